@@ -1,0 +1,103 @@
+"""The models that the benchmarks train, with their batches, as LightningModules."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns hidden states of the shape of `x`, (batch, length, width)."""
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        mlp: Tensor = self.mlp(self.norm2(x))
+        return x + mlp
+
+
+class GPT(nn.Module):
+    """A language model; predicts the next token."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits of shape (batch, length, vocabulary)."""
+        hidden = self.blocks(self.tokens(x) + self.positions[: x.shape[1]])
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Task(pl.LightningModule):
+    """A net with cross entropy and AdamW."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the net's logits."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Returns the loss of one batch."""
+        x, y = batch
+        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns the optimizer."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _gpt(layers: int, width: int, batch: int) -> tuple[nn.Module, Batch]:
+    tokens = torch.randint(0, 32768, (batch, 513))
+    return GPT(layers, width, width // 64, 32768, 512), (tokens[:, :-1], tokens[:, 1:])
+
+
+def _mlp() -> tuple[nn.Module, Batch]:
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers), (torch.randn(64, 64), torch.randint(0, 64, (64,)))
+
+
+def _resnet50() -> tuple[nn.Module, Batch]:
+    from torchvision.models import resnet50
+
+    net = resnet50().to(memory_format=torch.channels_last)
+    return net, (torch.randn(96, 3, 224, 224), torch.randint(0, 1000, (96,)))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
+    "mlp": _mlp,
+    "gpt4": lambda: _gpt(4, 512, 8),
+    "gpt12": lambda: _gpt(12, 768, 8),
+    "resnet50": _resnet50,
+}
+
+
+def load(name: str, device: torch.device) -> tuple[Task, Batch]:
+    """Returns a task with its net on the device, and a batch there."""
+    net, (x, y) = MODELS[name]()
+    return Task(net.to(device)), (x.to(device), y.to(device))

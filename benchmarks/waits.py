@@ -1,0 +1,129 @@
+"""Counts the host's waits in a profiler trace, with and without the timer.
+
+The claim: at most one `cudaEventSynchronize` a step, and no other synchronization that is not there
+without the timer.
+
+    python benchmarks/waits.py --out benchmarks/results/waits.json
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from models import load
+from torch import nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+SYNCHRONIZE = ("cudaEventSynchronize", "cudaDeviceSynchronize", "cudaStreamSynchronize")
+WARMUP = 20
+
+
+def lightning_loop(timer: GPUPhaseTimer | None, steps: int) -> Counter[str]:
+    """Returns the calls of the runtime in `steps` steps of a Trainer."""
+    device = torch.device("cuda")
+    task, batch = load("gpt4", device)
+    profile = _Profile(steps)
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=WARMUP + steps + 2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[*([timer] if timer else []), profile],
+    )
+    trainer.fit(task, [batch] * (WARMUP + steps + 2))
+    return profile.calls
+
+
+class _Profile(pl.Callback):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._profiler = _profiler()
+        self.calls: Counter[str] = Counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        batch_idx = args[-1]
+        if batch_idx == WARMUP:
+            self._profiler.start()
+        if batch_idx == WARMUP + self._steps:
+            self._profiler.stop()
+            self.calls = _count(self._profiler)
+
+
+def plain_loop(timed: bool, steps: int, lag: int = 1) -> Counter[str]:
+    """Returns the calls of the runtime in `steps` steps of a plain loop."""
+    device = torch.device("cuda")
+    task, (x, y) = load("gpt4", device)
+    optimizer = task.configure_optimizers()
+    timer = GPUPhaseHooks(task.net, optimizer, lag=lag)
+    end_step: Callable[[], None] = timer.attach().step if timed else lambda: None
+    profiler = _profiler()
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            profiler.start()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = nn.functional.cross_entropy(task.net(x).flatten(0, -2), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        end_step()
+    profiler.stop()
+    timer.remove()
+    return _count(profiler)
+
+
+def _profiler() -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    return torch.profiler.profile(activities=activities, acc_events=True)
+
+
+def _count(profiler: torch.profiler.profile) -> Counter[str]:
+    events = profiler.events()
+    assert events is not None
+    return Counter(event.name for event in events if event.name in SYNCHRONIZE)
+
+
+def main(steps: int = 100) -> dict[str, Any]:
+    """Counts in every kind of loop; returns what was found."""
+    counted = {
+        "lightning, no timer": lightning_loop(None, steps),
+        "lightning, GPUPhaseTimer()": lightning_loop(GPUPhaseTimer(summary=False), steps),
+        "lightning, GPUPhaseTimer(lag=0)": lightning_loop(
+            GPUPhaseTimer(lag=0, summary=False), steps
+        ),
+        "plain, no timer": plain_loop(timed=False, steps=steps),
+        "plain, GPUPhaseHooks()": plain_loop(timed=True, steps=steps),
+        "plain, GPUPhaseHooks(lag=0)": plain_loop(timed=True, steps=steps, lag=0),
+    }
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "command": f"python {' '.join(sys.argv)}",
+        "steps": steps,
+        "calls": {
+            name: {call: calls[call] for call in SYNCHRONIZE} for name, calls in counted.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = main(arguments.steps)
+    print(json.dumps(found, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=2) + "\n")

@@ -1,0 +1,34 @@
+"""Where does my training step go? Per-phase GPU times of PyTorch and Lightning training steps."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_gputime._events import Clock, TimingEvent
+from lightning_gputime._named import phase
+from lightning_gputime._phases import StepTimes
+from lightning_gputime._summary import PhaseStats, PhaseSummary
+from lightning_gputime.hooks import GPUPhaseHooks
+
+if TYPE_CHECKING:
+    from lightning_gputime.callback import GPUPhaseTimer
+
+__all__ = [
+    "Clock",
+    "GPUPhaseHooks",
+    "GPUPhaseTimer",
+    "PhaseStats",
+    "PhaseSummary",
+    "StepTimes",
+    "TimingEvent",
+    "phase",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Importing Lightning takes seconds; who times a plain loop does not need it.
+    if name == "GPUPhaseTimer":
+        from lightning_gputime.callback import GPUPhaseTimer
+
+        return GPUPhaseTimer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

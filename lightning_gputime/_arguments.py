@@ -1,0 +1,36 @@
+"""Checks of what users pass in: they fail at once, with the value and the fix."""
+
+from typing import Any
+
+
+def check_options(prefix: str, lag: int, warmup_steps: int, history: int) -> None:
+    """Checks the options that both timers have.
+
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If one has an impossible value.
+    """
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string such as 'phase_time', got {prefix!r}")
+    if not prefix or prefix != prefix.strip("/ "):
+        raise ValueError(
+            f"prefix must be a key such as 'phase_time', without outer '/', got {prefix!r}"
+        )
+    check_int("lag", lag, 0, "0 to have a step's times when it ends, 1 to keep the device busy")
+    check_int(
+        "warmup_steps", warmup_steps, 0, "the number of first steps to leave out of the summary"
+    )
+    check_int("history", history, 1, "the number of newest steps to keep")
+
+
+def check_int(name: str, value: Any, least: int, meaning: str) -> None:
+    """Checks an integer option.
+
+    Raises:
+        TypeError: If `value` is no integer.
+        ValueError: If `value` is below `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer ({meaning}), got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")

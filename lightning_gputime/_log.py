@@ -1,0 +1,83 @@
+"""Means over a window of steps, sent to loggers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning_gputime._phases import StepTimes
+from lightning_gputime._recorder import log
+
+
+class MetricsLogger(Protocol):
+    """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Stores `metrics` under `step`."""
+
+
+class PhaseLog:
+    """Sends the means since the last log to the loggers, once every so many steps.
+
+    Args:
+        prefix: First part of each key.
+        every_n_steps: The steps `n - 1`, `2 n - 1`, ... are logged, as Lightning counts them, or
+            the next one where such a number is skipped; with 0 none is.
+        loggers: Where to.
+        publish: Also gets the metrics, under keys with "/".
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        every_n_steps: int,
+        loggers: Sequence[MetricsLogger],
+        publish: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> None:
+        self._prefix = prefix
+        self._every_n_steps = every_n_steps
+        self._loggers = loggers
+        self._publish = publish
+        self._window: list[StepTimes] = []
+        self._newest: int | None = None
+        self._failed = False
+
+    def add(self, times: StepTimes) -> None:
+        """Takes the times of the next step, and logs if it is one that is due."""
+        every = self._every_n_steps
+        if not every:
+            return
+        before = times.step if self._newest is None else self._newest + 1
+        self._newest = times.step
+        self._window.append(times)
+        if (times.step + 1) // every > before // every:
+            self.log()
+
+    def log(self) -> None:
+        """Logs the steps since the last log, if there are any, under the newest one's number."""
+        if not self._window:
+            return
+        step = self._window[-1].step
+        metrics = {f"{self._prefix}/{key}": value for key, value in _means(self._window).items()}
+        self._window.clear()
+        try:
+            for logger in self._loggers:
+                separator = getattr(logger, "group_separator", "/")
+                logger.log_metrics(
+                    {key.replace("/", separator): value for key, value in metrics.items()}, step
+                )
+            if self._publish is not None:
+                self._publish(metrics)
+        except Exception as error:
+            if not self._failed:
+                log.warning("Phase times could not be logged: %r", error)
+            self._failed = True
+
+
+def _means(window: Sequence[StepTimes]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for times in window:
+        for name, ms in times.phase_ms.items():
+            values.setdefault(f"{name}_ms", []).append(ms)
+    means = {key: sum(ms) / len(ms) for key, ms in values.items()}
+    means["step_ms"] = sum(times.step_ms for times in window) / len(window)
+    means["host_wait_ms"] = sum(times.host_wait_ms for times in window) / len(window)
+    return means

@@ -1,0 +1,116 @@
+"""The vocabulary of phases, and the record of one step."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+DATA = "data"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+OTHER = "other"
+
+PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
+
+# Labels of marks whose phase depends on what follows; `settle` decides. A user's phase cannot be
+# named so, see `check_name`.
+AFTER_FORWARD = "<after forward>"
+AFTER_BACKWARD = "<after backward>"
+AFTER_UPDATE = "<after update>"
+EXCLUDED = "<excluded>"
+
+FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
+"""What the code after a phase is, when the phase was named by hand."""
+
+# `step_ms` and `host_wait_ms` stand beside the phases' own keys.
+_RESERVED = ("step", "host_wait")
+_NAME = re.compile(r"[^/<>]+(/[^/<>]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of one training step: one optimizer update, with all its micro-batches.
+
+    Attributes:
+        step: Number of the step, counted from 0; the number that its values are logged under.
+        phase_ms: Device time of each phase that ran (in milliseconds). A sub-phase
+            (`backward/comm`) has its own entry and is included in its parent's (`backward`).
+        host_ms: Host time between the same marks (in milliseconds): what it took to launch the
+            phase, not to run it.
+        host_wait_ms: How long the host was blocked until the device had finished this step (in
+            milliseconds); 0.0 when the step was read without a wait.
+        step_ms: The sum of the top-level phases (in milliseconds).
+    """
+
+    step: int
+    phase_ms: Mapping[str, float]
+    host_ms: Mapping[str, float]
+    host_wait_ms: float
+    step_ms: float
+
+
+@lru_cache(maxsize=256)
+def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Decides which phases the time after each mark of a step counts under.
+
+    Between two model calls the time is `forward`, after the last one `loss` if a backward
+    follows. After backward it is `optimizer` if an update follows. Anything else is `other`.
+
+    Args:
+        labels: The labels of a step's marks, in order.
+
+    Returns:
+        For each mark the names that its time is added to: a phase, preceded by its parent if it is
+        a sub-phase; nothing where the time belongs to no step.
+    """
+    settled = []
+    following = None
+    for label in reversed(labels):
+        phase = _settle_one(label, following)
+        settled.append(_with_parent(phase))
+        top_level = phase.partition("/")[0]
+        if label == AFTER_UPDATE:
+            following = OPTIMIZER
+        elif top_level in (FORWARD, BACKWARD, OPTIMIZER):
+            following = top_level
+    return tuple(reversed(settled))
+
+
+def _settle_one(label: str, following: str | None) -> str:
+    if label == AFTER_FORWARD:
+        return {FORWARD: FORWARD, BACKWARD: LOSS}.get(following or "", OTHER)
+    if label == AFTER_BACKWARD:
+        return OPTIMIZER if following == OPTIMIZER else OTHER
+    return OTHER if label == AFTER_UPDATE else label
+
+
+def _with_parent(phase: str) -> tuple[str, ...]:
+    if phase == EXCLUDED:
+        return ()
+    parent, slash, _ = phase.partition("/")
+    return (parent, phase) if slash else (phase,)
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Sorts phases as a step runs them, the user's own last, sub-phases below their parent."""
+    seen = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
+    return sorted(names, key=lambda name: (seen.index(name.partition("/")[0]), name))
+
+
+@lru_cache(maxsize=256)
+def check_name(name: str) -> str:
+    """Returns `name` if a phase can be called so.
+
+    Raises:
+        ValueError: If it cannot; the message says why.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"phase name {name!r} is not usable: give a non-empty string without '<' or '>',"
+            " such as 'augment' or 'forward/body'"
+        )
+    if name in _RESERVED:
+        raise ValueError(f"phase name {name!r} is taken by the key '{name}_ms': choose another")
+    return name

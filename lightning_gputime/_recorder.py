@@ -1,0 +1,254 @@
+"""Marks on a timeline, cut into steps, and read back with at most one wait a step."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+
+from lightning_gputime._events import Clock, EventPool, TimingEvent
+from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY, StepTimes, settle
+
+log = logging.getLogger("lightning_gputime")
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Marks of one step: `labels[i]` names the time from `events[i]` to `events[i + 1]`."""
+
+    labels: list[str]
+    events: list[TimingEvent]
+    host_ns: list[int]
+    number: int = -1
+    owns_end: bool = False
+    """Whether the last event is this step's alone, and not also the first of the next."""
+
+
+class Recorder:
+    """Records marks, cuts them into steps, and emits the times of each step once it can be read.
+
+    A mark says: from here on the time belongs to this label. The end of a step is the first mark
+    of the next. Steps are read in order, each when the device has finished it; the host waits only
+    while more than `lag` steps are unread, for the oldest of them.
+
+    Nothing here raises into the training loop: after an error the step is dropped, and a logger
+    says so once. Calls from any thread but the one that last called `begin` do nothing.
+
+    Args:
+        clock: Where events and host times come from.
+        lag: How many ended steps may stay unread.
+        emit: Called with the times of each step, in order, in the training thread.
+    """
+
+    def __init__(self, clock: Clock, *, lag: int, emit: Callable[[StepTimes], None]) -> None:
+        self._pool = EventPool(clock)
+        self._host_ns = clock.host_ns
+        self._is_capturing = clock.is_capturing
+        self._lag = lag
+        self._emit = emit
+        self._thread = -1
+        self._timing = False
+        self._paused = False
+        self._told: set[str] = set()
+        self._pending: deque[_Marks] = deque()
+        self._open = _Marks([], [], [])
+        # Phases that were named by hand and are not left yet, and what follows the outermost.
+        self._named: list[str] = []
+        self._base = DATA
+        self.label: str | None = None
+        """The label that time is going to now; None while no step is timed."""
+
+    def is_here(self) -> bool:
+        """Tells whether the calling thread is the one that is timed."""
+        return get_ident() == self._thread
+
+    # Marks
+
+    def begin(self, label: str = DATA) -> None:
+        """Starts a step here, in the calling thread. What the open step held is dropped."""
+        self._thread = get_ident()
+        self._drop()
+        self._timing, self._paused = True, False
+        self._record(self._first_label(label))
+
+    def mark(self, label: str) -> None:
+        """Says that from here on the time belongs to `label`.
+
+        Inside a phase that was named by hand that name wins, and `label` is what follows it.
+        """
+        if label == self.label or not self._timing or get_ident() != self._thread:
+            return
+        if self._named:
+            self._base = label
+        else:
+            self._record(label)
+
+    def turn(self, label: str, into: str) -> None:
+        """Marks `into`; if the time is going to `label`, then what it got since its mark too."""
+        if self.label == label and self._timing and get_ident() == self._thread:
+            self._open.labels[-1] = self.label = into
+        else:
+            self.mark(into)
+
+    def enter(self, name: str) -> bool:
+        """Begins a phase that was named by hand. Returns whether `leave` must end it."""
+        if self.label is None or not self._timing or get_ident() != self._thread:
+            return False
+        if not self._named:
+            self._base = self.label
+        self._named.append(name)
+        if name != self.label:
+            self._record(name)
+        return True
+
+    def leave(self, name: str) -> None:
+        """Ends a phase that `enter` began: time goes back to where it went before."""
+        self._named.pop()
+        label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
+        if self._timing and label != self.label:
+            self._record(label)
+
+    def pause(self) -> None:
+        """Lets the time since the last mark, and until `resume`, belong to no step."""
+        if self._timing and get_ident() == self._thread:
+            self._open.labels[-1] = self.label = EXCLUDED
+            self._timing, self._paused = False, True
+
+    def resume(self, label: str = DATA) -> None:
+        """Ends a `pause`: from here on the time belongs to `label`."""
+        if self._paused and get_ident() == self._thread:
+            self._timing, self._paused = True, False
+            self._record(label)
+
+    # Steps
+
+    def end_step(self, number: int) -> None:
+        """Ends the open step under `number`, begins the next, and emits what can be read.
+
+        This is the only place where the host may wait in a training loop.
+        """
+        if get_ident() != self._thread:
+            return
+        if not self._timing:
+            self.begin()
+        else:
+            self._record(self._first_label(DATA))
+            if self._timing:
+                self._close(number)
+        if self._timing:
+            self._resolve()
+
+    def flush(self) -> None:
+        """Waits for the ended steps that are unread, and emits them."""
+        try:
+            while self._pending and not self._is_capturing():
+                self._emit_oldest(self._wait(self._pending[0]))
+        except Exception as error:
+            self._fail(error)
+
+    def drain(self) -> None:
+        """Emits the ended steps that the device has finished, without waiting for the others."""
+        try:
+            if not self._is_capturing():
+                self._emit_complete()
+        except Exception as error:
+            self._fail(error)
+
+    def stop(self) -> None:
+        """Ends recording: until the next `begin`, every call does nothing."""
+        self._drop()
+        self._thread = -1
+
+    def tell_once(self, message: str, *args: object) -> None:
+        """Logs a warning, the first time that it is called with `message`."""
+        if message not in self._told:
+            self._told.add(message)
+            log.warning(message, *args)
+
+    def _record(self, label: str) -> None:
+        try:
+            if self._is_capturing():
+                self.tell_once("Steps in which a graph is captured are not timed.")
+                self._drop()
+                return
+            event = self._pool.take()
+            event.record()
+        except Exception as error:
+            self._fail(error)
+            return
+        marks = self._open
+        marks.labels.append(label)
+        marks.events.append(event)
+        marks.host_ns.append(self._host_ns())
+        self.label = label
+
+    def _first_label(self, label: str) -> str:
+        """The label that a step begins with: a phase named by hand reaches across steps."""
+        self._base = label
+        return self._named[-1] if self._named else label
+
+    def _close(self, number: int) -> None:
+        step = self._open
+        step.number = number
+        self._open = _Marks([step.labels.pop()], [step.events[-1]], [step.host_ns[-1]])
+        self._pending.append(step)
+
+    def _drop(self) -> None:
+        """Forgets the open step; only `begin` starts another."""
+        self._timing, self.label = False, None
+        events, self._open = self._open.events, _Marks([], [], [])
+        if events and self._pending and self._pending[-1].events[-1] is events[0]:
+            self._pending[-1].owns_end = True
+            del events[0]
+        self._pool.give(events)
+
+    def _resolve(self) -> None:
+        try:
+            self._emit_complete()
+            if len(self._pending) > self._lag:
+                self._emit_oldest(self._wait(self._pending[0]))
+        except Exception as error:
+            self._fail(error)
+
+    def _wait(self, step: _Marks) -> float:
+        """The one wait. Returns how long it took (in milliseconds)."""
+        start = self._host_ns()
+        step.events[-1].synchronize()
+        return (self._host_ns() - start) / 1e6
+
+    def _emit_complete(self) -> None:
+        while self._pending and self._pending[0].events[-1].query():
+            self._emit_oldest(0.0)
+
+    def _emit_oldest(self, wait_ms: float) -> None:
+        step = self._pending.popleft()
+        try:
+            times = _read(step, wait_ms)
+        except RuntimeError:
+            # A mark that was recorded on another stream can lag behind the last one.
+            for event in step.events:
+                event.synchronize()
+            times = _read(step, wait_ms)
+        self._pool.give(step.events if step.owns_end else step.events[:-1])
+        self._emit(times)
+
+    def _fail(self, error: Exception) -> None:
+        self.tell_once("A step could not be timed and is left out: %r", error)
+        self._pending.clear()
+        self._open = _Marks([], [], [])
+        self._timing, self.label = False, None
+
+
+def _read(step: _Marks, wait_ms: float) -> StepTimes:
+    phase_ms: dict[str, float] = {}
+    host_ms: dict[str, float] = {}
+    events, host_ns = step.events, step.host_ns
+    for i, names in enumerate(settle(tuple(step.labels))):
+        if names:
+            device = events[i].elapsed_time(events[i + 1])
+            host = (host_ns[i + 1] - host_ns[i]) / 1e6
+            for name in names:
+                phase_ms[name] = phase_ms.get(name, 0.0) + device
+                host_ms[name] = host_ms.get(name, 0.0) + host
+    step_ms = sum(ms for name, ms in phase_ms.items() if "/" not in name)
+    return StepTimes(step.number, phase_ms, host_ms, wait_ms, step_ms)

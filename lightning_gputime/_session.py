@@ -1,0 +1,43 @@
+"""A timer at work on one model: from the attaching of its hooks to their removal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_gputime._boundaries import Boundaries
+from lightning_gputime._named import activate, deactivate
+from lightning_gputime._recorder import Recorder
+
+
+class Session:
+    """What both front ends hold while they are attached.
+
+    Args:
+        recorder: Gets the marks.
+        model: The model that is timed.
+        optimizers: The optimizers whose updates are timed.
+        wrapper: What the trainer calls in place of `model`, if so.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        wrapper: nn.Module | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.boundaries = Boundaries(recorder, model, optimizers, wrapper=wrapper)
+        activate(recorder)
+
+    def end_step(self, number: int) -> None:
+        """Ends the open step under `number`."""
+        self.recorder.end_step(number)
+        self.boundaries.step_ended()
+
+    def remove(self) -> None:
+        """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+        deactivate(self.recorder)
+        self.boundaries.remove()
+        self.recorder.stop()

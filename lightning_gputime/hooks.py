@@ -1,0 +1,278 @@
+"""The timer for a plain PyTorch loop."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from lightning_gputime._arguments import check_int, check_options
+from lightning_gputime._events import Clock, clock_for
+from lightning_gputime._log import MetricsLogger, PhaseLog
+from lightning_gputime._named import NamedPhase
+from lightning_gputime._phases import DATA, OTHER, StepTimes
+from lightning_gputime._recorder import Recorder
+from lightning_gputime._results import Results
+from lightning_gputime._session import Session
+from lightning_gputime._summary import PhaseSummary
+
+T = TypeVar("T")
+
+
+class GPUPhaseHooks:
+    """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
+
+    While it is attached it has hooks on the model and the optimizers, and stands in for
+    `torch.autograd.backward`. It records one device event at each boundary between phases, and
+    reads them back one step late, with at most one event wait a step. It never synchronizes the
+    device, changes no result, raises nothing into the loop, and leaves nothing behind.
+
+    Each `attach` starts a new measurement; what the last one found can be read until then.
+
+    Args:
+        model: The model whose calls are `forward`. For several models, such as a GAN's, give
+            `torch.nn.ModuleList([generator, discriminator])`.
+        optimizers: The optimizers whose updates end `optimizer`: one, several, or none to time
+            inference.
+        prefix: First part of the logged keys.
+        lag: How many ended steps may be unread. With 1 a whole step stays queued while the host
+            waits, so that the device never idles; with 0 a step's times are there when it ends.
+        warmup_steps: How many of the first steps the summary leaves out.
+        history: How many of the newest steps `history` returns, and percentiles are taken over.
+        device: The device to time; by default the one that the model's parameters are on.
+        accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step.
+        logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
+        log_every_n_steps: How many steps are averaged into one log.
+        clock: Takes the place of the device's clock, for tests and new kinds of device.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has an impossible value, or the device is not here.
+
+    Example:
+        >>> with GPUPhaseHooks(model, optimizer) as timer:
+        ...     for x, y in timer.steps(loader):
+        ...         loss = loss_fn(model(x), y)
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> print(timer.summary())
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Any = None,
+        *,
+        prefix: str = "phase_time",
+        lag: int = 1,
+        warmup_steps: int = 5,
+        history: int = 10_000,
+        device: torch.device | str | int | None = None,
+        accumulate_grad_batches: int = 1,
+        logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
+        log_every_n_steps: int = 50,
+        clock: Clock | None = None,
+    ) -> None:
+        check_options(prefix, lag, warmup_steps, history)
+        check_int(
+            "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
+        )
+        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        self._model = _check_model(model)
+        self._optimizers = _check_optimizers(optimizers)
+        self._loggers = _check_loggers(logger)
+        self._device = None if device is None else _check_device(device)
+        if self._device is not None and clock is None:
+            clock_for(self._device)
+        self._clock = clock
+        self._prefix = prefix
+        self._lag = lag
+        self._warmup_steps = warmup_steps
+        self._history = history
+        self._accumulate_grad_batches = accumulate_grad_batches
+        self._log_every_n_steps = log_every_n_steps
+        self._results = Results(history, warmup_steps)
+        self._log = PhaseLog(prefix, 0, ())
+        self._session: Session | None = None
+        self._step = self._micro_batches = 0
+
+    def attach(self) -> Self:
+        """Puts the hooks on and starts a new measurement. Safe to call twice."""
+        if self._session is not None:
+            return self
+        clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
+        self._results = Results(self._history, self._warmup_steps)
+        self._log = PhaseLog(self._prefix, self._log_every_n_steps, self._loggers)
+        self._step = self._micro_batches = 0
+        recorder = Recorder(clock, lag=self._lag, emit=self._emit)
+        self._session = Session(recorder, self._model, self._optimizers)
+        recorder.begin()
+        return self
+
+    def remove(self) -> None:
+        """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
+        if self._session is not None:
+            self.flush()
+            self._detach()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.remove()
+        elif self._session is not None:
+            # After an error the device may never finish: read what is there.
+            self._session.recorder.drain()
+            self._detach()
+
+    def steps(self, iterable: Iterable[T]) -> Iterator[T]:
+        """Yields the items of a loader, and ends a step (or a micro-batch) after each.
+
+        The time between two calls, such as a validation between epochs, belongs to no step.
+
+        Args:
+            iterable: The loader.
+
+        Raises:
+            RuntimeError: If the timer is not attached.
+        """
+        self._attached("steps()").recorder.begin()
+        self._micro_batches = 0
+        for item in iterable:
+            if self._session is not None:
+                self._session.recorder.mark(OTHER)
+            yield item
+            if self._session is not None:
+                self.step()
+
+    def step(self) -> None:
+        """Ends a step (or a micro-batch). Call it at the end of the loop's body.
+
+        Raises:
+            RuntimeError: If the timer is not attached.
+        """
+        session = self._attached("step()")
+        self._micro_batches += 1
+        if self._micro_batches < self._accumulate_grad_batches and not session.boundaries.updates:
+            session.recorder.mark(DATA)
+            return
+        session.end_step(self._step)
+        self._step += 1
+        self._micro_batches = 0
+
+    def phase(self, name: str) -> NamedPhase:
+        """Returns a context manager: the time of its code belongs to `name`.
+
+        As `lightning_gputime.phase`, for this timer alone.
+
+        Args:
+            name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part
+                of `forward`.
+
+        Raises:
+            ValueError: If the name is empty, contains "<" or ">", or is "step" or "host_wait".
+        """
+        return NamedPhase(name, [] if self._session is None else [self._session.recorder])
+
+    @property
+    def last(self) -> StepTimes | None:
+        """The newest step that has been read, or None."""
+        return self._results.last
+
+    def flush(self) -> None:
+        """Waits for the steps that have ended and are unread, and reads them."""
+        if self._session is not None:
+            self._session.recorder.flush()
+
+    def history(self) -> npt.NDArray[Any]:
+        """Returns the newest steps, as a structured array of shape (steps,).
+
+        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
+        NaN where a phase did not run. Warm-up steps are included.
+        """
+        return self._results.history()
+
+    def summary(self) -> PhaseSummary:
+        """Returns the statistics of the steps read so far, warm-up left out."""
+        return self._results.summary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
+    def _attached(self, call: str) -> Session:
+        if self._session is None:
+            raise RuntimeError(
+                f"{call} needs an attached timer: call attach() first, or use"
+                " 'with GPUPhaseHooks(...) as timer:'"
+            )
+        return self._session
+
+    def _emit(self, times: StepTimes) -> None:
+        self._results.add(times)
+        self._log.add(times)
+
+    def _detach(self) -> None:
+        if self._session is not None:
+            self._session.remove()
+            self._session = None
+            self._log.log()
+            self._log = PhaseLog(self._prefix, 0, ())
+
+
+def _check_model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {model!r}; for several models give"
+            " torch.nn.ModuleList([...])"
+        )
+    return model
+
+
+def _check_optimizers(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in several:
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise TypeError(
+                f"optimizers must be a torch.optim.Optimizer, a list of them, or None, got"
+                f" {optimizer!r}"
+            )
+    return list(several)
+
+
+def _check_loggers(logger: Any) -> list[MetricsLogger]:
+    if logger is None:
+        return []
+    several = logger if isinstance(logger, list | tuple) else [logger]
+    for one in several:
+        if not callable(getattr(one, "log_metrics", None)):
+            raise TypeError(
+                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
+                " loggers have it"
+            )
+    return list(several)
+
+
+def _check_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device {device!r} is unknown: give a torch.device or a name such as 'cuda'"
+        ) from error
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

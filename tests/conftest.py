@@ -1,0 +1,39 @@
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_gpu import FakeGPU
+
+from lightning_gputime import _named
+
+
+@pytest.fixture
+def gpu() -> FakeGPU:
+    return FakeGPU()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed() -> Iterator[None]:
+    backward = torch.autograd.backward
+    yield
+    assert torch.autograd.backward is backward
+    assert not _named._active
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_no_gpu_test(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def installed(*things: object) -> list[dict[str, object]]:
+    """What hangs on modules and optimizers: hooks, and attributes of the instance."""
+    return [
+        {
+            name: copy.copy(value) if "hooks" in name else None
+            for name, value in vars(thing).items()
+            if name not in ("state", "training")
+        }
+        for thing in things
+    ]

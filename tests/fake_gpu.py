@@ -1,0 +1,148 @@
+"""A GPU whose queue runs behind the host, on a clock that moves only when a test says so.
+
+It is as strict as the real one: an event that the device has not reached cannot be read, and one
+that was never recorded cannot either; every wait of the host is counted; touching an event while a
+graph is captured breaks the capture.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MS = 1_000_000
+
+
+class FakeGPU:
+    """A device and its host. It is a `Clock`, so a timer takes it as the argument `clock`."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.free_at = 0
+        self.created = 0
+        self.waits: list[float] = []
+        self.capturing = False
+        self.capture_broken = False
+
+    def work(self, device_ms: float, host_ms: float = 0.0) -> None:
+        """Launches a kernel: it costs the host `host_ms`, and runs once the queue has drained."""
+        self.host_work(host_ms)
+        self.free_at = max(self.free_at, self.now) + round(device_ms * MS)
+
+    def host_work(self, ms: float) -> None:
+        """Lets the host be busy, while the device goes on."""
+        self.now += round(ms * MS)
+
+    def event(self) -> "FakeEvent":
+        self.created += 1
+        return FakeEvent(self)
+
+    def host_ns(self) -> int:
+        return self.now
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def touch(self) -> None:
+        if self.capturing:
+            self.capture_broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+        self._at: int | None = None
+
+    def record(self) -> None:
+        self._gpu.touch()
+        self._at = max(self._gpu.free_at, self._gpu.now)
+
+    def query(self) -> bool:
+        self._gpu.touch()
+        return self._at is None or self._at <= self._gpu.now
+
+    def synchronize(self) -> None:
+        self._gpu.touch()
+        start = self._gpu.now
+        self._gpu.now = max(self._gpu.now, self._at or 0)
+        self._gpu.waits.append((self._gpu.now - start) / MS)
+
+    def elapsed_time(self, end_event: "FakeEvent", /) -> float:
+        if self._at is None or end_event._at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end_event._at - self._at) / MS
+
+
+class _Work(torch.autograd.Function):
+    """The identity, which takes time on a fake GPU in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gpu: FakeGPU, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.gpu, ctx.backward_ms = gpu, backward_ms
+        gpu.work(forward_ms)
+        # Saved, so that activation checkpointing has a reason to run this again.
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        assert ctx.saved_tensors
+        ctx.gpu.work(ctx.backward_ms)
+        return grads[0], None, None, None
+
+
+def work(x: Tensor, gpu: FakeGPU, forward_ms: float, backward_ms: float = 0.0) -> Tensor:
+    """Returns `x`, after work on the GPU that backward repeats with a time of its own."""
+    result: Tensor = _Work.apply(x, gpu, forward_ms, backward_ms)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Layer(nn.Module):
+    """A linear layer that takes a known time."""
+
+    def __init__(self, gpu: FakeGPU, forward_ms: float, backward_ms: float = 0.0) -> None:
+        super().__init__()
+        self._times = (gpu, forward_ms, backward_ms)
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return work(self.linear(x), *self._times)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
+        return Layer(*self._times)
+
+
+class Loss(nn.MSELoss):
+    """A loss module that takes a known time."""
+
+    def __init__(self, gpu: FakeGPU, ms: float) -> None:
+        super().__init__()
+        self._gpu, self._ms = gpu, ms
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        return work(super().forward(input, target), self._gpu, self._ms)
+
+
+class Adder(torch.optim.Optimizer):
+    """An optimizer whose update takes a known time."""
+
+    def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
+        super().__init__(params, {})
+        self._gpu, self._ms = gpu, ms
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        self._gpu.work(self._ms)
+        return loss
+
+
+def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) -> Iterator[Tensor]:
+    """Yields batches; each takes the host `host_ms`, and the device `copy_ms`."""
+    for _ in range(n):
+        gpu.host_work(host_ms)
+        gpu.work(copy_ms)
+        yield torch.ones(1, 2)

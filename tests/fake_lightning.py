@@ -1,0 +1,113 @@
+"""A LightningModule and its data that take known times on a fake GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseTimer
+
+STEP_MS = {
+    "data": 1.0,
+    "other": 0.125,
+    "forward": 4.0,
+    "loss": 0.5,
+    "backward": 8.0,
+    "optimizer": 2.0,
+}
+
+
+class Loader:
+    """A loader whose batches take the device 1 ms each, for the copy."""
+
+    def __init__(self, gpu: FakeGPU, n: int) -> None:
+        self.gpu, self.n = gpu, n
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return batches(self.gpu, self.n, copy_ms=1.0)
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Model(pl.LightningModule):
+    """A model whose step takes `STEP_MS`."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.net = Layer(gpu, 4.0, 7.75)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.gpu.work(0.125)
+        loss = work(self(batch), self.gpu, 0.5, 0.25).sum()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch).sum())
+
+    def configure_optimizers(self) -> Any:
+        return Adder(self.parameters(), self.gpu, 2.0)
+
+
+class MemoryLogger(pl.loggers.logger.DummyLogger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((step, dict(metrics)))
+
+    def phase_times(self) -> list[tuple[int | None, dict[str, float]]]:
+        return [
+            (step, metrics)
+            for step, metrics in self.calls
+            if any(key.startswith("phase_time/") for key in metrics)
+        ]
+
+
+def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "num_sanity_val_steps": 0,
+            "callbacks": list(callbacks),
+            **options,
+        }
+    )
+
+
+def steps(timer: GPUPhaseTimer) -> list[dict[str, float]]:
+    """The phases of each step in a timer's history, those that did not run left out."""
+    history = timer.history()
+    names = [name for name in history.dtype.names or () if name.endswith("_ms")]
+    return [
+        {
+            name.removesuffix("_ms"): float(row[name])
+            for name in names
+            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
+        }
+        for row in history
+    ]
+
+
+def fit(gpu: FakeGPU, model: pl.LightningModule, n: int = 3, **options: Any) -> GPUPhaseTimer:
+    """Trains a model on `n` batches and returns its timer."""
+    timer = options.pop("timer", None) or GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    callbacks = options.pop("callbacks", [])
+    trainer(timer, *callbacks, **options).fit(model, Loader(gpu, n))
+    return timer

@@ -1,0 +1,425 @@
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, Layer, Loss, work
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gputime._boundaries import Boundaries
+from lightning_gputime._recorder import Recorder
+
+
+class Timed:
+    """Marks of a model and its optimizer, one step at a time."""
+
+    def __init__(self, gpu: FakeGPU, model: nn.Module, *optimizers: Any, **options: Any) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.recorder = Recorder(
+            gpu, lag=0, emit=lambda times: self.steps.append(dict(times.phase_ms))
+        )
+        self.boundaries = Boundaries(self.recorder, model, optimizers, **options)
+        self.recorder.begin("other")
+
+    def end_step(self) -> dict[str, float]:
+        self.recorder.end_step(0)
+        self.boundaries.step_ended()
+        self.recorder.begin("other")
+        return {name: ms for name, ms in self.steps[-1].items() if ms}
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(1, 2)
+
+
+@pytest.fixture
+def time_step() -> Iterator[Callable[..., Timed]]:
+    made: list[Timed] = []
+
+    def make(*args: Any, **options: Any) -> Timed:
+        made.append(Timed(*args, **options))
+        return made[-1]
+
+    yield make
+    for timed in made:
+        timed.boundaries.remove()
+        timed.boundaries.remove()
+
+
+def test_a_standard_step(gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]) -> None:
+    model = Layer(gpu, 3.0, 7.0)
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    timed = time_step(gpu, model, optimizer)
+    gpu.work(1.0)
+    loss = work(model(x), gpu, 0.5, 0.25).sum()
+    optimizer.zero_grad()
+    gpu.work(0.125)
+    loss.backward()
+    gpu.work(4.0)  # clipping
+    optimizer.step()
+    gpu.work(1.0)
+    assert timed.end_step() == {
+        "other": 2.125,
+        "forward": 3.0,
+        "loss": 0.5,
+        "backward": 7.25,
+        "optimizer": 6.0,
+    }
+
+
+def test_only_the_outermost_call_is_a_boundary(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0), nn.Sequential(Layer(gpu, 2.0), Layer(gpu, 4.0)))
+    timed = time_step(gpu, model)
+    before = gpu.created
+    model(x)
+    gpu.work(8.0)
+    assert gpu.created - before == 2
+    assert timed.end_step() == {"forward": 7.0, "other": 8.0}
+
+
+def test_children_are_timed_where_the_model_is_not_called(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Layer(gpu, 1.0)
+            self.blocks = nn.ModuleList([Layer(gpu, 2.0), Layer(gpu, 4.0)])
+            self.heads = nn.ModuleDict({"a": Layer(gpu, 8.0)})
+
+    model = Holder()
+    timed = time_step(gpu, model)
+    x = model.encoder(x)
+    gpu.work(16.0)  # between two model calls
+    for block in model.blocks:
+        x = block(x)
+    x = model.heads["a"](x)
+    gpu.work(0.5)
+    x.sum().backward()
+    assert timed.end_step() == {"forward": 31.0, "loss": 0.5}
+
+
+def test_children_that_the_model_call_covers_lose_their_hooks(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(*(Layer(gpu, 1.0) for _ in range(10)))
+    bare = installed(*model)
+    timed = time_step(gpu, model)
+    assert installed(*model) != bare
+    model(x)
+    assert timed.end_step() == {"forward": 10.0}
+    assert installed(*model) == bare
+    model(x)
+    assert timed.end_step() == {"forward": 10.0}
+
+
+def test_children_get_their_hooks_back_when_a_step_has_no_forward_without_them(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
+    timed = time_step(gpu, model)
+    model(x)
+    timed.end_step()
+    model[0](x)
+    assert timed.end_step() == {"other": 1.0}
+    model[0](x)
+    assert timed.end_step() == {"forward": 1.0}
+
+
+def test_a_child_that_is_called_alone_as_well_keeps_its_hooks(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
+    timed = time_step(gpu, model)
+    for _ in range(3):
+        model(x)
+        gpu.work(8.0)
+        model[0](x)
+        assert timed.end_step() == {"forward": 12.0}
+
+
+def test_losses_and_metrics_are_no_model_calls(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Count(torchmetrics.SumMetric):
+        def update(self, value: Any) -> None:
+            gpu.work(4.0)
+            super().update(value)
+
+    model = nn.ModuleDict(
+        {
+            "net": Layer(gpu, 1.0),
+            "loss": Loss(gpu, 2.0),
+            "metrics": torchmetrics.MetricCollection([Count()]),
+        }
+    )
+    timed = time_step(gpu, model)
+    loss = model["loss"](model["net"](x), x)
+    model["metrics"](loss.detach())
+    loss.backward()
+    steps = timed.end_step()
+    assert steps["forward"] == 1.0
+    assert steps["loss"] >= 6.0
+
+
+def test_a_loss_module_between_two_model_calls_is_loss(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.ModuleDict({"net": Layer(gpu, 1.0), "loss": Loss(gpu, 2.0)})
+    timed = time_step(gpu, model)
+    total = model["loss"](model["net"](x), x)
+    total = total + model["loss"](model["net"](x), x)
+    total.backward()
+    assert timed.end_step() == {"forward": 2.0, "loss": 4.0}
+
+
+def test_a_model_call_that_raises_ends(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            gpu.work(1.0)
+            raise KeyError
+
+    model = nn.ModuleDict({"fails": Fails(), "net": Layer(gpu, 2.0)})
+    timed = time_step(gpu, model)
+    with pytest.raises(KeyError):
+        model["fails"](x)
+    gpu.work(4.0)
+    model["net"](x)
+    gpu.work(8.0)
+    assert timed.end_step() == {"forward": 7.0, "other": 8.0}
+
+
+def test_a_wrapper_that_runs_the_training_step_through_the_model_is_no_model_call(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Layer(gpu, 2.0)
+            self.redirect = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.redirect:
+                result: Tensor = self.net(x)
+                return result
+            self.redirect = False
+            gpu.work(1.0)
+            loss = work(self(x), gpu, 4.0)
+            gpu.work(0.5)
+            return loss
+
+    model = Model()
+    wrapper = nn.Sequential(model)
+    timed = time_step(gpu, model, wrapper=wrapper)
+    for _ in range(3):
+        model.redirect = True
+        wrapper(x).sum().backward()
+        assert timed.end_step() == {"other": 1.0, "forward": 2.0, "loss": 4.5}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_of_a_checkpointed_layer_is_backward(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed], use_reentrant: bool
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(gpu, 2.0, 3.0)
+
+    model = Model()
+    timed = time_step(gpu, model)
+    x.requires_grad_()
+    for _ in range(3):
+        out = checkpoint(model.layer, x, use_reentrant=use_reentrant)
+        gpu.work(0.5)
+        out.sum().backward()
+        assert timed.end_step() == {"forward": 2.0, "loss": 0.5, "backward": 5.0}
+
+
+def test_every_way_to_call_backward_is_seen(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = Layer(gpu, 1.0, 2.0)
+    timed = time_step(gpu, model)
+    model(x).sum().backward()
+    torch.autograd.backward(model(x).sum())
+    torch.autograd.backward([model(x).sum()], retain_graph=True)
+    assert timed.end_step()["backward"] == 6.0
+
+
+def test_backward_can_be_left_alone(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    before = torch.autograd.backward
+    timed = time_step(gpu, Layer(gpu, 1.0, 2.0), backward=False)
+    assert torch.autograd.backward is before
+    assert timed.end_step() == {}
+
+
+def test_timers_come_off_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
+    before = torch.autograd.backward
+    model = Layer(gpu, 1.0, 2.0)
+    bare = installed(model)
+    one, two, three = (Timed(gpu, model) for _ in range(3))
+    one.boundaries.remove()
+    model(x).sum().backward()
+    assert "backward" not in one.end_step()
+    assert two.end_step()["backward"] == three.end_step()["backward"] == 2.0
+    three.boundaries.remove()
+    two.boundaries.remove()
+    assert torch.autograd.backward is before
+    assert installed(model) == bare
+
+
+def test_a_wrapper_of_somebody_else_over_ours_keeps_working(gpu: FakeGPU, x: Tensor) -> None:
+    before = torch.autograd.backward
+    model = Layer(gpu, 1.0, 2.0)
+    timed = Timed(gpu, model)
+    ours = torch.autograd.backward
+    torch.autograd.backward = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+    timed.boundaries.remove()
+    assert torch.autograd.backward is theirs
+    model(x).sum().backward()
+    torch.autograd.backward = before
+
+
+def test_a_backward_that_raises_ends(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = Layer(gpu, 1.0, 2.0)
+    timed = time_step(gpu, model)
+    with pytest.raises(RuntimeError):
+        torch.ones(1).backward()
+    gpu.work(1.0)
+    model(x).sum().backward()
+    assert timed.end_step() == {"other": 1.0, "forward": 1.0, "backward": 2.0}
+
+
+def test_an_update_without_a_backward_is_optimizer(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = Layer(gpu, 1.0)
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    timed = time_step(gpu, model, optimizer)
+    model(x)
+    gpu.work(0.5)
+    optimizer.step()
+    gpu.work(0.25)
+    assert timed.end_step() == {"forward": 1.0, "other": 0.75, "optimizer": 2.0}
+    assert timed.boundaries.updates == 0
+
+
+def test_a_closure_is_not_optimizer_and_the_rest_of_the_step_is(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = Layer(gpu, 1.0, 4.0)
+
+    class Search(torch.optim.Optimizer):
+        def __init__(self, params: Iterator[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> Any:
+            for _ in range(3):
+                closure()
+                gpu.work(2.0)
+
+    optimizer = Search(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = work(model(x), gpu, 0.5).sum()
+        loss.backward()
+        return loss
+
+    timed = time_step(gpu, model, optimizer)
+    optimizer.step(closure)
+    assert timed.boundaries.updates == 1
+    assert timed.end_step() == {"forward": 3.0, "loss": 1.5, "backward": 12.0, "optimizer": 6.0}
+
+
+def test_a_step_that_calls_the_step_of_its_base_is_one_update(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Twice(Adder):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            gpu.work(8.0)
+
+    model = Layer(gpu, 1.0, 2.0)
+    optimizer = Twice(model.parameters(), gpu, 2.0)
+    timed = time_step(gpu, model, optimizer)
+    model(x).sum().backward()
+    optimizer.step()
+    assert timed.boundaries.updates == 1
+    assert timed.end_step()["optimizer"] == 10.0
+
+
+def test_a_step_that_raises_does_not_spoil_the_next(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    class Fails(Adder):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise KeyError
+            gpu.work(2.0)
+
+    model = Layer(gpu, 1.0, 4.0)
+    optimizer = Fails(model.parameters(), gpu, 2.0)
+    timed = time_step(gpu, model, optimizer)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    timed.end_step()
+    optimizer.fails = False
+    model(x).sum().backward()
+    optimizer.step()
+    assert timed.end_step() == {"forward": 1.0, "backward": 4.0, "optimizer": 2.0}
+
+
+def test_a_copy_of_the_model_is_not_timed(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0))
+    timed = time_step(gpu, model)
+    copied = copy.deepcopy(model)
+    gpu.work(0.5)
+    copied(x)
+    assert timed.end_step() == {"other": 1.5}
+
+
+def test_a_saved_model_does_not_need_this_package(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Linear(2, 2)
+    time_step(gpu, model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"lightning_gputime" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_nothing_is_left_on_the_model_and_the_optimizer(gpu: FakeGPU, x: Tensor) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 2.0))
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    things = (model, *model.modules(), optimizer)
+    bare = installed(*things)
+    timed = Timed(gpu, model, optimizer)
+    assert installed(*things) != bare
+    model(x).sum().backward()
+    optimizer.step()
+    timed.end_step()
+    timed.boundaries.remove()
+    assert installed(*things) == bare

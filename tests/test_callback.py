@@ -1,0 +1,362 @@
+import copy
+import pickle
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import installed
+from fake_gpu import FakeGPU
+from fake_lightning import STEP_MS, Loader, MemoryLogger, Model, fit, steps, trainer
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseTimer
+
+
+def test_every_phase_of_every_step_is_timed_and_they_add_up(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu), n=4)
+    assert steps(timer) == [STEP_MS] * 4
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert timer.history()["step_ms"].tolist() == [sum(STEP_MS.values())] * 4
+
+
+def test_the_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu), n=50)
+    assert len(timer.history()) == 50
+    assert len(gpu.waits) == 50
+    assert gpu.created < 30
+
+
+def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> None:
+    logger = MemoryLogger()
+    fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
+    means = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
+    means["phase_time/step_ms"] = sum(STEP_MS.values())
+    calls = logger.phase_times()
+    assert [step for step, _ in calls] == [1, 3, 4]
+    for _, metrics in calls:
+        assert metrics.pop("phase_time/host_wait_ms") >= 0.0
+        assert metrics == means
+    # The same numbers as Lightning's own metrics.
+    assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
+
+
+def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
+    seen: list[int] = []
+
+    class Reader(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert timer.last is not None
+            seen.append(timer.last.step)
+
+    timer = GPUPhaseTimer(clock=gpu, lag=0, summary=False)
+    fit(gpu, Model(gpu), n=3, timer=timer, callbacks=[Reader()])
+    assert seen == [0, 1, 2]
+
+
+def test_accumulated_micro_batches_are_one_step(gpu: FakeGPU) -> None:
+    logger = MemoryLogger()
+    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=2, logger=logger, log_every_n_steps=1)
+    once = {name: STEP_MS[name] for name in ("forward", "loss", "backward", "data", "other")}
+    twice = {name: 2 * ms for name, ms in once.items()}
+    # zero_grad, which takes no time here, is called in the first micro-batch only.
+    assert steps(timer) == [
+        {**twice, "optimizer": 2.0},
+        {**twice, "optimizer": 2.0},
+        {**once, "optimizer": 2.0},
+    ]
+    assert [step for step, _ in logger.phase_times()] == [0, 1, 2]
+
+
+def test_validation_belongs_to_no_step(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    options: dict[str, Any] = {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 2}
+    trainer(timer, **options).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
+    assert steps(timer) == [STEP_MS] * 8
+    assert timer.history()["step"].tolist() == list(range(8))
+
+
+def test_the_end_of_an_epoch_belongs_to_no_step(gpu: FakeGPU) -> None:
+    class Slow(pl.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            gpu.work(1000.0)
+
+    timer = fit(gpu, Model(gpu), n=2, max_epochs=3, callbacks=[Slow()])
+    assert steps(timer) == [STEP_MS] * 6
+
+
+def test_callback_metrics_have_the_means(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    runner = trainer(timer, log_every_n_steps=1)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    assert runner.callback_metrics["phase_time/forward_ms"] == torch.tensor(4.0)
+    assert runner.callback_metrics["phase_time/step_ms"] == torch.tensor(15.625)
+
+
+def test_early_stopping_can_watch_a_phase(gpu: FakeGPU) -> None:
+    stop = pl.callbacks.EarlyStopping(
+        "phase_time/forward_ms", patience=1, check_on_train_epoch_end=True
+    )
+    timer = fit(gpu, Model(gpu), n=3, max_epochs=10, log_every_n_steps=1, callbacks=[stop])
+    assert len(timer.history()) == 6
+
+
+def test_the_progress_bar_shows_the_newest_step(gpu: FakeGPU) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Bar(pl.callbacks.TQDMProgressBar):
+        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+            shown.append(dict(self.get_metrics(trainer, rest[0])))
+
+    timer = GPUPhaseTimer(clock=gpu, prog_bar=True, lag=0, summary=False)
+    fit(gpu, Model(gpu), timer=timer, callbacks=[Bar()], enable_progress_bar=True)
+    assert shown[0]["forward_ms"] == 4.0
+
+
+def test_the_table_is_printed_once_when_training_ends(
+    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu, warmup_steps=1)
+    fit(gpu, Model(gpu), timer=timer)
+    printed = capsys.readouterr().out
+    assert printed.count(str(timer.summary())) == 1
+    assert "over 2 steps (1 warm-up step left out)" in printed
+
+
+def test_without_summary_nothing_is_printed(
+    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(gpu, Model(gpu))
+    assert "forward" not in capsys.readouterr().out
+
+
+def test_nothing_is_left_on_the_model_after_training(gpu: FakeGPU) -> None:
+    model = Model(gpu)
+    before: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            before.extend(installed(*model.modules(), *trainer.optimizers))
+
+    runner = trainer(Look(), GPUPhaseTimer(clock=gpu, summary=False))
+    runner.fit(model, Loader(gpu, 3))
+    assert installed(*model.modules(), *runner.optimizers) == before
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_epoch_end"])
+def test_nothing_is_left_after_an_exception_and_what_was_measured_is_kept(
+    gpu: FakeGPU, error: type[BaseException], hook: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(Model):
+        calls = 0
+
+    def fails(self: Fails, *args: Any) -> Any:
+        self.calls += 1
+        gpu.host_work(100.0)
+        if self.calls == 3 or hook == "on_train_epoch_end":
+            raise error
+        return getattr(Model, hook)(self, *args)
+
+    setattr(Fails, hook, fails)
+    model = Fails(gpu)
+    logger = MemoryLogger()
+    timer = GPUPhaseTimer(clock=gpu, warmup_steps=0)
+    runner = trainer(timer, logger=logger)
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        runner.fit(model, Loader(gpu, 4))
+    assert len(steps(timer)) >= 2
+    assert logger.phase_times()[-1][0] == timer.history()["step"][-1]
+    assert ("forward" in capsys.readouterr().out) == (error is KeyboardInterrupt)
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all("zero_grad" not in vars(optimizer) for optimizer in runner.optimizers)
+
+
+def test_an_exception_before_training_is_survived(gpu: FakeGPU) -> None:
+    class Fails(Model):
+        def on_fit_start(self) -> None:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fit(gpu, Fails(gpu))
+
+
+def test_a_timer_serves_several_fits_each_a_new_measurement(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    for n in (3, 2):
+        fit(gpu, Model(gpu), n=n, timer=timer)
+        assert steps(timer) == [STEP_MS] * n
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on_counting(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    runner = trainer(timer)
+    model = Model(gpu)
+    runner.fit(model, Loader(gpu, 2))
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model, Loader(gpu, 2))
+    assert timer.history()["step"].tolist() == [2, 3]
+    assert steps(timer) == [STEP_MS] * 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_timer_pickles_and_copies_before_and_after_training(gpu: FakeGPU, trained: bool) -> None:
+    timer = GPUPhaseTimer(prefix="gpu", summary=False, warmup_steps=0)
+    if trained:
+        timer._clock = gpu
+        fit(gpu, Model(gpu), timer=timer)
+        timer._clock = None
+    for twin in (pickle.loads(pickle.dumps(timer)), copy.deepcopy(timer)):
+        assert steps(twin) == steps(timer)
+        assert twin._prefix == "gpu"
+
+
+def test_a_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            twin = copy.deepcopy(timer)
+            assert twin._session is None
+            copied = copy.deepcopy(model.net)
+            copied(torch.ones(1, 2))
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    model = Model(gpu)
+    fit(gpu, model, timer=timer, callbacks=[Copies()])
+    # The call of the copy is other work, after the end of the step.
+    assert steps(timer)[1:] == [{**STEP_MS, "data": 5.0}] * 2
+
+
+def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    runner = trainer(timer)
+    runner.fit(Model(gpu), Loader(gpu, 2))
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["callbacks"] == {}
+
+
+def test_a_batch_that_is_skipped_and_one_that_is_none_are_survived(gpu: FakeGPU) -> None:
+    class Holes(Loader):
+        def __iter__(self) -> Any:
+            for i, batch in enumerate(super().__iter__()):
+                yield None if i == 1 else batch
+
+    class Stops(Model):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 3 else None
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    runner = trainer(timer, max_epochs=2)
+    with pytest.warns(UserWarning, match="yielded None"):
+        runner.fit(Stops(gpu), Holes(gpu, 5))
+    # The copy of the batch that became None is part of the next one's `data`.
+    assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
+
+
+def test_a_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None:
+    class Skips(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        timer = fit(gpu, Skips(gpu))
+    skipped = {"data": 1.0, "other": 0.625, "forward": 4.0, "optimizer": 2.0}
+    assert steps(timer) == [STEP_MS, skipped, STEP_MS]
+
+
+def test_manual_optimization_is_timed_by_the_same_boundaries(gpu: FakeGPU) -> None:
+    class Manual(Model):
+        def __init__(self, gpu: FakeGPU) -> None:
+            super().__init__(gpu)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers(use_pl_optimizer=batch_idx % 2 == 0)
+            assert not isinstance(optimizer, list)
+            optimizer.zero_grad()
+            loss.backward()
+            if batch_idx > 0:
+                optimizer.step()
+
+    timer = fit(gpu, Manual(gpu), n=4)
+    accumulated = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [{**accumulated, "optimizer": 2.0}, STEP_MS, STEP_MS]
+
+
+@pytest.mark.parametrize("log_every_n_steps", [0, 1])
+def test_without_a_logger_the_values_are_kept_in_memory(
+    gpu: FakeGPU, log_every_n_steps: int
+) -> None:
+    timer = fit(gpu, Model(gpu), logger=False, log_every_n_steps=log_every_n_steps)
+    assert steps(timer) == [STEP_MS] * 3
+
+
+def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = GPUPhaseTimer(clock=gpu)
+    with pytest.warns(UserWarning, match="across ranks is zero"):
+        fit(gpu, Model(gpu), n=0, timer=timer)
+    assert timer.last is None
+    assert len(timer.history()) == 0
+
+
+def test_a_timer_that_fails_lets_training_go_on(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_gputime._session.Boundaries", lambda *_, **__: 1 / 0)
+    timer = GPUPhaseTimer(clock=gpu)
+    runner = trainer(timer)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    assert runner.global_step == 3
+    assert "a hook failed: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lag": -1}, "lag must be 0 or more .* got -1"),
+        ({"lag": 1.5}, "lag must be an integer .* got 1.5"),
+        ({"warmup_steps": -2}, "warmup_steps must be 0 or more .* got -2"),
+        ({"history": 0}, "history must be 1 or more .* got 0"),
+        ({"prefix": ""}, "prefix must be a key .* got ''"),
+        ({"prefix": "a/"}, "prefix must be a key .* got 'a/'"),
+        ({"prefix": 3}, "prefix must be a string .* got 3"),
+    ],
+)
+def test_a_bad_argument_fails_in_the_constructor(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        GPUPhaseTimer(**options)
+
+
+def weights_and_losses(*callbacks: pl.Callback) -> list[Tensor]:
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
+            )
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch[0]).pow(2).mean()
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    pl.seed_everything(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    model = Net()
+    trainer(*callbacks, max_epochs=3).fit(
+        model, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    )
+    return [*model.losses, *model.state_dict().values()]
+
+
+def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
+    without = weights_and_losses()
+    with_timer = weights_and_losses(GPUPhaseTimer(summary=False))
+    assert len(without) == 24 + 4
+    assert all(map(torch.equal, without, with_timer))

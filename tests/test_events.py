@@ -1,0 +1,107 @@
+"""The contract of a clock, for the fake one, the host's and a real device's."""
+
+import pytest
+import torch
+from fake_gpu import FakeGPU
+
+from lightning_gputime import Clock
+from lightning_gputime._events import DeviceClock, EventPool, HostClock, clock_for
+
+CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=CLOCKS)
+def clock(request: pytest.FixtureRequest) -> Clock:
+    if request.param == "fake":
+        return FakeGPU()
+    return HostClock() if request.param == "host" else DeviceClock(torch.device("cuda"))
+
+
+def busy(clock: Clock) -> None:
+    if isinstance(clock, FakeGPU):
+        clock.work(5.0)
+    elif isinstance(clock, DeviceClock):
+        torch.cuda._sleep(50_000_000)
+
+
+def test_a_finished_interval_can_be_read(clock: Clock) -> None:
+    start, end = clock.event(), clock.event()
+    start.record()
+    busy(clock)
+    end.record()
+    end.synchronize()
+    assert start.query()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0.0
+
+
+def test_an_event_that_was_never_recorded_cannot_be_read(clock: Clock) -> None:
+    end = clock.event()
+    end.record()
+    end.synchronize()
+    with pytest.raises(RuntimeError):
+        clock.event().elapsed_time(end)
+
+
+def test_an_event_can_be_recorded_again(clock: Clock) -> None:
+    start, end = clock.event(), clock.event()
+    end.record()
+    start.record()
+    busy(clock)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) >= 0.0
+
+
+def test_waiting_for_an_event_that_was_never_recorded_returns(clock: Clock) -> None:
+    clock.event().synchronize()
+
+
+def test_the_host_clock_does_not_run_backwards(clock: Clock) -> None:
+    assert clock.host_ns() <= clock.host_ns()
+    assert not clock.is_capturing()
+
+
+@pytest.mark.parametrize(
+    "clock", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_the_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock: Clock) -> None:
+    start, end = clock.event(), clock.event()
+    start.record()
+    busy(clock)
+    end.record()
+    assert not end.query()
+    with pytest.raises(RuntimeError):
+        start.elapsed_time(end)
+    end.synchronize()
+    assert start.elapsed_time(end) > 1.0
+
+
+def test_the_host_clock_times_the_host() -> None:
+    clock = HostClock()
+    start, end = clock.event(), clock.event()
+    start.record()
+    begin = clock.host_ns()
+    while clock.host_ns() - begin < 2_000_000:
+        pass
+    end.record()
+    assert 2.0 <= start.elapsed_time(end) < 200.0
+
+
+def test_a_pool_makes_an_event_only_when_it_has_none(gpu: FakeGPU) -> None:
+    pool = EventPool(gpu)
+    first, second = pool.take(), pool.take()
+    pool.give([first, second])
+    assert {pool.take(), pool.take()} == {first, second}
+    assert gpu.created == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")
+def test_a_device_that_is_not_here_is_refused_with_its_name() -> None:
+    with pytest.raises(ValueError, match="'cuda:3' cannot be timed here"):
+        clock_for(torch.device("cuda:3"))
+
+
+def test_a_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(clock_for(torch.device("cpu"), tell=True), HostClock)
+    assert "host's clock" in caplog.text

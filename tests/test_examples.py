@@ -1,0 +1,44 @@
+import csv
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PHASES = ("data", "forward", "loss", "backward", "optimizer", "other")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return lambda name, **options: runpy.run_path(str(EXAMPLES / name))["main"](**options)
+
+
+def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
+    assert len(timer.history()) == 48
+    assert str(timer.summary()) in capsys.readouterr().out
+    keys = [f"phase_time/{name}_ms" for name in (*PHASES, "step", "host_wait")]
+
+    [path] = tmp_path.glob("csv/*/metrics.csv")
+    rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row[keys[0]]]
+    assert [int(row["step"]) for row in rows] == [9, 19, 29, 39, 47]
+    for row in rows:
+        total = sum(float(row[f"phase_time/{name}_ms"]) for name in PHASES)
+        assert total == pytest.approx(float(row["phase_time/step_ms"]), abs=0.008)
+
+    [directory] = tmp_path.glob("tensorboard/*")
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    for key in keys:
+        assert [event.step for event in events.Scalars(key)] == [9, 19, 29, 39, 47]
+
+
+def test_the_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = example("plain_pytorch.py", max_epochs=1)
+    assert set(timer.summary().rows) == set(PHASES)
+    assert str(timer.summary()) in capsys.readouterr().out

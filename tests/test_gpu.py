@@ -1,0 +1,166 @@
+"""What only a real GPU can show."""
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+pytestmark = pytest.mark.gpu
+
+SPIN = 20_000_000  # clock cycles, about 10 ms
+
+
+class Spin(torch.autograd.Function):
+    """The identity, which keeps the GPU busy in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
+        ctx.cycles = backward
+        if forward:
+            torch.cuda._sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.cycles:
+            torch.cuda._sleep(ctx.cycles)
+        return grads[0], None, None
+
+
+class Net(pl.LightningModule):
+    """A net that spins in one phase."""
+
+    def __init__(self, spins_in: str = "") -> None:
+        super().__init__()
+        self.spins_in = spins_in
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 64))
+
+    def spin(self, x: Tensor, phase: str, backward: bool = False) -> Tensor:
+        forward = SPIN if self.spins_in == phase else 0
+        cycles = SPIN if backward and self.spins_in == "backward" else 0
+        result: Tensor = Spin.apply(x, forward, cycles)  # type: ignore[no-untyped-call]
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spin(self.net(x), "forward", backward=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = self.spin(batch, "other")
+        return self.spin(self(batch).pow(2).mean(), "loss")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.spin(torch.ones(1), "optimizer")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.spin(torch.ones(1), "data")
+
+
+def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
+    pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    ).fit(model, [torch.ones(16, 64)] * steps)
+
+
+@pytest.mark.parametrize("phase", ["data", "other", "forward", "loss", "backward", "optimizer"])
+def test_a_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN)
+    start.record()
+    torch.cuda._sleep(SPIN)
+    end.record()
+    end.synchronize()
+    spin_ms = start.elapsed_time(end)
+
+    timer = GPUPhaseTimer(summary=False)
+    fit(Net(spins_in=phase), timer)
+    rows = timer.summary().rows
+    assert rows[phase].p50_ms == pytest.approx(spin_ms, rel=0.05, abs=0.3)
+    # The launches of the rest hide behind the spinning kernel.
+    assert sum(row.p50_ms for name, row in rows.items() if name != phase) < 0.1 * spin_ms
+
+
+def test_phases_agree_with_events_around_them() -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4096, 2048, device="cuda")
+    by_hand = []
+    with GPUPhaseHooks(model, optimizer, lag=0) as timer:
+        for _ in timer.steps(range(10)):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            out = model(x)
+            events[1].record()
+            out.pow(2).mean().backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            by_hand.append(events[0].elapsed_time(events[1]))
+    assert timer.history()["forward_ms"].tolist() == pytest.approx(by_hand, rel=0.02, abs=0.02)
+
+
+def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
+    class Profile(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if args[-1] == 10:
+                profiler.start()
+            if args[-1] == 30:
+                profiler.stop()
+
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    fit(Net(), Profile(), *callbacks, steps=40)
+    events = profiler.events()
+    assert events is not None
+    return Counter(event.name for event in events if "Synchronize" in event.name)
+
+
+def test_the_only_wait_that_is_added_is_one_event_a_step() -> None:
+    without = synchronizations()
+    with_timer = synchronizations(GPUPhaseTimer(summary=False))
+    added = with_timer - without
+    assert added.pop("cudaEventSynchronize", 0) <= 20
+    assert not added
+
+
+def train(timed: bool) -> list[Tensor]:
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(outputs["loss"].detach().clone())
+
+    losses: list[Tensor] = []
+    pl.seed_everything(0)
+    model = Net()
+    fit(model, Keeps(), *([GPUPhaseTimer(summary=False)] if timed else []))
+    return [*losses, *(value.cpu() for value in model.state_dict().values())]
+
+
+def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
+    assert all(map(torch.equal, train(timed=False), train(timed=True)))
+
+
+def test_a_model_on_another_device_than_the_current_one_is_timed_there() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    model = nn.Linear(64, 64).to("cuda:1")
+    x = torch.ones(16, 64, device="cuda:1")
+    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters()), lag=0) as timer:
+        for _ in timer.steps(range(5)):
+            out = model(x)
+            with torch.cuda.device("cuda:1"):
+                torch.cuda._sleep(SPIN)
+            out.sum().backward()
+    assert (timer.history()["loss_ms"] > 1.0).all()

@@ -1,0 +1,345 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, phase
+
+STEP_MS = {
+    "data": 1.0,
+    "other": 0.125,
+    "forward": 4.0,
+    "loss": 0.5,
+    "backward": 8.0,
+    "optimizer": 2.0,
+}
+
+
+class Loop:
+    """A model, its optimizer, and a standard step on them that takes `STEP_MS`."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+        self.model = Layer(gpu, 4.0, 7.75)
+        self.optimizer = Adder(self.model.parameters(), gpu, 2.0)
+
+    def batches(self, n: int) -> Any:
+        return batches(self.gpu, n, copy_ms=1.0)
+
+    def micro_batch(self, x: Tensor) -> None:
+        self.gpu.work(0.125)
+        work(self.model(x), self.gpu, 0.5, 0.25).sum().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, x: Tensor) -> None:
+        self.micro_batch(x)
+        self.update()
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((step, metrics))
+
+
+@pytest.fixture
+def loop(gpu: FakeGPU) -> Loop:
+    return Loop(gpu)
+
+
+def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
+    return GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=loop.gpu, **{"warmup_steps": 0, **options}
+    )
+
+
+def steps(timer: GPUPhaseHooks) -> list[dict[str, float]]:
+    timer.flush()
+    names = [name for name in timer.history().dtype.names or () if name.endswith("_ms")]
+    return [
+        {
+            name.removesuffix("_ms"): float(row[name])
+            for name in names
+            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
+        }
+        for row in timer.history()
+    ]
+
+
+def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(4)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 4
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert timer.history()["step_ms"].tolist() == [sum(STEP_MS.values())] * 4
+    assert len(loop.gpu.waits) == 4
+
+
+def test_an_ordinary_loop_calls_step_at_its_end(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+    # Nothing tells where the fetch ends and other code begins.
+    expected = {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert steps(timer) == [expected] * 3
+
+
+def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in range(2):
+            for x in timer.steps(loop.batches(2)):
+                loop.train(x)
+            with torch.no_grad():
+                loop.model(torch.ones(1, 2))
+    assert steps(timer) == [STEP_MS] * 4
+
+
+def test_last_is_the_newest_step_that_was_read(loop: Loop) -> None:
+    with hooks(loop, lag=0) as timer:
+        assert timer.last is None
+        for number, x in enumerate(timer.steps(loop.batches(3))):
+            assert (timer.last.step if timer.last else -1) == number - 1
+            loop.train(x)
+    assert timer.last is not None
+    assert timer.last.phase_ms == STEP_MS
+
+
+def test_flush_reads_what_is_pending_at_once(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+        assert len(timer.history()) == 1
+        timer.flush()
+        assert len(timer.history()) == 2
+
+
+def test_accumulated_micro_batches_are_one_step(loop: Loop) -> None:
+    with hooks(loop, accumulate_grad_batches=2) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(5))):
+            loop.micro_batch(x)
+            if number % 2 or number == 4:
+                loop.update()
+    twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2 + [STEP_MS]
+
+
+def test_an_incomplete_group_of_micro_batches_does_not_spill_into_the_next_epoch(
+    loop: Loop,
+) -> None:
+    with hooks(loop, accumulate_grad_batches=2) as timer:
+        for _ in range(2):
+            for number, x in enumerate(timer.steps(loop.batches(3))):
+                loop.micro_batch(x)
+                if number == 1:
+                    loop.update()
+    twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
+
+
+def test_a_phase_by_hand_takes_its_time(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            with timer.phase("augment"):
+                loop.gpu.work(3.0)
+            with phase("forward/body"):
+                loop.gpu.work(0.25)
+            loop.train(x)
+    expected = {**STEP_MS, "augment": 3.0, "forward": 4.25, "forward/body": 0.25}
+    assert steps(timer) == [expected] * 2
+
+
+def test_the_phase_of_one_timer_leaves_others_alone(loop: Loop) -> None:
+    with hooks(loop) as one, hooks(loop) as two:
+        for x in one.steps(two.steps(loop.batches(2))):
+            with one.phase("augment"):
+                loop.gpu.work(3.0)
+            loop.train(x)
+    assert steps(one)[0] == {**STEP_MS, "augment": 3.0}
+    assert steps(two)[0] == {**STEP_MS, "other": 3.125}
+
+
+def test_without_optimizers_inference_is_timed(loop: Loop) -> None:
+    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer, torch.no_grad():
+        for x in timer.steps(loop.batches(2)):
+            loop.model(x)
+            loop.gpu.work(0.5)
+    assert steps(timer) == [{"data": 1.0, "forward": 4.0, "other": 0.5}] * 2
+
+
+def test_means_are_logged_to_every_logger_under_the_step_they_belong_to(loop: Loop) -> None:
+    one, two = Logger(), Logger()
+    with hooks(loop, logger=[one, two], log_every_n_steps=2, prefix="gpu") as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    assert one.calls == two.calls
+    assert [step for step, _ in one.calls] == [1, 3, 4]
+    for _, metrics in one.calls:
+        assert metrics.pop("gpu/host_wait_ms") >= 0.0
+        assert metrics.pop("gpu/step_ms") == sum(STEP_MS.values())
+        assert metrics == {f"gpu/{name}_ms": ms for name, ms in STEP_MS.items()}
+
+
+def test_attach_and_remove_are_idempotent_and_leave_nothing(loop: Loop) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+    timer = hooks(loop)
+    timer.remove()
+    assert timer.attach() is timer.attach()
+    assert installed(*things) != bare
+    timer.remove()
+    timer.remove()
+    assert installed(*things) == bare
+
+
+def test_each_attach_is_a_new_measurement_and_the_last_can_be_read_until_then(loop: Loop) -> None:
+    timer = hooks(loop)
+    for n in (3, 2):
+        with timer:
+            for x in timer.steps(loop.batches(n)):
+                loop.train(x)
+        assert timer.history()["step"].tolist() == list(range(n))
+        assert timer.summary().steps == n
+
+
+def test_a_loop_that_breaks_out_leaves_nothing(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+            if timer.last is not None:
+                break
+    assert len(timer.history()) >= 1
+
+
+def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+    timer = hooks(loop)
+
+    def train() -> None:
+        with timer:
+            for x in timer.steps(loop.batches(5)):
+                loop.train(x)
+                loop.gpu.host_work(100.0)
+                if timer.last is not None:
+                    raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
+    assert installed(*things) == bare
+    assert len(timer.history()) == 1
+
+
+def test_removing_the_timer_inside_the_loop_lets_the_loop_go_on(loop: Loop) -> None:
+    seen = 0
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(4)):
+            loop.train(x)
+            seen += 1
+            if seen == 2:
+                timer.remove()
+    assert seen == 4
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_short_loader_is_survived(loop: Loop, n: int) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * n
+    assert timer.summary().steps == n
+
+
+def test_an_attached_timer_pickles_and_copies_as_one_that_is_not(loop: Loop) -> None:
+    model = nn.Linear(2, 2)
+    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
+        for twin in (pickle.loads(pickle.dumps(timer)), copy.deepcopy(timer)):
+            with pytest.raises(RuntimeError):
+                twin.step()
+            with twin:
+                twin.step()
+
+
+def test_a_model_on_the_cpu_is_timed_on_the_host_clock_which_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 2)
+    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 3):
+            model(x).sum().backward()
+    assert len(timer.history()) == 3
+    assert (timer.history()["backward_ms"] > 0.0).all()
+    assert [record.message for record in caplog.records] == [
+        "The model is on the CPU: its phases are timed on the host's clock."
+    ]
+
+
+@pytest.mark.parametrize("call", ["step", "steps"])
+def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
+    timer = hooks(loop)
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) needs an attached timer: call attach\(\)"):
+        list(timer.steps([1])) if call == "steps" else timer.step()
+    with timer.phase("augment"):
+        pass
+    timer.flush()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "resnet"}, "model must be a torch.nn.Module, got 'resnet'"),
+        ({"model": [nn.Linear(1, 1)]}, "for several models give torch.nn.ModuleList"),
+        ({"optimizers": 0.1}, "optimizers must be a torch.optim.Optimizer, .* got 0.1"),
+        ({"optimizers": [None]}, "optimizers must be .* got None"),
+        ({"lag": -1}, "lag must be 0 or more .* got -1"),
+        ({"lag": True}, "lag must be an integer .* got True"),
+        ({"warmup_steps": -1}, "warmup_steps must be 0 or more .* got -1"),
+        ({"history": 0}, "history must be 1 or more .* got 0"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be 1 or more .* got 0"),
+        ({"log_every_n_steps": 0}, "log_every_n_steps must be 1 or more .* got 0"),
+        ({"prefix": "/"}, "prefix must be a key .* got '/'"),
+        ({"device": "gpu"}, "device 'gpu' is unknown"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be timed here"),
+        ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
+    ],
+)
+def test_a_bad_argument_fails_in_the_constructor_with_the_value(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
+
+
+def train(timed: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    timer = GPUPhaseHooks(model, optimizer)
+    if timed:
+        timer.attach()
+    for _ in range(20):
+        loss = model(torch.randn(4, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if timed:
+            timer.step()
+    timer.remove()
+    return [*losses, *model.state_dict().values()]
+
+
+def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
+    assert all(map(torch.equal, train(timed=False), train(timed=True)))

@@ -1,0 +1,83 @@
+import threading
+
+import pytest
+import torch
+from fake_gpu import FakeGPU
+
+from lightning_gputime import StepTimes, _named, phase
+from lightning_gputime._recorder import Recorder
+
+
+class Timed:
+    """A recorder that `phase` finds."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.emitted: list[StepTimes] = []
+        self.recorder = Recorder(gpu, lag=0, emit=self.emitted.append)
+
+    def __enter__(self) -> "Timed":
+        _named.activate(self.recorder)
+        self.recorder.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _named.deactivate(self.recorder)
+        _named.deactivate(self.recorder)
+
+
+def test_phase_acts_on_the_timer_at_work(gpu: FakeGPU) -> None:
+    with Timed(gpu) as timed:
+        with phase("augment"):
+            gpu.work(3.0)
+        timed.recorder.end_step(0)
+    assert timed.emitted[0].phase_ms == {"data": 0.0, "augment": 3.0}
+
+
+def test_phase_does_nothing_without_a_timer() -> None:
+    with phase("augment"):
+        pass
+
+
+def test_phase_acts_on_every_timer_at_work(gpu: FakeGPU) -> None:
+    with Timed(gpu) as one, Timed(gpu) as two:
+        with phase("augment"):
+            gpu.work(3.0)
+        one.recorder.end_step(0)
+        two.recorder.end_step(0)
+    assert one.emitted[0].phase_ms == two.emitted[0].phase_ms == {"data": 0.0, "augment": 3.0}
+
+
+def test_phase_does_nothing_in_another_thread(gpu: FakeGPU) -> None:
+    def other() -> None:
+        with phase("augment"):
+            gpu.work(3.0)
+
+    with Timed(gpu) as timed:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        timed.recorder.end_step(0)
+    assert timed.emitted[0].phase_ms == {"data": 3.0}
+
+
+def test_a_phase_ends_when_its_code_raises(gpu: FakeGPU) -> None:
+    with Timed(gpu) as timed:
+        with pytest.raises(KeyError), phase("augment"):
+            raise KeyError
+        assert timed.recorder.label == "data"
+
+
+def test_a_name_that_cannot_be_a_key_is_refused_with_or_without_a_timer() -> None:
+    with pytest.raises(ValueError, match="phase name 'step' is taken"):
+        phase("step")
+
+
+def test_compiled_code_carries_a_phase_without_a_graph_break(gpu: FakeGPU) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with phase("augment"):
+            x = x + 1
+        return x * 2
+
+    with Timed(gpu):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))

@@ -1,0 +1,41 @@
+import subprocess
+import sys
+
+import pytest
+
+import lightning_gputime
+
+
+def run(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    return result.stdout.strip()
+
+
+def test_importing_the_package_imports_no_lightning_and_no_torchmetrics() -> None:
+    code = "import sys, lightning_gputime; print({'lightning', 'torchmetrics'} & set(sys.modules))"
+    assert run(code) == "set()"
+
+
+def test_the_plain_hooks_import_no_lightning_at_work() -> None:
+    code = """
+import sys, torch
+from lightning_gputime import GPUPhaseHooks
+model = torch.nn.Linear(2, 2)
+with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
+    for x in timer.steps([torch.ones(1, 2)] * 3):
+        model(x).sum().backward()
+print({"lightning", "torchmetrics"} & set(sys.modules))
+"""
+    assert run(code) == "set()"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in lightning_gputime.__all__:
+        assert getattr(lightning_gputime, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'GPUTimer'"):
+        lightning_gputime.GPUTimer  # noqa: B018

@@ -1,0 +1,325 @@
+import threading
+
+import pytest
+from fake_gpu import FakeGPU
+
+from lightning_gputime import StepTimes
+from lightning_gputime._recorder import Recorder
+
+
+class Recorded:
+    """A recorder with what it emitted."""
+
+    def __init__(self, gpu: FakeGPU, lag: int = 1) -> None:
+        self.gpu = gpu
+        self.emitted: list[StepTimes] = []
+        self.recorder = Recorder(gpu, lag=lag, emit=self.emitted.append)
+
+    def step(self, number: int, forward_ms: float = 4.0, backward_ms: float = 6.0) -> None:
+        self.recorder.mark("forward")
+        self.gpu.work(forward_ms, host_ms=1.0)
+        self.recorder.mark("backward")
+        self.gpu.work(backward_ms, host_ms=1.0)
+        self.recorder.end_step(number)
+
+
+@pytest.fixture
+def run(gpu: FakeGPU) -> Recorded:
+    recorded = Recorded(gpu)
+    recorded.recorder.begin()
+    return recorded
+
+
+def test_a_step_has_the_device_time_and_the_host_time_of_each_phase(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    gpu.host_work(2.0)
+    run.step(7)
+    run.recorder.flush()
+    [times] = run.emitted
+    assert times.step == 7
+    # The device waits 1 ms for the launch of forward.
+    assert times.phase_ms == {"data": 2.0, "forward": 5.0, "backward": 6.0}
+    assert times.host_ms == {"data": 2.0, "forward": 1.0, "backward": 1.0}
+    assert times.step_ms == 13.0
+
+
+def test_a_step_is_not_read_before_the_gpu_has_run_it(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    assert run.emitted == []
+    gpu.host_work(100.0)
+    run.step(1)
+    assert [times.step for times in run.emitted] == [0]
+    assert gpu.waits == []
+
+
+def test_the_host_waits_once_a_step_and_for_the_oldest_alone(gpu: FakeGPU, run: Recorded) -> None:
+    for number in range(5):
+        run.step(number)
+        assert len(gpu.waits) == max(number, 0)
+        assert [times.step for times in run.emitted] == list(range(number))
+    # A step is 10 ms on the device and 2 ms on the host, which waits for the one before.
+    assert [times.host_wait_ms for times in run.emitted] == [7.0, 8.0, 8.0, 8.0]
+    # A whole step is queued when the host goes on.
+    assert gpu.free_at - gpu.now == 10_000_000
+
+
+def test_lag_zero_reads_a_step_when_it_ends(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, lag=0)
+    run.recorder.begin()
+    for number in range(3):
+        run.step(number)
+        assert run.emitted[-1].step == number
+    assert len(gpu.waits) == 3
+
+
+def test_a_larger_lag_waits_later(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, lag=3)
+    run.recorder.begin()
+    for number in range(4):
+        run.step(number)
+    assert [times.step for times in run.emitted] == [0]
+    assert len(gpu.waits) == 1
+
+
+def test_a_step_that_was_read_without_a_wait_says_so(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    gpu.host_work(100.0)
+    run.step(1)
+    assert run.emitted[0].host_wait_ms == 0.0
+
+
+def test_the_end_of_a_step_is_the_begin_of_the_next(gpu: FakeGPU, run: Recorded) -> None:
+    start = gpu.free_at
+    for number in range(4):
+        gpu.work(1.5)
+        run.step(number)
+    run.recorder.flush()
+    assert sum(times.step_ms for times in run.emitted) == (gpu.free_at - start) / 1e6
+    assert [times.phase_ms["data"] for times in run.emitted] == [1.5] * 4
+
+
+def test_a_phase_that_did_not_run_is_absent(run: Recorded) -> None:
+    run.recorder.mark("forward")
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert set(run.emitted[0].phase_ms) == {"data", "forward"}
+
+
+def test_a_phase_that_runs_twice_is_the_sum(gpu: FakeGPU, run: Recorded) -> None:
+    for ms in (2.0, 3.0):
+        run.recorder.mark("forward")
+        gpu.work(ms)
+        run.recorder.mark("backward")
+        gpu.work(1.0)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"data": 0.0, "forward": 5.0, "backward": 2.0}
+
+
+def test_marks_of_the_same_label_cost_one_event(gpu: FakeGPU, run: Recorded) -> None:
+    for _ in range(10):
+        run.recorder.mark("forward")
+    assert gpu.created == 2
+
+
+def test_no_event_is_created_after_the_first_steps(gpu: FakeGPU, run: Recorded) -> None:
+    for number in range(3):
+        run.step(number)
+        run.recorder.begin()
+    created = gpu.created
+    for number in range(3, 100):
+        run.step(number)
+        if number % 10 == 0:
+            run.recorder.begin()
+    assert gpu.created == created
+
+
+def test_begin_drops_what_the_open_step_held(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    run.recorder.mark("forward")
+    gpu.work(50.0)
+    run.recorder.begin()
+    run.step(1)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0, 1]
+    assert run.emitted[1].phase_ms == {"data": 0.0, "forward": 4.0, "backward": 6.0}
+
+
+def test_paused_time_belongs_to_no_step(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    gpu.work(3.0)
+    run.recorder.pause()
+    run.recorder.mark("forward")
+    gpu.work(70.0)
+    run.recorder.resume()
+    gpu.work(1.0)
+    run.step(1)
+    run.recorder.flush()
+    assert run.emitted[1].phase_ms == {"data": 1.0, "forward": 4.0, "backward": 6.0}
+    assert run.emitted[1].step_ms == 11.0
+
+
+def test_resume_without_pause_does_nothing(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.mark("forward")
+    run.recorder.resume()
+    assert run.recorder.label == "forward"
+
+
+def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    run.recorder.mark("forward")
+    gpu.work(1.0)
+    assert run.recorder.enter("augment")
+    gpu.work(2.0)
+    assert run.recorder.enter("crop")
+    gpu.work(4.0)
+    run.recorder.leave("crop")
+    gpu.work(8.0)
+    run.recorder.leave("augment")
+    gpu.work(16.0)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"data": 0.0, "forward": 17.0, "augment": 10.0, "crop": 4.0}
+
+
+def test_inside_a_named_phase_the_boundaries_do_not_count(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.enter("teacher")
+    run.recorder.mark("forward")
+    gpu.work(2.0)
+    run.recorder.mark("other")
+    gpu.work(3.0)
+    run.recorder.leave("teacher")
+    assert run.recorder.label == "other"
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"data": 0.0, "teacher": 5.0, "other": 0.0}
+
+
+def test_a_named_phase_reaches_across_steps(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.enter("all")
+    for number in range(2):
+        gpu.work(2.0)
+        run.recorder.end_step(number)
+    run.recorder.leave("all")
+    run.recorder.end_step(2)
+    run.recorder.flush()
+    assert [times.phase_ms.get("all") for times in run.emitted] == [2.0, 2.0, 0.0]
+    assert "data" in run.emitted[2].phase_ms
+
+
+def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.enter("backward")
+    gpu.work(5.0)
+    run.recorder.leave("backward")
+    gpu.work(1.0)
+    run.recorder.enter("optimizer")
+    gpu.work(2.0)
+    run.recorder.leave("optimizer")
+    gpu.work(4.0)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {
+        "data": 0.0,
+        "backward": 5.0,
+        "optimizer": 3.0,
+        "other": 4.0,
+    }
+
+
+def test_no_capture_is_broken_and_its_step_is_left_out(
+    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.step(0)
+    for number in (1, 2):
+        run.recorder.mark("forward")
+        gpu.capturing = True
+        run.recorder.mark("backward")
+        run.recorder.end_step(99)
+        run.recorder.flush()
+        run.recorder.drain()
+        gpu.capturing = False
+        run.recorder.end_step(number)
+    run.step(3)
+    run.recorder.flush()
+    assert not gpu.capture_broken
+    assert [times.step for times in run.emitted] == [0, 3]
+    assert len(caplog.records) == 1
+
+
+def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
+    entered: list[bool] = []
+
+    def other() -> None:
+        run.recorder.mark("forward")
+        run.recorder.pause()
+        run.recorder.end_step(99)
+        entered.append(run.recorder.enter("augment"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert entered == [False]
+    run.step(0)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0]
+    assert set(run.emitted[0].phase_ms) == {"data", "forward", "backward"}
+
+
+def test_an_error_leaves_the_step_out_and_is_told_once(
+    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.step(0)
+    run.recorder.flush()
+    with monkeypatch.context() as broken:
+        broken.setattr("fake_gpu.FakeEvent.record", lambda event: 1 / 0)
+        run.step(1)
+        run.step(2)
+    run.recorder.end_step(3)
+    run.step(4)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0, 4]
+    assert [record.message for record in caplog.records] == [
+        "A step could not be timed and is left out: ZeroDivisionError('division by zero')"
+    ]
+
+
+def test_a_mark_on_a_stream_that_lags_is_waited_for(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.mark("forward")
+    gpu.work(50.0)
+    run.recorder.mark("backward")
+    gpu.free_at = gpu.now  # the rest of the step runs on another stream, which is idle
+    gpu.host_work(10.0)
+    run.recorder.end_step(0)
+    assert [times.step for times in run.emitted] == [0]
+    assert run.emitted[0].phase_ms["forward"] == 50.0
+
+
+def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    run.recorder.drain()
+    assert run.emitted == []
+    gpu.host_work(100.0)
+    run.recorder.drain()
+    assert [times.step for times in run.emitted] == [0]
+    assert gpu.waits == []
+
+
+def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, lag=5)
+    run.recorder.begin()
+    for number in range(3):
+        run.step(number)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0, 1, 2]
+
+
+def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.stop()
+    created = gpu.created
+    run.step(0)
+    assert not run.recorder.enter("augment")
+    run.recorder.flush()
+    assert run.emitted == []
+    assert gpu.created == created

@@ -1,0 +1,120 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from lightning_gputime import StepTimes
+from lightning_gputime._results import Results
+
+
+def times(step: int, host_wait_ms: float = 0.0, **phase_ms: float) -> StepTimes:
+    host_ms = {name: ms / 10 for name, ms in phase_ms.items()}
+    top_level = sum(ms for name, ms in phase_ms.items() if "/" not in name)
+    return StepTimes(step, phase_ms, host_ms, host_wait_ms, top_level)
+
+
+def filled(*steps: StepTimes, capacity: int = 100, warmup_steps: int = 0) -> Results:
+    results = Results(capacity, warmup_steps)
+    for step in steps:
+        results.add(step)
+    return results
+
+
+def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
+    results = filled(times(3, 0.5, forward=2.0), times(4, data=1.0, forward=3.0))
+    history = results.history()
+    assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
+    assert history["step"].tolist() == [3, 4]
+    assert history["step_ms"].tolist() == [2.0, 4.0]
+    assert history["host_wait_ms"].tolist() == [0.5, 0.0]
+    assert history["forward_ms"].tolist() == [2.0, 3.0]
+    assert math.isnan(history["data_ms"][0])
+    assert history["data_ms"][1] == 1.0
+
+
+def test_history_keeps_the_newest_steps() -> None:
+    results = filled(*(times(step, forward=1.0) for step in range(10)), capacity=3)
+    assert results.history()["step"].tolist() == [7, 8, 9]
+    assert results.last == times(9, forward=1.0)
+
+
+def test_an_empty_history_has_no_rows() -> None:
+    results = filled()
+    assert len(results.history()) == 0
+    assert results.last is None
+
+
+def test_a_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
+    summary = filled(
+        times(0, 1.0, forward=2.0, backward=6.0), times(1, 3.0, forward=4.0, backward=8.0)
+    ).summary()
+    forward = summary.rows["forward"]
+    assert (forward.n, forward.mean_ms, forward.p50_ms, forward.max_ms) == (2, 3.0, 3.0, 4.0)
+    assert forward.p95_ms == pytest.approx(3.9)
+    assert forward.share == pytest.approx(6.0 / 20.0)
+    assert forward.host_mean_ms == pytest.approx(0.3)
+    assert (summary.step.n, summary.step.mean_ms, summary.step.max_ms) == (2, 10.0, 12.0)
+    assert summary.step.host_mean_ms == pytest.approx(1.0)
+    assert (summary.steps, summary.warmup_steps, summary.host_wait_mean_ms) == (2, 0, 2.0)
+
+
+def test_shares_of_the_phases_add_up_to_one() -> None:
+    summary = filled(times(0, data=1.0, forward=2.0), times(1, forward=4.0, other=3.0)).summary()
+    assert sum(row.share for row in summary.rows.values()) == pytest.approx(1.0)
+
+
+def test_a_phase_that_ran_in_some_steps_is_averaged_over_those() -> None:
+    summary = filled(times(0, forward=2.0, ema=5.0), times(1, forward=2.0)).summary()
+    assert (summary.rows["ema"].n, summary.rows["ema"].mean_ms) == (1, 5.0)
+
+
+def test_warm_up_steps_are_left_out_and_counted() -> None:
+    steps = [times(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
+    summary = filled(*steps, warmup_steps=2).summary()
+    assert (summary.steps, summary.warmup_steps) == (3, 2)
+    assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
+
+
+def test_a_run_shorter_than_the_warm_up_has_no_statistics_and_says_so() -> None:
+    summary = filled(times(0, forward=1.0), warmup_steps=5).summary()
+    assert (summary.steps, summary.warmup_steps, summary.rows) == (0, 1, {})
+    assert str(summary) == "No step was timed (1 warm-up step left out)."
+    assert math.isnan(summary.step.mean_ms)
+
+
+def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history() -> None:
+    steps = [times(step, forward=float(step)) for step in range(10)]
+    forward = filled(*steps, capacity=3, warmup_steps=1).summary().rows["forward"]
+    assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
+
+
+def test_to_dict_is_ready_for_json() -> None:
+    summary = filled(times(0, forward=2.0)).summary()
+    read_back = json.loads(json.dumps(summary.to_dict()))
+    assert read_back["rows"]["forward"]["mean_ms"] == 2.0
+    assert read_back["steps"] == 1
+
+
+def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
+    step = {"other": 0.5, "backward": 6.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
+    text = str(filled(times(0, 1.5, **step)).summary())
+    assert text.splitlines() == [
+        "Time per step in ms over 1 step (0 warm-up steps left out);"
+        " the host waited 1.500 ms a step for the device",
+        "",
+        "phase        mean   share      p50      p95      max    host  steps",
+        "-------------------------------------------------------------------",
+        "data        0.250    0.2%    0.250    0.250    0.250   0.025      1",
+        "forward   123.250   94.8%  123.250  123.250  123.250  12.325      1",
+        "backward    6.000    4.6%    6.000    6.000    6.000   0.600      1",
+        "  comm      1.000    0.8%    1.000    1.000    1.000   0.100      1",
+        "other       0.500    0.4%    0.500    0.500    0.500   0.050      1",
+        "-------------------------------------------------------------------",
+        "step      130.000  100.0%  130.000  130.000  130.000  13.000      1",
+    ]
+
+
+def test_numbers_of_the_summary_are_plain_floats() -> None:
+    row = filled(times(0, forward=2.0)).summary().rows["forward"]
+    assert not isinstance(row.p50_ms, np.floating)
