@@ -1,6 +1,7 @@
 """The models that the benchmarks train, with their batches, as LightningModules."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import lightning.pytorch as pl
 import torch
@@ -95,6 +96,19 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "gpt12": lambda: _gpt(12, 768, 8),
     "resnet50": _resnet50,
 }
+
+
+class Repeat:
+    """A loader that yields the same batch `n` times, and costs nothing."""
+
+    def __init__(self, batch: Batch, n: int) -> None:
+        self._batch, self._n = batch, n
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.repeat(self._batch, self._n)
+
+    def __len__(self) -> int:
+        return self._n
 
 
 def load(name: str, device: torch.device) -> tuple[Task, Batch]:

@@ -65,7 +65,7 @@ def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> GPUPhaseTimer
     """Trains, and returns the timer with what it measured."""
     pl.seed_everything(0)
     train, val = torch.utils.data.random_split(digits(), [1500, 297])
-    timer = GPUPhaseTimer(prog_bar=True)
+    timer = GPUPhaseTimer()
     trainer = pl.Trainer(
         max_epochs=max_epochs,
         callbacks=[timer],

@@ -25,6 +25,7 @@ class TimingEvent(Protocol):
         """Returns the time from this event to `end_event` (in milliseconds).
 
         Raises:
+            ValueError: If one of them was never recorded.
             RuntimeError: If the device has not reached both.
         """
 
@@ -130,7 +131,7 @@ class _HostEvent:
 
     def elapsed_time(self, end_event: "_HostEvent", /) -> float:
         if self._ns is None or end_event._ns is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._ns - self._ns) / 1e6
 
 

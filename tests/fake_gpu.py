@@ -71,7 +71,7 @@ class FakeEvent:
 
     def elapsed_time(self, end_event: "FakeEvent", /) -> float:
         if self._at is None or end_event._at is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self.query() and end_event.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end_event._at - self._at) / MS

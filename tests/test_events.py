@@ -39,7 +39,7 @@ def test_an_event_that_was_never_recorded_cannot_be_read(clock: Clock) -> None:
     end = clock.event()
     end.record()
     end.synchronize()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="must be recorded"):
         clock.event().elapsed_time(end)
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
@@ -49,9 +50,9 @@ class Net(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.spin(self.net(x), "forward", backward=True)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        batch = self.spin(batch, "other")
-        return self.spin(self(batch).pow(2).mean(), "loss")
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.spin(batch[0], "other")
+        return self.spin(self(x).pow(2).mean(), "loss")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -73,7 +74,7 @@ def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=list(callbacks),
-    ).fit(model, [torch.ones(16, 64)] * steps)
+    ).fit(model, DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16))
 
 
 @pytest.mark.parametrize("phase", ["data", "other", "forward", "loss", "backward", "optimizer"])
