@@ -42,7 +42,14 @@ class Clock(Protocol):
     def is_capturing(self) -> bool:
         """Tells whether the current stream is being captured into a graph.
 
-        Then no event may be recorded or queried: either breaks the capture.
+        Then no event may be queried, and none recorded but those of `for_graphs`: it would break
+        the capture.
+        """
+
+    def for_graphs(self) -> "Clock | None":
+        """Returns a clock whose events can be recorded in a graph, or None if there is none.
+
+        Each replay of the graph records them again.
         """
 
 
@@ -85,6 +92,29 @@ class DeviceClock:
         event = torch.Event(device=self._device, enable_timing=True)
         return event if self._is_current else _EventOnOtherDevice(event, self._device)
 
+    def for_graphs(self) -> "Clock | None":
+        """Returns the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
+        if self._device.type != "cuda" or not self._is_current:
+            return None
+        try:
+            torch.cuda.Event(enable_timing=True, external=True)
+        except TypeError:
+            return None
+        return _GraphClock(self)
+
+
+class _GraphClock:
+    """The clock of a device whose events can be recorded in a CUDA graph, at a higher price."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self.host_ns, self.is_capturing = clock.host_ns, clock.is_capturing
+
+    def event(self) -> TimingEvent:
+        return torch.cuda.Event(enable_timing=True, external=True)
+
+    def for_graphs(self) -> Clock:
+        return self
+
 
 class _EventOnOtherDevice:
     """An event for a device that is not the thread's current one."""
@@ -112,6 +142,9 @@ class HostClock:
     def event(self) -> TimingEvent:
         """Returns a new event, not yet recorded."""
         return _HostEvent()
+
+    def for_graphs(self) -> None:
+        """Returns None: nothing is captured on the CPU."""
 
 
 class _HostEvent:

@@ -42,6 +42,8 @@ class StepTimes:
         host_wait_ms: How long the host was blocked until the device had finished this step (in
             milliseconds); 0.0 when the step was read without a wait.
         step_ms: The sum of the top-level phases (in milliseconds).
+        skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
+            that are not finite. A fused optimizer decides on the device; then this stays False.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepTimes:
     host_ms: Mapping[str, float]
     host_wait_ms: float
     step_ms: float
+    skipped_update: bool = False
 
 
 @lru_cache(maxsize=256)

@@ -3,25 +3,13 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import get_ident
 
-from lightning_gputime._events import Clock, EventPool, TimingEvent
-from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY, StepTimes, settle
+from lightning_gputime._events import Clock, EventPool
+from lightning_gputime._marks import Marks, read
+from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY, StepTimes
 
 log = logging.getLogger("lightning_gputime")
-
-
-@dataclass(slots=True)
-class _Marks:
-    """Marks of one step: `labels[i]` names the time from `events[i]` to `events[i + 1]`."""
-
-    labels: list[str]
-    events: list[TimingEvent]
-    host_ns: list[int]
-    number: int = -1
-    owns_end: bool = False
-    """Whether the last event is this step's alone, and not also the first of the next."""
 
 
 class Recorder:
@@ -41,6 +29,7 @@ class Recorder:
     """
 
     def __init__(self, clock: Clock, *, lag: int, emit: Callable[[StepTimes], None]) -> None:
+        self._clock = clock
         self._pool = EventPool(clock)
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
@@ -50,8 +39,11 @@ class Recorder:
         self._timing = False
         self._paused = False
         self._told: set[str] = set()
-        self._pending: deque[_Marks] = deque()
-        self._open = _Marks([], [], [])
+        self._pending: deque[Marks] = deque()
+        self._open = Marks([], [], [])
+        self._captured = Marks([], [], [])
+        self._graphs: list[Marks] = []
+        self._spoiled = False
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
@@ -68,7 +60,7 @@ class Recorder:
         """Starts a step here, in the calling thread. What the open step held is dropped."""
         self._thread = get_ident()
         self._drop()
-        self._timing, self._paused = True, False
+        self._timing, self._paused, self._spoiled = True, False, False
         self._record(self._first_label(label))
 
     def mark(self, label: str) -> None:
@@ -122,20 +114,20 @@ class Recorder:
 
     # Steps
 
-    def end_step(self, number: int) -> None:
+    def end_step(self, number: int, *, skipped_update: bool = False) -> None:
         """Ends the open step under `number`, begins the next, and emits what can be read.
 
         This is the only place where the host may wait in a training loop.
         """
         if get_ident() != self._thread:
             return
-        if not self._timing:
-            self.begin()
-        else:
+        if self._timing and not self._spoiled:
             self._record(self._first_label(DATA))
-            if self._timing:
-                self._close(number)
-        if self._timing:
+        if self._timing and not self._spoiled:
+            self._close(number, skipped_update)
+        else:
+            self.begin()
+        if self._timing and not self._spoiled:
             self._resolve()
 
     def flush(self) -> None:
@@ -168,9 +160,10 @@ class Recorder:
     def _record(self, label: str) -> None:
         try:
             if self._is_capturing():
-                self.tell_once("Steps in which a graph is captured are not timed.")
-                self._drop()
+                self._capture(label)
                 return
+            if self._captured.events:
+                self._end_capture()
             event = self._pool.take()
             event.record()
         except Exception as error:
@@ -182,21 +175,43 @@ class Recorder:
         marks.host_ns.append(self._host_ns())
         self.label = label
 
+    def _capture(self, label: str) -> None:
+        """Records a mark into the graph that is being captured. The step itself is not timed."""
+        self._spoiled = True
+        self.label = label
+        clock = self._clock.for_graphs()
+        if clock is None:
+            self.tell_once("What runs inside a captured graph is not timed.")
+            return
+        event = clock.event()
+        event.record()
+        self._captured.labels.append(label)
+        self._captured.events.append(event)
+        self._clock = clock
+
+    def _end_capture(self) -> None:
+        """Keeps the marks of a graph for its replays. Events of two kinds cannot be compared."""
+        self.flush()
+        self._graphs.append(self._captured)
+        self._captured, self._open = Marks([], [], []), Marks([], [], [])
+        self._pool = EventPool(self._clock)
+
     def _first_label(self, label: str) -> str:
         """The label that a step begins with: a phase named by hand reaches across steps."""
         self._base = label
         return self._named[-1] if self._named else label
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int, skipped_update: bool) -> None:
         step = self._open
-        step.number = number
-        self._open = _Marks([step.labels.pop()], [step.events[-1]], [step.host_ns[-1]])
+        # A replay calls no hook of the optimizer.
+        step.number, step.skipped_update = number, skipped_update and not self._graphs
+        self._open = Marks([step.labels.pop()], [step.events[-1]], [step.host_ns[-1]])
         self._pending.append(step)
 
     def _drop(self) -> None:
         """Forgets the open step; only `begin` starts another."""
         self._timing, self.label = False, None
-        events, self._open = self._open.events, _Marks([], [], [])
+        events, self._open = self._open.events, Marks([], [], [])
         if events and self._pending and self._pending[-1].events[-1] is events[0]:
             self._pending[-1].owns_end = True
             del events[0]
@@ -205,12 +220,13 @@ class Recorder:
     def _resolve(self) -> None:
         try:
             self._emit_complete()
-            if len(self._pending) > self._lag:
+            # The next replay records a graph's events again, so they must be read before.
+            if len(self._pending) > (0 if self._graphs else self._lag):
                 self._emit_oldest(self._wait(self._pending[0]))
         except Exception as error:
             self._fail(error)
 
-    def _wait(self, step: _Marks) -> float:
+    def _wait(self, step: Marks) -> float:
         """The one wait. Returns how long it took (in milliseconds)."""
         start = self._host_ns()
         step.events[-1].synchronize()
@@ -223,32 +239,17 @@ class Recorder:
     def _emit_oldest(self, wait_ms: float) -> None:
         step = self._pending.popleft()
         try:
-            times = _read(step, wait_ms)
+            times = read(step, self._graphs, wait_ms)
         except RuntimeError:
             # A mark that was recorded on another stream can lag behind the last one.
             for event in step.events:
                 event.synchronize()
-            times = _read(step, wait_ms)
+            times = read(step, self._graphs, wait_ms)
         self._pool.give(step.events if step.owns_end else step.events[:-1])
         self._emit(times)
 
     def _fail(self, error: Exception) -> None:
         self.tell_once("A step could not be timed and is left out: %r", error)
         self._pending.clear()
-        self._open = _Marks([], [], [])
+        self._open = Marks([], [], [])
         self._timing, self.label = False, None
-
-
-def _read(step: _Marks, wait_ms: float) -> StepTimes:
-    phase_ms: dict[str, float] = {}
-    host_ms: dict[str, float] = {}
-    events, host_ns = step.events, step.host_ns
-    for i, names in enumerate(settle(tuple(step.labels))):
-        if names:
-            device = events[i].elapsed_time(events[i + 1])
-            host = (host_ns[i + 1] - host_ns[i]) / 1e6
-            for name in names:
-                phase_ms[name] = phase_ms.get(name, 0.0) + device
-                host_ms[name] = host_ms.get(name, 0.0) + host
-    step_ms = sum(ms for name, ms in phase_ms.items() if "/" not in name)
-    return StepTimes(step.number, phase_ms, host_ms, wait_ms, step_ms)

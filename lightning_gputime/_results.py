@@ -27,6 +27,7 @@ class Results:
         self._totals: dict[str, _Total] = {}
         self._step_total = _Total()
         self._host_wait_ms = 0.0
+        self._skipped_updates = 0
 
     @property
     def last(self) -> StepTimes | None:
@@ -37,6 +38,7 @@ class Results:
         """Takes the times of the next step."""
         self._newest.append(times)
         self._seen += 1
+        self._skipped_updates += times.skipped_update
         if self._seen <= self._warmup_steps:
             return
         host_ms, totals = times.host_ms, self._totals
@@ -78,6 +80,7 @@ class Results:
             steps=steps,
             warmup_steps=min(self._seen, self._warmup_steps),
             host_wait_mean_ms=self._host_wait_ms / steps if steps else math.nan,
+            skipped_updates=self._skipped_updates,
         )
 
     def _after_warmup(self) -> list[StepTimes]:

@@ -17,7 +17,7 @@ class Session:
         recorder: Gets the marks.
         model: The model that is timed.
         optimizers: The optimizers whose updates are timed.
-        wrapper: What the trainer calls in place of `model`, if so.
+        options: Those of `Boundaries`.
     """
 
     def __init__(
@@ -25,16 +25,18 @@ class Session:
         recorder: Recorder,
         model: nn.Module,
         optimizers: Sequence[Any],
-        wrapper: nn.Module | None = None,
+        **options: Any,
     ) -> None:
         self.recorder = recorder
-        self.boundaries = Boundaries(recorder, model, optimizers, wrapper=wrapper)
+        self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`."""
-        self.recorder.end_step(number)
-        self.boundaries.step_ended()
+        boundaries = self.boundaries
+        skipped_update = bool(boundaries.optimizers) and not boundaries.updates
+        self.recorder.end_step(number, skipped_update=skipped_update)
+        boundaries.step_ended()
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

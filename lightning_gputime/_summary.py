@@ -39,6 +39,7 @@ class PhaseSummary:
         warmup_steps: Number of steps before them, which are left out.
         host_wait_mean_ms: Mean time a step that the host was blocked until the device had finished
             one (in milliseconds). Near zero, the host cannot keep the device busy.
+        skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -46,6 +47,7 @@ class PhaseSummary:
     steps: int
     warmup_steps: int
     host_wait_mean_ms: float
+    skipped_updates: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary as nested dicts of numbers, ready for JSON."""
@@ -59,6 +61,8 @@ class PhaseSummary:
             f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out});"
             f" the host waited {self.host_wait_mean_ms:.3f} ms a step for the device"
         )
+        if self.skipped_updates:
+            title += f"; {self.skipped_updates} updates skipped"
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
         body = [_cells(_indented(name), row) for name, row in self.rows.items()]
         lines = [header, *body, _cells("step", self.step)]

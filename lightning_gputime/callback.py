@@ -102,7 +102,7 @@ class GPUPhaseTimer(pl.Callback):
         self._results = Results(history, warmup_steps)
         self._log = PhaseLog(prefix, 0, ())
         self._session: Session | None = None
-        self._in_batch = False
+        self._in_batch = self._tried_update = False
 
     def phase(self, name: str) -> NamedPhase:
         """Returns a context manager: the time of its code belongs to `name`.
@@ -159,7 +159,13 @@ class GPUPhaseTimer(pl.Callback):
             lag=self._lag,
             emit=functools.partial(self._emit, trainer),
         )
-        self._session = Session(recorder, pl_module, trainer.optimizers, _wrapper(trainer))
+        self._session = Session(
+            recorder,
+            pl_module,
+            trainer.optimizers,
+            wrapper=_wrapper(trainer),
+            compiled_step=pl_module._compiler_ctx is not None,
+        )
 
     @_never_raises
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -176,6 +182,7 @@ class GPUPhaseTimer(pl.Callback):
 
     @_never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
+        self._tried_update = True
         # Where training_step returned None there was no backward, but the update runs.
         if self._session is not None and self._session.recorder.label != AFTER_BACKWARD:
             self._session.recorder.mark(OPTIMIZER)
@@ -194,6 +201,7 @@ class GPUPhaseTimer(pl.Callback):
             return
         self._in_batch = False
         if self._is_update(trainer, pl_module, batch_idx):
+            self._tried_update = False
             self._session.end_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
         else:
             self._session.recorder.mark(DATA)
@@ -237,7 +245,9 @@ class GPUPhaseTimer(pl.Callback):
         assert session is not None
         if pl_module.automatic_optimization:
             return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        return session.boundaries.updates > 0 or not session.boundaries.optimizers
+        # A GradScaler that skips an update calls this hook of ours, and none of the optimizer's.
+        boundaries = session.boundaries
+        return boundaries.updates > 0 or self._tried_update or not boundaries.optimizers
 
     def _emit(self, trainer: pl.Trainer, times: StepTimes) -> None:
         self._results.add(times)

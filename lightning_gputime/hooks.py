@@ -45,6 +45,8 @@ class GPUPhaseHooks:
         accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step.
         logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
         log_every_n_steps: How many steps are averaged into one log.
+        wrap_backward: Whether to stand in for `torch.autograd.backward`. Without it, say
+            `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
     Raises:
@@ -74,6 +76,7 @@ class GPUPhaseHooks:
         accumulate_grad_batches: int = 1,
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
+        wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
         check_options(prefix, lag, warmup_steps, history)
@@ -88,6 +91,7 @@ class GPUPhaseHooks:
         if self._device is not None and clock is None:
             clock_for(self._device)
         self._clock = clock
+        self._wrap_backward = wrap_backward
         self._prefix = prefix
         self._lag = lag
         self._warmup_steps = warmup_steps
@@ -108,7 +112,9 @@ class GPUPhaseHooks:
         self._log = PhaseLog(self._prefix, self._log_every_n_steps, self._loggers)
         self._step = self._micro_batches = 0
         recorder = Recorder(clock, lag=self._lag, emit=self._emit)
-        self._session = Session(recorder, self._model, self._optimizers)
+        self._session = Session(
+            recorder, self._model, self._optimizers, backward=self._wrap_backward
+        )
         recorder.begin()
         return self
 
@@ -233,6 +239,11 @@ def _check_model(model: Any) -> nn.Module:
         raise TypeError(
             f"model must be a torch.nn.Module, got {model!r}; for several models give"
             " torch.nn.ModuleList([...])"
+        )
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ValueError(
+            "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
+            " several devices: use torch.nn.parallel.DistributedDataParallel"
         )
     return model
 

@@ -5,7 +5,8 @@ that was never recorded cannot either; every wait of the host is counted; touchi
 graph is captured breaks the capture.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +25,30 @@ class FakeGPU:
         self.waits: list[float] = []
         self.capturing = False
         self.capture_broken = False
+        self.graph: list[float | FakeEvent] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], None]]:
+        """Captures the work inside into a graph, and gives the function that replays it."""
+        self.capturing, self.graph = True, []
+        graph = self.graph
+
+        def replay() -> None:
+            for node in graph:
+                if isinstance(node, FakeEvent):
+                    node.record()
+                else:
+                    self.work(node)
+
+        yield replay
+        self.capturing = False
 
     def work(self, device_ms: float, host_ms: float = 0.0) -> None:
         """Launches a kernel: it costs the host `host_ms`, and runs once the queue has drained."""
         self.host_work(host_ms)
+        if self.capturing:
+            self.graph.append(device_ms)
+            return
         self.free_at = max(self.free_at, self.now) + round(device_ms * MS)
 
     def host_work(self, ms: float) -> None:
@@ -44,18 +65,40 @@ class FakeGPU:
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def for_graphs(self) -> "FakeGraphClock":
+        return FakeGraphClock(self)
+
     def touch(self) -> None:
         if self.capturing:
             self.capture_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
 
 
-class FakeEvent:
+class FakeGraphClock:
+    """The clock of the events that may be recorded in a graph, and not mixed with others."""
+
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
+        self.host_ns, self.is_capturing = gpu.host_ns, gpu.is_capturing
+
+    def event(self) -> "FakeEvent":
+        self._gpu.created += 1
+        return FakeEvent(self._gpu, external=True)
+
+    def for_graphs(self) -> "FakeGraphClock":
+        return self
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGPU, external: bool = False) -> None:
+        self._gpu = gpu
+        self._external = external
         self._at: int | None = None
 
     def record(self) -> None:
+        if self._gpu.capturing and self._external:
+            self._gpu.graph.append(self)
+            return
         self._gpu.touch()
         self._at = max(self._gpu.free_at, self._gpu.now)
 
@@ -70,6 +113,7 @@ class FakeEvent:
         self._gpu.waits.append((self._gpu.now - start) / MS)
 
     def elapsed_time(self, end_event: "FakeEvent", /) -> float:
+        assert self._external == end_event._external, "events of two classes"
         if self._at is None or end_event._at is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self.query() and end_event.query()):

@@ -229,8 +229,12 @@ def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: 
 
 
 def test_no_capture_is_broken_and_its_step_is_left_out(
-    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU,
+    run: Recorded,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gpu, "for_graphs", lambda: None)
     run.step(0)
     for number in (1, 2):
         run.recorder.mark("forward")
@@ -245,7 +249,55 @@ def test_no_capture_is_broken_and_its_step_is_left_out(
     run.recorder.flush()
     assert not gpu.capture_broken
     assert [times.step for times in run.emitted] == [0, 3]
-    assert len(caplog.records) == 1
+    assert [record.message for record in caplog.records] == [
+        "What runs inside a captured graph is not timed."
+    ]
+
+
+def test_phases_inside_a_replayed_graph_are_timed(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    gpu.work(1.0)
+    with gpu.capture() as replay:
+        run.recorder.mark("forward")
+        gpu.work(4.0)
+        run.recorder.mark("backward")
+        gpu.work(6.0)
+        run.recorder.mark("<after backward>")
+        gpu.work(2.0)
+        run.recorder.mark("<after update>")
+    assert not gpu.capture_broken
+    run.recorder.end_step(1)
+    for number in (2, 3, 4):
+        gpu.work(number)
+        run.recorder.mark("other")
+        gpu.work(0.25)
+        replay()
+        gpu.work(0.125)
+        run.recorder.end_step(number)
+    assert [times.step for times in run.emitted] == [0, 2, 3, 4]
+    for times in run.emitted[1:]:
+        assert times.phase_ms == {
+            "data": times.step,
+            "other": 0.375,
+            "forward": 4.0,
+            "backward": 6.0,
+            "optimizer": 2.0,
+        }
+        assert times.host_ms["forward"] == times.host_ms["backward"] == 0.0
+
+
+def test_a_step_without_a_replay_has_no_phase_of_the_graph(gpu: FakeGPU, run: Recorded) -> None:
+    with gpu.capture() as replay:
+        run.recorder.mark("forward")
+        gpu.work(4.0)
+        run.recorder.mark("other")
+    run.recorder.end_step(0)
+    for number in range(4):
+        gpu.work(1.0)
+        if number % 2:
+            replay()
+        run.recorder.end_step(number)
+    assert [times.phase_ms.get("forward") for times in run.emitted] == [None, 4.0, None, 4.0]
 
 
 def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:

@@ -1,0 +1,210 @@
+"""`forward`: the calls of models, and of losses that are modules, as marks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C import _current_graph_task_id
+from torch.nn.modules.loss import _Loss
+
+from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS, OTHER
+from lightning_gputime._recorder import Recorder
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class ModuleBoundary:
+    """`forward`: from the call of a module to its return, outermost calls only."""
+
+    def __init__(self, recorder: Recorder, model: nn.Module, wrapper: nn.Module | None) -> None:
+        self._recorder = recorder
+        self._model = model
+        self._depth = 0
+        self._calls = 0
+        self._redirected = False
+        self._handles: list[_Removable] = []
+        self._children: dict[int, tuple[_Removable, ...]] = {}
+        self._nested: set[int] = set()
+        self._alone: set[int] = set()
+        self._handles += self._time(model)
+        if wrapper is not None:
+            self._handles.append(_before(wrapper, self._redirect))
+        for loss in _children(model):
+            if isinstance(loss, _Loss):
+                self._handles.append(_before(loss, self._enter_loss))
+        self._time_children()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forget(list(self._children))
+
+    def step_ended(self) -> None:
+        """Takes the hooks off children that the model's own call covers: they would cost time.
+
+        They come back when a step has no `forward` without them.
+        """
+        self._depth = 0
+        if self._calls:
+            self._forget([key for key in self._children if key in self._nested - self._alone])
+        else:
+            self._time_children()
+        self._calls = 0
+        self._nested.clear()
+
+    def _time(self, module: nn.Module) -> tuple[_Removable, ...]:
+        if module._compiled_call_impl is not None:
+            return (_CompiledCall(module, self._enter, self._exit),)
+        return _before(module, self._enter), _after(module, self._exit)
+
+    def _time_children(self) -> None:
+        for child in _children(self._model):
+            if id(child) not in self._children and not isinstance(child, _Loss):
+                self._children[id(child)] = self._time(child)
+
+    def _forget(self, keys: list[int]) -> None:
+        for key in keys:
+            for handle in self._children.pop(key):
+                handle.remove()
+
+    def _redirect(self, module: nn.Module) -> None:
+        self._redirected = True
+
+    def _enter(self, module: nn.Module) -> None:
+        # Activation checkpointing runs modules again inside backward; that is backward's time.
+        if not self._recorder.is_here() or _current_graph_task_id() != -1:
+            return
+        if self._redirected and module is self._model:
+            # The wrapper calls the model to run the whole training step, not to compute an output.
+            self._redirected = False
+            return
+        self._depth += 1
+        if self._depth > 1:
+            self._nested.add(id(module))
+            return
+        self._calls += 1
+        self._alone.add(id(module))
+        self._recorder.mark(FORWARD)
+
+    def _exit(self, module: nn.Module) -> None:
+        # At depth 0 this is the return of a redirected training step.
+        if self._depth == 0 or not self._recorder.is_here() or _current_graph_task_id() != -1:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._recorder.mark(AFTER_FORWARD)
+
+    def _enter_loss(self, module: nn.Module) -> None:
+        # A loss that the model computes inside its own call is part of that call.
+        if self._depth == 0 and _current_graph_task_id() == -1:
+            self._recorder.turn(AFTER_FORWARD, LOSS)
+
+
+class CompiledStep:
+    """`training_step` of a LightningModule that was compiled whole: one phase of that name.
+
+    Forward and loss cannot be told apart inside, and nothing is hooked there.
+    """
+
+    name = "training_step"
+
+    def __init__(self, recorder: Recorder, model: Any) -> None:
+        self._model = model
+        compiled = self._compiled = model.training_step
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            recorder.mark(self.name)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                recorder.mark(OTHER)
+
+        self._timed = timed
+        model.training_step = timed
+        recorder.tell_once(
+            "training_step is compiled: forward and loss are one phase, %r", self.name
+        )
+
+    def step_ended(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        if self._model.training_step is self._timed:
+            self._model.training_step = self._compiled
+
+
+class _Hook:
+    """A module hook of ours that does nothing on a copy of the module.
+
+    Hooks travel with `copy.deepcopy(model)` and `torch.save(model)`. The copy gets a callable of
+    the standard library that takes anything and returns None, so that an EMA copy is not timed,
+    and a saved model loads where this package is not installed.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[nn.Module], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        # Inside a compiled region a hook that touches Python state recompiles at every call.
+        if not torch.compiler.is_compiling():
+            self._call(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _children(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the direct children of a module, and those in containers, which have no call."""
+    if hasattr(model, "_orig_mod"):
+        return  # A compiled module is called outside the compiled code, its children inside.
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _children(child)
+        elif not _is_metric(child):
+            yield child
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
+
+
+def _before(module: nn.Module, call: Callable[[nn.Module], None]) -> _Removable:
+    return module.register_forward_pre_hook(_Hook(call), prepend=True)
+
+
+def _after(module: nn.Module, call: Callable[[nn.Module], None]) -> _Removable:
+    return module.register_forward_hook(_Hook(call), always_call=True)
+
+
+class _CompiledCall:
+    """Times a module that was compiled in place (`module.compile()`), outside the compiled code."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[[nn.Module], None],
+        leave: Callable[[nn.Module], None],
+    ) -> None:
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            enter(module)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                leave(module)
+
+        self._module, self._compiled, self._call = module, compiled, call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._call:
+            self._module._compiled_call_impl = self._compiled

@@ -1,0 +1,76 @@
+"""The updates of optimizers, as marks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, OPTIMIZER, OTHER
+from lightning_gputime._recorder import Recorder
+
+
+class OptimizerBoundary:
+    """The end of `optimizer`, and its start where no backward precedes; `zero_grad` is `other`."""
+
+    def __init__(self, recorder: Recorder, optimizer: Any) -> None:
+        # Accelerate's wrapper is an Optimizer in name only: it lacks what its hooks would need.
+        while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(
+            optimizer, "optimizer"
+        ):
+            optimizer = optimizer.optimizer
+        self._recorder = recorder
+        self._optimizer = optimizer
+        self._depth = 0
+        self.updates = 0
+        self._handles: list[Any] = [
+            # Not traced, so that they keep firing when the step is compiled.
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+        ]
+        self._zero_grad = self._wrap_zero_grad(optimizer.zero_grad)
+        self._had_zero_grad = optimizer.__dict__.get("zero_grad")
+        optimizer.zero_grad = self._zero_grad
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether `optimizer.step` is running: a closure that it calls belongs to the update."""
+        return self._depth > 0
+
+    def step_ended(self) -> None:
+        self._depth = self.updates = 0  # No post hook fires when `step` raises.
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._optimizer.__dict__.get("zero_grad") is self._zero_grad:
+            del self._optimizer.zero_grad
+            if self._had_zero_grad is not None:
+                self._optimizer.zero_grad = self._had_zero_grad
+
+    def _wrap_zero_grad(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(zero_grad)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            if not torch.compiler.is_compiling() and self._recorder.label not in (
+                OTHER,
+                AFTER_UPDATE,
+            ):
+                self._recorder.mark(OTHER)
+            zero_grad(*args, **kwargs)
+
+        return timed
+
+    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        # With a closure, forward and backward are still to come.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._depth == 1 and closure is None and self._recorder.label != AFTER_BACKWARD:
+            self._recorder.mark(OPTIMIZER)
+
+    def _after_step(self, *_: Any) -> None:
+        # A `step` that calls `super().step()` fires twice.
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0:
+            self.updates += 1
+            self._recorder.mark(AFTER_UPDATE)
