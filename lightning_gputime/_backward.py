@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_gputime._modules import CompiledStep, ModuleBoundary
 from lightning_gputime._optimizers import OptimizerBoundary
 from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._recorder import Recorder
@@ -14,7 +15,13 @@ from lightning_gputime._recorder import Recorder
 class BackwardBoundary:
     """`backward`: the calls of `torch.autograd.backward`, in which every `loss.backward()` ends."""
 
-    def __init__(self, recorder: Recorder, optimizers: Sequence[OptimizerBoundary]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: ModuleBoundary | CompiledStep,
+        optimizers: Sequence[OptimizerBoundary],
+    ) -> None:
+        self.model = model
         self._recorder = recorder
         self._optimizers = optimizers
         self._returns_to: str | None = None
@@ -59,7 +66,11 @@ class _TimedBackward:
         functools.update_wrapper(self, backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        entered = [boundary for boundary in self.boundaries if boundary.enter()]
+        boundaries = self.boundaries
+        if len(boundaries) > 1:
+            # Of several timers, those are meant whose model was called: a GAN's have one each.
+            boundaries = [one for one in boundaries if one.model.was_called] or boundaries
+        entered = [boundary for boundary in boundaries if boundary.enter()]
         try:
             self.backward(*args, **kwargs)
         finally:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_gputime._backward import BackwardBoundary
 from lightning_gputime._modules import CompiledStep, ModuleBoundary
-from lightning_gputime._optimizers import OptimizerBoundary
+from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._recorder import Recorder
 
 
@@ -19,6 +19,7 @@ class Boundaries:
         model: Its calls are `forward`, and those of its direct children where it is not called
             itself.
         optimizers: Their updates end `optimizer`.
+        optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
         wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
         compiled_step: Whether the model's `training_step` is compiled as a whole.
         backward: Whether to time `torch.autograd.backward`, by wrapping it.
@@ -30,6 +31,7 @@ class Boundaries:
         model: nn.Module,
         optimizers: Sequence[Any],
         *,
+        optimizer_wrappers: Sequence[Any] = (),
         wrapper: nn.Module | None = None,
         compiled_step: bool = False,
         backward: bool = True,
@@ -40,7 +42,13 @@ class Boundaries:
             else ModuleBoundary(recorder, model, wrapper)
         )
         self.optimizers = [OptimizerBoundary(recorder, optimizer) for optimizer in optimizers]
-        self._backward = BackwardBoundary(recorder, self.optimizers) if backward else None
+        self._zero_grads = [
+            ZeroGradBoundary(recorder, optimizer)
+            for optimizer in (*optimizers, *optimizer_wrappers)
+        ]
+        self._backward = (
+            BackwardBoundary(recorder, self._model, self.optimizers) if backward else None
+        )
 
     @property
     def updates(self) -> int:
@@ -56,7 +64,7 @@ class Boundaries:
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         self._model.remove()
-        for optimizer in self.optimizers:
-            optimizer.remove()
+        for boundary in (*self.optimizers, *self._zero_grads):
+            boundary.remove()
         if self._backward is not None:
             self._backward.remove()

@@ -38,6 +38,11 @@ class ModuleBoundary:
                 self._handles.append(_before(loss, self._enter_loss))
         self._time_children()
 
+    @property
+    def was_called(self) -> bool:
+        """Whether the model, or a part of it, was called in this step."""
+        return self._calls > 0
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -112,6 +117,7 @@ class CompiledStep:
     """
 
     name = "training_step"
+    was_called = True
 
     def __init__(self, recorder: Recorder, model: Any) -> None:
         self._model = model

@@ -1,7 +1,6 @@
 """The updates of optimizers, as marks."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from lightning_gputime._recorder import Recorder
 
 
 class OptimizerBoundary:
-    """The end of `optimizer`, and its start where no backward precedes; `zero_grad` is `other`."""
+    """The end of `optimizer`, and its start where no backward precedes."""
 
     def __init__(self, recorder: Recorder, optimizer: Any) -> None:
         # Accelerate's wrapper is an Optimizer in name only: it lacks what its hooks would need.
@@ -20,7 +19,6 @@ class OptimizerBoundary:
         ):
             optimizer = optimizer.optimizer
         self._recorder = recorder
-        self._optimizer = optimizer
         self._depth = 0
         self.updates = 0
         self._handles: list[Any] = [
@@ -28,9 +26,6 @@ class OptimizerBoundary:
             optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
         ]
-        self._zero_grad = self._wrap_zero_grad(optimizer.zero_grad)
-        self._had_zero_grad = optimizer.__dict__.get("zero_grad")
-        optimizer.zero_grad = self._zero_grad
 
     @property
     def is_stepping(self) -> bool:
@@ -44,22 +39,6 @@ class OptimizerBoundary:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._optimizer.__dict__.get("zero_grad") is self._zero_grad:
-            del self._optimizer.zero_grad
-            if self._had_zero_grad is not None:
-                self._optimizer.zero_grad = self._had_zero_grad
-
-    def _wrap_zero_grad(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(zero_grad)
-        def timed(*args: Any, **kwargs: Any) -> None:
-            if not torch.compiler.is_compiling() and self._recorder.label not in (
-                OTHER,
-                AFTER_UPDATE,
-            ):
-                self._recorder.mark(OTHER)
-            zero_grad(*args, **kwargs)
-
-        return timed
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -74,3 +53,26 @@ class OptimizerBoundary:
         if self._depth == 0:
             self.updates += 1
             self._recorder.mark(AFTER_UPDATE)
+
+
+class ZeroGradBoundary:
+    """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it, so it is wrapped."""
+
+    def __init__(self, recorder: Recorder, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._before = vars(optimizer).get("zero_grad")
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            if not torch.compiler.is_compiling() and recorder.label not in (OTHER, AFTER_UPDATE):
+                recorder.mark(OTHER)
+            zero_grad(*args, **kwargs)
+
+        self._timed = optimizer.zero_grad = timed
+
+    def remove(self) -> None:
+        if vars(self._optimizer).get("zero_grad") is self._timed:
+            del self._optimizer.zero_grad
+            if self._before is not None:
+                self._optimizer.zero_grad = self._before

@@ -163,6 +163,7 @@ class GPUPhaseTimer(pl.Callback):
             recorder,
             pl_module,
             trainer.optimizers,
+            optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=pl_module._compiler_ctx is not None,
         )
@@ -273,6 +274,14 @@ def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Returns the module that the strategy calls in place of the LightningModule, if it does."""
     model = trainer.strategy.model
     return None if model is trainer.lightning_module else model
+
+
+def _lightning_optimizers(pl_module: pl.LightningModule) -> list[Any]:
+    """Returns what `self.optimizers()` gives a training_step with manual optimization."""
+    if pl_module.automatic_optimization:
+        return []
+    optimizers = pl_module.optimizers()
+    return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

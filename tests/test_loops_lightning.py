@@ -1,0 +1,529 @@
+"""Every Lightning loop that the README's table names, with the exact times of every phase."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, Layer, Loss, work
+from fake_lightning import STEP_MS, Loader, MemoryLogger, Model, fit, steps, trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gputime import GPUPhaseTimer, phase
+
+
+def hooks_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in one.items() if "hooks" in name}
+        for one in installed(*model.modules())
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares what hangs on a model before and after each fit of a test."""
+    run = pl.Trainer.fit
+
+    def checked(self: pl.Trainer, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        before = hooks_of(model)
+        run(self, model, *args, **kwargs)
+        assert hooks_of(model) == before
+        assert not any("zero_grad" in vars(optimizer) for optimizer in self.optimizers)
+
+    monkeypatch.setattr(pl.Trainer, "fit", checked)
+
+
+# How the model is called
+
+
+class Parts(Model):
+    """A model with several ways to be called, each of which takes the times of `STEP_MS`."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.encoder, self.decoder = Layer(gpu, 1.0, 3.0), Layer(gpu, 2.0, 4.75)
+        self.blocks = nn.ModuleList([Layer(gpu, 1.0, 3.0), Layer(gpu, 3.0, 4.75)])
+        self.heads = nn.ModuleDict({"a": Layer(gpu, 4.0, 7.75)})
+        self.criterion = Loss(gpu, 0.5)
+        self.metrics = torchmetrics.MetricCollection([torchmetrics.MeanMetric()])
+
+    def tail(self, out: Tensor) -> Tensor:
+        return work(out, self.gpu, 0.5, 0.25).sum()
+
+    def vae(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        self.gpu.work(1.0)  # sampling, between two model calls
+        return self.tail(self.decoder(hidden))
+
+    def module_list(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.tail(x)
+
+
+CALLS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
+    "self(x)": lambda self, x: self.tail(self(x)),
+    "self.forward(x)": lambda self, x: self.tail(self.forward(x)),
+    "self.net(x)": lambda self, x: self.tail(self.net(x)),
+    "several modules with glue between": Parts.vae,
+    "a ModuleList": Parts.module_list,
+    "a ModuleDict": lambda self, x: self.tail(self.heads["a"](x)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_however_the_model_is_called(gpu: FakeGPU, call: str) -> None:
+    class Called(Parts):
+        def loss(self, x: Tensor) -> Tensor:
+            return CALLS[call](self, x)
+
+    assert steps(fit(gpu, Called(gpu))) == [STEP_MS] * 3
+
+
+def test_a_loss_module_and_a_metric_are_loss(gpu: FakeGPU) -> None:
+    class Modules(Parts):
+        def loss(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.criterion(self(x), x)
+            self.metrics(loss.detach())
+            return loss
+
+    expected = {**STEP_MS, "backward": 7.75}
+    assert steps(fit(gpu, Modules(gpu))) == [expected] * 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loss_inside_forward_is_split_off_by_naming_it(gpu: FakeGPU, named: bool) -> None:
+    class Inside(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.net(x)
+            if not named:
+                return work(out, self.gpu, 0.5, 0.25).sum()
+            with phase("loss"):
+                return work(out, self.gpu, 0.5, 0.25).sum()
+
+        def loss(self, x: Tensor) -> Tensor:
+            result: Tensor = self(x)
+            return result
+
+    forward_and_loss = {"forward": 4.0, "loss": 0.5} if named else {"forward": 4.5, "loss": 0.0}
+    assert steps(fit(gpu, Inside(gpu))) == [{**STEP_MS, **forward_and_loss}] * 3
+
+
+# Precision and clipping
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "32-true"},
+        {"precision": "bf16-mixed"},
+        {"plugins": [fp16]},
+        {"gradient_clip_val": 0.5},
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+def test_every_precision_and_clipping(gpu: FakeGPU, options: dict[str, Any]) -> None:
+    options = {
+        **options,
+        **({"plugins": [make() for make in options["plugins"]]} if "plugins" in options else {}),
+    }
+    timer = fit(gpu, Model(gpu), **options)
+    assert steps(timer) == [STEP_MS] * 3
+    assert timer.summary().skipped_updates == 0
+
+
+def test_clipping_of_ones_own_is_optimizer(gpu: FakeGPU) -> None:
+    class Clips(Model):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            gpu.work(3.0)
+
+    assert steps(fit(gpu, Clips(gpu))) == [{**STEP_MS, "optimizer": 5.0}] * 3
+
+
+def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
+    class Overflows(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            loss = super().loss(x)
+            return loss * float("inf") if self.global_step == 1 else loss
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, lag=0)
+    skipped: list[bool] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert timer.last is not None
+            skipped.append(timer.last.skipped_update)
+
+    fit(gpu, Overflows(gpu), timer=timer, callbacks=[Look()], plugins=[fp16()])
+    assert skipped == [False, True, False]
+    without_update = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [STEP_MS, without_update, STEP_MS]
+    assert timer.summary().skipped_updates == 1
+    assert "; 1 updates skipped" in str(timer.summary())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_is_timed(fused: bool) -> None:
+    class Fused(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), fused=fused)
+
+    gpu = FakeGPU()
+    assert steps(fit(gpu, Fused(gpu))) == [{**STEP_MS, "optimizer": 0.0}] * 3
+
+
+# Accumulation, and steps without a backward
+
+
+ONE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+
+
+def micro_batches(n: int) -> dict[str, float]:
+    return {**{name: n * ms for name, ms in ONE.items()}, "optimizer": 2.0}
+
+
+@pytest.mark.parametrize(("every", "groups"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5])])
+@pytest.mark.parametrize("plugins", [None, fp16])
+def test_accumulation_with_a_short_last_group(
+    gpu: FakeGPU, every: int, groups: list[int], plugins: Any
+) -> None:
+    plugin = [plugins()] if plugins else None
+    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=every, plugins=plugin, max_epochs=2)
+    assert steps(timer) == [micro_batches(n) for n in groups] * 2
+    assert timer.history()["step"].tolist() == list(range(2 * len(groups)))
+    assert timer.summary().skipped_updates == 0
+
+
+def test_a_gradient_accumulation_scheduler(gpu: FakeGPU) -> None:
+    scheduler = GradientAccumulationScheduler({0: 2, 1: 3})
+    timer = fit(gpu, Model(gpu), n=6, max_epochs=2, callbacks=[scheduler])
+    assert steps(timer) == [micro_batches(2)] * 3 + [micro_batches(3)] * 2
+
+
+def test_validation_in_the_middle_of_an_accumulation(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    trainer(timer, accumulate_grad_batches=2, val_check_interval=3).fit(
+        Model(gpu), Loader(gpu, 6), Loader(gpu, 2)
+    )
+    assert steps(timer) == [micro_batches(2)] * 3
+
+
+def test_lbfgs_is_the_sum_of_its_closures(gpu: FakeGPU) -> None:
+    class Searches(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.0, max_iter=3)
+
+    for step in steps(fit(gpu, Searches(gpu))):
+        closures = step["forward"] / 4.0
+        assert closures >= 1.0
+        assert step["loss"] == 0.5 * closures
+        assert step["backward"] == 8.0 * closures
+        # What precedes the model in a closure follows the optimizer's search for the next point.
+        assert step["other"] == 0.125
+        assert step["optimizer"] == 0.125 * (closures - 1)
+
+
+# Manual optimization
+
+
+class Manual(Model):
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.automatic_optimization = False
+        self.critic = Layer(gpu, 1.0, 2.0)
+
+    def configure_optimizers(self) -> Any:
+        one = Adder(self.net.parameters(), self.gpu, 2.0)
+        two = Adder(self.critic.parameters(), self.gpu, 4.0)
+        return [one, two], []
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_two_optimizers_in_one_batch_are_one_step(gpu: FakeGPU, wrapped: bool) -> None:
+    class Adversarial(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizers: Any = self.optimizers(use_pl_optimizer=wrapped)
+            backward = self.manual_backward if wrapped else torch.autograd.backward
+            for optimizer, module in zip(optimizers, (self.net, self.critic), strict=True):
+                loss = work(module(batch), gpu, 0.5).sum()
+                optimizer.zero_grad()
+                gpu.work(0.25)
+                backward(loss)
+                optimizer.step()
+
+    logger = MemoryLogger()
+    timer = fit(gpu, Adversarial(gpu), logger=logger, log_every_n_steps=1)
+    expected = {
+        "data": 1.0,
+        "forward": 5.0,
+        "loss": 1.0,
+        "backward": 9.75,
+        "optimizer": 6.0,
+        "other": 0.5,
+    }
+    assert steps(timer) == [expected] * 3
+    assert [step for step, _ in logger.phase_times()] == [0, 1, 2]
+
+
+def test_several_updates_in_one_batch_are_one_step(gpu: FakeGPU) -> None:
+    class Repeats(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()[0]  # type: ignore[index]
+            for _ in range(3):
+                self.loss(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    expected = {"data": 1.0, "forward": 12.0, "loss": 1.5, "backward": 24.0, "optimizer": 6.0}
+    assert steps(fit(gpu, Repeats(gpu))) == [{**expected, "other": 0.0}] * 3
+
+
+def test_a_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> None:
+    class Overflows(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()[0]  # type: ignore[index]
+            loss = self.loss(batch) * (float("inf") if batch_idx == 1 else 1.0)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    timer = fit(gpu, Overflows(gpu), plugins=[fp16()])
+    assert len(timer.history()) == 3
+    assert timer.summary().skipped_updates == 1
+
+
+# The course of a run
+
+
+def test_training_step_with_an_iterator_fetches_in_other(gpu: FakeGPU) -> None:
+    class Fetches(Model):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    with pytest.warns(UserWarning, match="dataloader_iter"):
+        timer = fit(gpu, Fetches(gpu))
+    # The first batch is fetched before the step, to learn whether it is the last.
+    assert len(timer.history()) == 3
+    for step in steps(timer):
+        assert {name: step[name] for name in ("forward", "loss", "backward", "optimizer")} == {
+            name: STEP_MS[name] for name in ("forward", "loss", "backward", "optimizer")
+        }
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(gpu: FakeGPU, use_reentrant: bool) -> None:
+    class Recomputes(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            x.requires_grad_()
+            out = checkpoint(self.net, x, use_reentrant=use_reentrant)
+            return work(out, self.gpu, 0.5, 0.25).sum()
+
+    expected = {**STEP_MS, "backward": 12.0}
+    assert steps(fit(gpu, Recomputes(gpu))) == [expected] * 3
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_an_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
+    class Schedules(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.param_groups[0]["lr"] = 1.0
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    assert steps(fit(gpu, Schedules(gpu), max_epochs=2)) == [STEP_MS] * 6
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
+    class Works(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            gpu.work(16.0)
+
+        def on_before_backward(self, *_: Any) -> None:
+            gpu.work(32.0)
+
+        def on_after_backward(self, *_: Any) -> None:
+            gpu.work(64.0)
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            gpu.work(128.0)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            gpu.work(256.0)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    callbacks = [Works(), timer] if first else [timer, Works()]
+    trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
+    before = {
+        **STEP_MS,
+        "other": 32.125,  # zero_grad begins `other`, before on_before_backward
+        "optimizer": 194.0,
+        "backward": 8.0,
+    }
+    if first:
+        # Work before ours in the list is seen before our hook: at a batch's end, still this step.
+        assert steps(timer) == [
+            {**before, "data": 17.0, "other": 288.125},
+            {**before, "data": 17.0, "other": 288.125},
+            {**before, "data": 17.0, "other": 288.125},
+        ]
+    else:
+        assert steps(timer) == [
+            {**before, "data": 1.0, "other": 48.125},
+            {**before, "data": 257.0, "other": 48.125},
+            {**before, "data": 257.0, "other": 48.125},
+        ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
+        lambda: pl.callbacks.WeightAveraging(),
+    ],
+    ids=["SWA", "EMA"],
+)
+def test_weight_averaging_copies_the_model_without_our_hooks(
+    gpu: FakeGPU, make: Callable[[], pl.Callback]
+) -> None:
+    class Plain(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    timer = fit(gpu, Plain(gpu), max_epochs=3, callbacks=[make()])
+    assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
+
+
+def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
+    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=-1, max_steps=7)) == [STEP_MS] * 7
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 3
+
+    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    data: Any = torch.ones(8, 2)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
+    assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
+
+
+def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
+    class Evaluates(Model):
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self(batch)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    runner, model = trainer(timer), Evaluates(gpu)
+    runner.test(model, Loader(gpu, 2), verbose=False)
+    runner.validate(model, Loader(gpu, 2), verbose=False)
+    runner.fit(model, Loader(gpu, 3))
+    runner.predict(model, Loader(gpu, 2))
+    runner.test(model, Loader(gpu, 2), verbose=False)
+    assert steps(timer) == [STEP_MS] * 3
+
+
+def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Path) -> None:
+    runner = trainer()
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    logger = MemoryLogger()
+    runner = trainer(timer, max_epochs=2, logger=logger, log_every_n_steps=2)
+    runner.fit(Model(gpu), Loader(gpu, 3), ckpt_path=tmp_path / "last.ckpt")
+    assert timer.history()["step"].tolist() == [3, 4, 5]
+    assert steps(timer) == [STEP_MS] * 3
+    assert [step for step, _ in logger.phase_times()] == [3, 5]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+def test_the_trainers_own_profilers_run_beside(gpu: FakeGPU, profiler: str, tmp_path: Path) -> None:
+    timer = fit(gpu, Model(gpu), profiler=profiler, default_root_dir=tmp_path)
+    assert steps(timer) == [STEP_MS] * 3
+
+
+class Sized(Model):
+    """A model with what the finders tune, on real data."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.batch_size, self.lr = 2, 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.ones(32, 2)
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2),
+        lambda: LearningRateFinder(num_training_steps=5),
+    ],
+    ids=["BatchSizeFinder", "LearningRateFinder"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_finders_trials_are_not_steps(
+    gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    runner = trainer(timer, make(), default_root_dir=tmp_path, enable_checkpointing=True)
+    model = Sized(gpu)
+    runner.fit(model)
+    assert len(timer.history()) == runner.num_training_batches
+    assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
+
+
+def test_the_trainer_of_pytorch_lightning_takes_the_callback(gpu: FakeGPU) -> None:
+    import pytorch_lightning
+
+    class Net(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Layer(gpu, 4.0, 8.0)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            result: Tensor = self.net(batch).sum()
+            return result
+
+        def configure_optimizers(self) -> Any:
+            return Adder(self.parameters(), gpu, 2.0)
+
+    timer: Any = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    pytorch_lightning.Trainer(
+        max_epochs=1,
+        callbacks=[timer],
+        logger=False,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Net(), Loader(gpu, 3))
+    assert steps(timer) == [{**STEP_MS, "other": 0.0, "loss": 0.0}] * 3
