@@ -1,8 +1,6 @@
 """The calls of backward, as marks."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -10,10 +8,15 @@ from lightning_gputime._modules import CompiledStep, ModuleBoundary
 from lightning_gputime._optimizers import OptimizerBoundary
 from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._stand_in import listen
 
 
 class BackwardBoundary:
-    """`backward`: the calls of `torch.autograd.backward`, in which every `loss.backward()` ends."""
+    """`backward`: the calls of `torch.autograd.backward`.
+
+    `Tensor.backward` looks that name up at each call, so this one place sees `loss.backward()`,
+    `scaler.scale(loss).backward()`, `fabric.backward(loss)` and direct calls.
+    """
 
     def __init__(
         self,
@@ -21,58 +24,34 @@ class BackwardBoundary:
         model: ModuleBoundary | CompiledStep,
         optimizers: Sequence[OptimizerBoundary],
     ) -> None:
-        self.model = model
         self._recorder = recorder
+        self._model = model
         self._optimizers = optimizers
         self._returns_to: str | None = None
-        if not isinstance(torch.autograd.backward, _TimedBackward):
-            torch.autograd.backward = _TimedBackward(torch.autograd.backward)
-        self._timed = torch.autograd.backward
-        self._timed.boundaries.append(self)
+        self._stand_in = listen(torch.autograd, "backward", self)
 
-    def enter(self) -> bool:
-        """Returns whether `exit` must be called: not for a backward inside a backward."""
+    def before(self) -> bool:
+        """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
-        if self._returns_to is not None or not recorder.is_here():
+        if self._returns_to is not None or not recorder.is_here() or self._is_anothers():
             return False
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         recorder.mark(BACKWARD)
         return True
 
-    def exit(self) -> None:
+    def after(self) -> None:
+        """Marks the end."""
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
         if any(optimizer.is_stepping for optimizer in self._optimizers):
             label = OPTIMIZER
         self._recorder.mark(label)
 
     def remove(self) -> None:
-        boundaries = self._timed.boundaries
-        if self in boundaries:
-            boundaries.remove(self)
-        if not boundaries and torch.autograd.backward is self._timed:
-            torch.autograd.backward = self._timed.backward
+        self._stand_in.leave(self)
 
-
-class _TimedBackward:
-    """Stands in for `torch.autograd.backward` while a timer is attached.
-
-    `Tensor.backward` looks that name up at each call, so this one place sees `loss.backward()`,
-    `scaler.scale(loss).backward()`, `fabric.backward(loss)` and direct calls.
-    """
-
-    def __init__(self, backward: Callable[..., None]) -> None:
-        self.backward = backward
-        self.boundaries: list[BackwardBoundary] = []
-        functools.update_wrapper(self, backward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        boundaries = self.boundaries
-        if len(boundaries) > 1:
-            # Of several timers, those are meant whose model was called: a GAN's have one each.
-            boundaries = [one for one in boundaries if one.model.was_called] or boundaries
-        entered = [boundary for boundary in boundaries if boundary.enter()]
-        try:
-            self.backward(*args, **kwargs)
-        finally:
-            for boundary in entered:
-                boundary.exit()
+    def _is_anothers(self) -> bool:
+        # Two timers on two models, such as a GAN's: the one is meant whose model was called.
+        return not self._model.was_called and any(
+            isinstance(other, BackwardBoundary) and other._model.was_called
+            for other in self._stand_in.listeners
+        )

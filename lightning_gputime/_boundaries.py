@@ -1,7 +1,7 @@
 """Where one phase ends and the next begins: all boundaries of a training step together."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -9,6 +9,13 @@ from lightning_gputime._backward import BackwardBoundary
 from lightning_gputime._modules import CompiledStep, ModuleBoundary
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._recorder import Recorder
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+B = TypeVar("B", bound=_Removable)
 
 
 class Boundaries:
@@ -22,6 +29,7 @@ class Boundaries:
         optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
         wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
         compiled_step: Whether the model's `training_step` is compiled as a whole.
+        pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
         backward: Whether to time `torch.autograd.backward`, by wrapping it.
     """
 
@@ -34,21 +42,30 @@ class Boundaries:
         optimizer_wrappers: Sequence[Any] = (),
         wrapper: nn.Module | None = None,
         compiled_step: bool = False,
+        pause_evaluation: bool = False,
         backward: bool = True,
     ) -> None:
-        self._model = (
-            CompiledStep(recorder, model)
-            if compiled_step
-            else ModuleBoundary(recorder, model, wrapper)
-        )
-        self.optimizers = [OptimizerBoundary(recorder, optimizer) for optimizer in optimizers]
-        self._zero_grads = [
-            ZeroGradBoundary(recorder, optimizer)
-            for optimizer in (*optimizers, *optimizer_wrappers)
-        ]
-        self._backward = (
-            BackwardBoundary(recorder, self._model, self.optimizers) if backward else None
-        )
+        self._removables: list[_Removable] = []
+        try:
+            self._model = self._keep(
+                CompiledStep(recorder, model)
+                if compiled_step
+                else ModuleBoundary(recorder, model, wrapper, pause_evaluation)
+            )
+            self.optimizers = [
+                self._keep(OptimizerBoundary(recorder, optimizer)) for optimizer in optimizers
+            ]
+            for optimizer in (*optimizers, *optimizer_wrappers):
+                self._keep(ZeroGradBoundary(recorder, optimizer))
+            if backward:
+                self._keep(BackwardBoundary(recorder, self._model, self.optimizers))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _keep(self, boundary: B) -> B:
+        self._removables.append(boundary)
+        return boundary
 
     @property
     def updates(self) -> int:
@@ -63,8 +80,5 @@ class Boundaries:
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
-        self._model.remove()
-        for boundary in (*self.optimizers, *self._zero_grads):
+        for boundary in self._removables:
             boundary.remove()
-        if self._backward is not None:
-            self._backward.remove()

@@ -1,5 +1,6 @@
 """Clocks: where timing events come from. The only place that names an event class."""
 
+import functools
 import logging
 import time
 from typing import Any, Protocol
@@ -193,7 +194,7 @@ def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
 
     Args:
         device: Where the model is.
-        tell: Whether to log that there is no device to time, if so.
+        tell: Whether to log, once, that there is no device to time, if so.
 
     Raises:
         ValueError: If the device is not here or has no timing events.
@@ -201,8 +202,13 @@ def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
     if device.type != "cpu":
         return DeviceClock(device)
     if tell:
-        log.warning("The model is on the CPU: its phases are timed on the host's clock.")
+        _tell_host_clock()
     return HostClock()
+
+
+@functools.cache
+def _tell_host_clock() -> None:
+    log.warning("The model is on the CPU: its phases are timed on the host's clock.")
 
 
 def _never() -> bool:

@@ -1,10 +1,11 @@
 """Means over a window of steps, sent to loggers."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from lightning_gputime._events import log
 from lightning_gputime._phases import StepTimes
-from lightning_gputime._recorder import log
 
 
 class MetricsLogger(Protocol):
@@ -58,14 +59,16 @@ class PhaseLog:
         step = self._window[-1].step
         metrics = {f"{self._prefix}/{key}": value for key, value in _means(self._window).items()}
         self._window.clear()
+        for logger in self._loggers:
+            separator = getattr(logger, "group_separator", "/")
+            own = {key.replace("/", separator): value for key, value in metrics.items()}
+            self._try(functools.partial(logger.log_metrics, own, step))
+        if self._publish is not None:
+            self._try(functools.partial(self._publish, metrics))
+
+    def _try(self, call: Callable[[], Any]) -> None:
         try:
-            for logger in self._loggers:
-                separator = getattr(logger, "group_separator", "/")
-                logger.log_metrics(
-                    {key.replace("/", separator): value for key, value in metrics.items()}, step
-                )
-            if self._publish is not None:
-                self._publish(metrics)
+            call()
         except Exception as error:
             if not self._failed:
                 log.warning("Phase times could not be logged: %r", error)

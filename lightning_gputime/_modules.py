@@ -9,8 +9,9 @@ from torch import nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 
-from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS, OTHER
+from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS, OTHER
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._stand_in import listen
 
 
 class _Removable(Protocol):
@@ -20,12 +21,20 @@ class _Removable(Protocol):
 class ModuleBoundary:
     """`forward`: from the call of a module to its return, outermost calls only."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, wrapper: nn.Module | None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        wrapper: nn.Module | None,
+        pause_evaluation: bool,
+    ) -> None:
         self._recorder = recorder
         self._model = model
+        self._pause_evaluation = pause_evaluation
         self._depth = 0
         self._calls = 0
         self._redirected = False
+        self._evaluates = False
         self._handles: list[_Removable] = []
         self._children: dict[int, tuple[_Removable, ...]] = {}
         self._nested: set[int] = set()
@@ -92,6 +101,14 @@ class ModuleBoundary:
         if self._depth > 1:
             self._nested.add(id(module))
             return
+        if self._pause_evaluation:
+            self._evaluates = not (module.training or torch.is_grad_enabled())
+            if self._evaluates:
+                # After the end of a step it is a validation, which belongs to none.
+                if self._recorder.label == DATA:
+                    self._recorder.pause()
+                return
+            self._recorder.resume(FORWARD)
         self._calls += 1
         self._alone.add(id(module))
         self._recorder.mark(FORWARD)
@@ -101,7 +118,7 @@ class ModuleBoundary:
         if self._depth == 0 or not self._recorder.is_here() or _current_graph_task_id() != -1:
             return
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and not self._evaluates:
             self._recorder.mark(AFTER_FORWARD)
 
     def _enter_loss(self, module: nn.Module) -> None:
@@ -119,29 +136,27 @@ class CompiledStep:
     name = "training_step"
     was_called = True
 
-    def __init__(self, recorder: Recorder, model: Any) -> None:
-        self._model = model
-        compiled = self._compiled = model.training_step
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            recorder.mark(self.name)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                recorder.mark(OTHER)
-
-        self._timed = timed
-        model.training_step = timed
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._stand_in = listen(model, self.name, self)
         recorder.tell_once(
-            "training_step is compiled: forward and loss are one phase, %r", self.name
+            "%s is compiled: forward and loss are one phase of that name.", self.name
         )
 
+    def before(self) -> bool:
+        """Marks the begin."""
+        self._recorder.mark(self.name)
+        return True
+
+    def after(self) -> None:
+        """Marks the end."""
+        self._recorder.mark(OTHER)
+
     def step_ended(self) -> None:
-        pass
+        """Does nothing: there is nothing to count."""
 
     def remove(self) -> None:
-        if self._model.training_step is self._timed:
-            self._model.training_step = self._compiled
+        self._stand_in.leave(self)
 
 
 class _Hook:
@@ -198,19 +213,17 @@ class _CompiledCall:
         enter: Callable[[nn.Module], None],
         leave: Callable[[nn.Module], None],
     ) -> None:
-        compiled = module._compiled_call_impl
-        assert compiled is not None
+        self._module, self._enter, self._leave = module, enter, leave
+        self._stand_in = listen(module, "_compiled_call_impl", self)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            enter(module)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                leave(module)
+    def before(self) -> bool:
+        """Marks the begin."""
+        self._enter(self._module)
+        return True
 
-        self._module, self._compiled, self._call = module, compiled, call
-        module._compiled_call_impl = call
+    def after(self) -> None:
+        """Marks the end."""
+        self._leave(self._module)
 
     def remove(self) -> None:
-        if self._module._compiled_call_impl is self._call:
-            self._module._compiled_call_impl = self._compiled
+        self._stand_in.leave(self)

@@ -22,19 +22,19 @@ class NamedPhase:
 
     Args:
         name: The phase that the time of the code inside belongs to.
-        recorders: Those that it acts on, looked at when the code begins.
+        recorders: Those that it acts on.
     """
 
-    __slots__ = ("_entered", "_name", "_recorders")
+    __slots__ = ("_name", "_recorders")
 
     def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
         self._name = name if torch.compiler.is_compiling() else check_name(name)
         self._recorders = recorders
-        self._entered: list[Recorder] = []
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
-            self._entered = [recorder for recorder in self._recorders if recorder.enter(self._name)]
+            for recorder in self._recorders:
+                recorder.enter(self._name)
 
     def __exit__(
         self,
@@ -42,8 +42,9 @@ class NamedPhase:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for recorder in self._entered:
-            recorder.leave(self._name)
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.leave(self._name)
 
 
 def phase(name: str) -> NamedPhase:
@@ -62,7 +63,7 @@ def phase(name: str) -> NamedPhase:
             `forward`.
 
     Raises:
-        ValueError: If the name is empty, contains "<" or ">", or is "step" or "host_wait".
+        ValueError: If the name is empty, contains "<" or ">", or begins with "step" or "host_wait".
 
     Example:
         >>> with phase("augment"):

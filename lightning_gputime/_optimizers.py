@@ -1,12 +1,12 @@
 """The updates of optimizers, as marks."""
 
-import functools
 from typing import Any
 
 import torch
 
 from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, OPTIMIZER, OTHER
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._stand_in import listen
 
 
 class OptimizerBoundary:
@@ -21,10 +21,11 @@ class OptimizerBoundary:
         self._recorder = recorder
         self._depth = 0
         self.updates = 0
+        # Not traced, so that they keep firing when the step is compiled.
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         self._handles: list[Any] = [
-            # Not traced, so that they keep firing when the step is compiled.
-            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
-            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
         ]
 
     @property
@@ -56,23 +57,20 @@ class OptimizerBoundary:
 
 
 class ZeroGradBoundary:
-    """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it, so it is wrapped."""
+    """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it."""
 
     def __init__(self, recorder: Recorder, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._before = vars(optimizer).get("zero_grad")
-        zero_grad = optimizer.zero_grad
+        self._recorder = recorder
+        self._stand_in = listen(optimizer, "zero_grad", self)
 
-        @functools.wraps(zero_grad)
-        def timed(*args: Any, **kwargs: Any) -> None:
-            if not torch.compiler.is_compiling() and recorder.label not in (OTHER, AFTER_UPDATE):
-                recorder.mark(OTHER)
-            zero_grad(*args, **kwargs)
+    def before(self) -> bool:
+        """Marks the begin; what follows is `other`, too."""
+        if self._recorder.label not in (OTHER, AFTER_UPDATE):
+            self._recorder.mark(OTHER)
+        return False
 
-        self._timed = optimizer.zero_grad = timed
+    def after(self) -> None:
+        """Is never told."""
 
     def remove(self) -> None:
-        if vars(self._optimizer).get("zero_grad") is self._timed:
-            del self._optimizer.zero_grad
-            if self._before is not None:
-                self._optimizer.zero_grad = self._before
+        self._stand_in.leave(self)

@@ -1,5 +1,6 @@
 """The vocabulary of phases, and the record of one step."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,14 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         labels: The labels of a step's marks, in order.
 
     Returns:
-        For each mark the names that its time is added to: a phase, preceded by its parent if it is
-        a sub-phase; nothing where the time belongs to no step.
+        For each mark the names that its time is added to: a phase, preceded by its parents if it
+        is a sub-phase; nothing where the time belongs to no step.
     """
     settled = []
     following = None
     for label in reversed(labels):
         phase = _settle_one(label, following)
-        settled.append(_with_parent(phase))
+        settled.append(_with_parents(phase))
         top_level = phase.partition("/")[0]
         if label == AFTER_UPDATE:
             following = OPTIMIZER
@@ -89,11 +90,10 @@ def _settle_one(label: str, following: str | None) -> str:
     return OTHER if label == AFTER_UPDATE else label
 
 
-def _with_parent(phase: str) -> tuple[str, ...]:
+def _with_parents(phase: str) -> tuple[str, ...]:
     if phase == EXCLUDED:
         return ()
-    parent, slash, _ = phase.partition("/")
-    return (parent, phase) if slash else (phase,)
+    return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -102,18 +102,23 @@ def in_order(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (seen.index(name.partition("/")[0]), name))
 
 
-@lru_cache(maxsize=256)
 def check_name(name: str) -> str:
     """Returns `name` if a phase can be called so.
 
     Raises:
         ValueError: If it cannot; the message says why.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
             f"phase name {name!r} is not usable: give a non-empty string without '<' or '>',"
             " such as 'augment' or 'forward/body'"
         )
-    if name in _RESERVED:
-        raise ValueError(f"phase name {name!r} is taken by the key '{name}_ms': choose another")
     return name
+
+
+@lru_cache(maxsize=256)
+def _is_well_formed(name: str) -> bool:
+    first = name.partition("/")[0]
+    if first in _RESERVED:
+        raise ValueError(f"phase name {name!r} is taken by the key '{first}_ms': choose another")
+    return _NAME.fullmatch(name) is not None

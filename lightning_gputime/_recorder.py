@@ -1,15 +1,12 @@
 """Marks on a timeline, cut into steps, and read back with at most one wait a step."""
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 
-from lightning_gputime._events import Clock, EventPool
+from lightning_gputime._events import Clock, EventPool, log
 from lightning_gputime._marks import Marks, read
 from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY, StepTimes
-
-log = logging.getLogger("lightning_gputime")
 
 
 class Recorder:
@@ -82,19 +79,20 @@ class Recorder:
         else:
             self.mark(into)
 
-    def enter(self, name: str) -> bool:
-        """Begins a phase that was named by hand. Returns whether `leave` must end it."""
+    def enter(self, name: str) -> None:
+        """Begins a phase that was named by hand; `leave` ends it."""
         if self.label is None or not self._timing or get_ident() != self._thread:
-            return False
+            return
         if not self._named:
             self._base = self.label
         self._named.append(name)
         if name != self.label:
             self._record(name)
-        return True
 
     def leave(self, name: str) -> None:
         """Ends a phase that `enter` began: time goes back to where it went before."""
+        if get_ident() != self._thread or name not in self._named[-1:]:
+            return
         self._named.pop()
         label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
         if self._timing and label != self.label:

@@ -31,6 +31,11 @@ class Session:
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
+    def begin(self) -> None:
+        """Starts a step here, in the calling thread. What the open one held is dropped."""
+        self.boundaries.step_ended()
+        self.recorder.begin()
+
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`."""
         boundaries = self.boundaries

@@ -50,8 +50,8 @@ class PhaseSummary:
     skipped_updates: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the summary as nested dicts of numbers, ready for JSON."""
-        return asdict(self)
+        """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
+        return asdict(self, dict_factory=_without_nan)
 
     def __str__(self) -> str:
         left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
@@ -76,6 +76,10 @@ class PhaseSummary:
         ]
         rule = "-" * len(text[0])
         return "\n".join([title, "", text[0], rule, *text[1:-1], rule, text[-1]])
+
+
+def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in items}
 
 
 def _indented(name: str) -> str:

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 
 from lightning_gputime._arguments import check_options
-from lightning_gputime._events import Clock, clock_for
+from lightning_gputime._events import Clock, clock_for, log
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._named import NamedPhase
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes
-from lightning_gputime._recorder import Recorder, log
+from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
 from lightning_gputime._session import Session
 from lightning_gputime._summary import PhaseSummary
@@ -100,8 +100,9 @@ class GPUPhaseTimer(pl.Callback):
         self._print_summary = summary
         self._clock = clock
         self._results = Results(history, warmup_steps)
-        self._log = PhaseLog(prefix, 0, ())
+        self._log: PhaseLog | None = None
         self._session: Session | None = None
+        self._next_fetch: _NextFetch | None = None
         self._in_batch = self._tried_update = False
 
     def phase(self, name: str) -> NamedPhase:
@@ -114,7 +115,7 @@ class GPUPhaseTimer(pl.Callback):
                 of `forward`.
 
         Raises:
-            ValueError: If the name is empty, contains "<" or ">", or is "step" or "host_wait".
+            ValueError: If no key can be made of the name.
         """
         return NamedPhase(name, [] if self._session is None else [self._session.recorder])
 
@@ -142,8 +143,7 @@ class GPUPhaseTimer(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: ddp_spawn and copies get a timer that is not attached.
-        unlogged = PhaseLog(self._prefix, 0, ())
-        return {**self.__dict__, "_session": None, "_log": unlogged}
+        return {**self.__dict__, "_session": None, "_log": None, "_next_fetch": None}
 
     # Lightning's hooks
 
@@ -162,7 +162,7 @@ class GPUPhaseTimer(pl.Callback):
         self._session = Session(
             recorder,
             pl_module,
-            trainer.optimizers,
+            [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=pl_module._compiler_ctx is not None,
@@ -173,12 +173,13 @@ class GPUPhaseTimer(pl.Callback):
         # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
         self._in_batch = False
         if self._session is not None:
-            self._session.recorder.begin()
+            self._session.begin()
 
     @_never_raises
     def on_train_batch_start(self, *_: Any) -> None:
         self._in_batch = True
         if self._session is not None:
+            self._session.recorder.resume(OTHER)
             self._session.recorder.mark(OTHER)
 
     @_never_raises
@@ -214,8 +215,9 @@ class GPUPhaseTimer(pl.Callback):
 
     @_never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            self._session.recorder.resume()
+        # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
+        if self._session is not None and self._next_fetch is None:
+            self._next_fetch = _NextFetch(trainer, self._resume)
 
     @_never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,7 +254,8 @@ class GPUPhaseTimer(pl.Callback):
 
     def _emit(self, trainer: pl.Trainer, times: StepTimes) -> None:
         self._results.add(times)
-        self._log.add(times)
+        if self._log is not None:
+            self._log.add(times)
         if self._prog_bar:
             for name, ms in times.phase_ms.items():
                 trainer.progress_bar_metrics[f"{name}_ms"] = ms
@@ -261,13 +264,42 @@ class GPUPhaseTimer(pl.Callback):
         if self._print_summary and trainer.is_global_zero:
             print(self.summary())
 
+    def _resume(self) -> None:
+        self._next_fetch = None
+        if self._session is not None:
+            self._session.recorder.resume()
+
     def _detach(self) -> None:
+        if self._next_fetch is not None:
+            self._next_fetch.remove()
+            self._next_fetch = None
         if self._session is not None:
             self._session.remove()
             self._session = None
-            self._log.log()
-            # The old one holds the trainer.
-            self._log = PhaseLog(self._prefix, 0, ())
+            if self._log is not None:
+                self._log.log()
+            self._log = None
+
+
+class _NextFetch:
+    """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
+
+    def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
+        self._profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
+        start = self._profiler.start
+
+        def watched(action_name: str) -> None:
+            if "train_dataloader_next" in action_name:
+                self.remove()
+                call()
+            start(action_name)
+
+        self._watched = self._profiler.start = watched
+
+    def remove(self) -> None:
+        """Takes it off the profiler. Safe to call twice."""
+        if vars(self._profiler).get("start") is self._watched:
+            del self._profiler.start
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

@@ -99,7 +99,7 @@ class GPUPhaseHooks:
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
         self._results = Results(history, warmup_steps)
-        self._log = PhaseLog(prefix, 0, ())
+        self._log: PhaseLog | None = None
         self._session: Session | None = None
         self._step = self._micro_batches = 0
 
@@ -113,9 +113,13 @@ class GPUPhaseHooks:
         self._step = self._micro_batches = 0
         recorder = Recorder(clock, lag=self._lag, emit=self._emit)
         self._session = Session(
-            recorder, self._model, self._optimizers, backward=self._wrap_backward
+            recorder,
+            self._model,
+            self._optimizers,
+            pause_evaluation=bool(self._optimizers),
+            backward=self._wrap_backward,
         )
-        recorder.begin()
+        self._session.begin()
         return self
 
     def remove(self) -> None:
@@ -143,7 +147,8 @@ class GPUPhaseHooks:
     def steps(self, iterable: Iterable[T]) -> Iterator[T]:
         """Yields the items of a loader, and ends a step (or a micro-batch) after each.
 
-        The time between two calls, such as a validation between epochs, belongs to no step.
+        The time between two calls, such as a validation between epochs, belongs to no step. A step
+        in which the loop is left is not timed.
 
         Args:
             iterable: The loader.
@@ -151,7 +156,7 @@ class GPUPhaseHooks:
         Raises:
             RuntimeError: If the timer is not attached.
         """
-        self._attached("steps()").recorder.begin()
+        self._attached("steps()").begin()
         self._micro_batches = 0
         for item in iterable:
             if self._session is not None:
@@ -167,6 +172,10 @@ class GPUPhaseHooks:
             RuntimeError: If the timer is not attached.
         """
         session = self._attached("step()")
+        if not session.recorder.is_here():
+            # The loop runs in another thread than the one that attached the timer.
+            session.begin()
+            return
         self._micro_batches += 1
         if self._micro_batches < self._accumulate_grad_batches and not session.boundaries.updates:
             session.recorder.mark(DATA)
@@ -185,7 +194,7 @@ class GPUPhaseHooks:
                 of `forward`.
 
         Raises:
-            ValueError: If the name is empty, contains "<" or ">", or is "step" or "host_wait".
+            ValueError: If no key can be made of the name.
         """
         return NamedPhase(name, [] if self._session is None else [self._session.recorder])
 
@@ -212,7 +221,7 @@ class GPUPhaseHooks:
         return self._results.summary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None}
+        return {**self.__dict__, "_session": None, "_log": None}
 
     def _attached(self, call: str) -> Session:
         if self._session is None:
@@ -224,14 +233,16 @@ class GPUPhaseHooks:
 
     def _emit(self, times: StepTimes) -> None:
         self._results.add(times)
-        self._log.add(times)
+        if self._log is not None:
+            self._log.add(times)
 
     def _detach(self) -> None:
         if self._session is not None:
             self._session.remove()
             self._session = None
-            self._log.log()
-            self._log = PhaseLog(self._prefix, 0, ())
+            if self._log is not None:
+                self._log.log()
+            self._log = None
 
 
 def _check_model(model: Any) -> nn.Module:
@@ -253,12 +264,12 @@ def _check_optimizers(optimizers: Any) -> list[Any]:
         return []
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in several:
-        if not hasattr(optimizer, "register_step_post_hook"):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizers must be a torch.optim.Optimizer, a list of them, or None, got"
-                f" {optimizer!r}"
+                "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
+                f" {optimizers!r}"
             )
-    return list(several)
+    return list(dict.fromkeys(several))
 
 
 def _check_loggers(logger: Any) -> list[MetricsLogger]:

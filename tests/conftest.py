@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 
-from lightning_gputime import _named
+from lightning_gputime import _events, _named
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def gpu() -> FakeGPU:
 @pytest.fixture(autouse=True)
 def _nothing_stays_installed() -> Iterator[None]:
     backward = torch.autograd.backward
+    _events._tell_host_clock.cache_clear()
     yield
     assert torch.autograd.backward is backward
     assert not _named._active

@@ -76,6 +76,56 @@ def test_validation_belongs_to_no_step(gpu: FakeGPU) -> None:
     assert timer.history()["step"].tolist() == list(range(8))
 
 
+def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
+    gpu: FakeGPU,
+) -> None:
+    class Saves(pl.Callback):
+        def on_validation_end(self, *_: Any) -> None:
+            gpu.work(1000.0)
+
+    timers = [GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0) for _ in range(2)]
+    runner = trainer(*timers, Saves(), val_check_interval=2, max_epochs=2)
+    runner.fit(Model(gpu), Loader(gpu, 5), Loader(gpu, 3))
+    assert [steps(timer) for timer in timers] == [[STEP_MS] * 10] * 2
+    assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
+
+
+def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
+    runner = trainer(*(GPUPhaseTimer(clock=gpu, summary=False) for _ in range(2)))
+    model = Model(gpu)
+    runner.fit(model, Loader(gpu, 2))
+    assert "zero_grad" not in vars(runner.optimizers[0])
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_optimizer_that_is_none_of_torch_has_no_optimizer_phase(gpu: FakeGPU) -> None:
+    class Wrapped:
+        """A wrapper in the style of Lookahead or DeepSpeed, which has no hooks."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("register_"):
+                raise AttributeError(name)
+            return getattr(self._optimizer, name)
+
+        def step(self, closure: Any = None) -> Any:
+            return self._optimizer.step(closure)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+
+    class Swaps(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
+
+    fit(gpu, Model(gpu), timer=timer, callbacks=[Swaps()])
+    without = {**STEP_MS, "other": 2.125}
+    del without["optimizer"]
+    assert steps(timer) == [without] * 3
+    assert timer.summary().skipped_updates == 0
+
+
 def test_the_end_of_an_epoch_belongs_to_no_step(gpu: FakeGPU) -> None:
     class Slow(pl.Callback):
         def on_train_epoch_end(self, *_: Any) -> None:

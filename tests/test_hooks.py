@@ -1,5 +1,6 @@
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -222,6 +223,77 @@ def test_a_loop_that_breaks_out_leaves_nothing(loop: Loop) -> None:
     assert len(timer.history()) >= 1
 
 
+def test_a_loop_that_was_left_does_not_spoil_the_next(loop: Loop) -> None:
+    with hooks(loop, accumulate_grad_batches=2) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(6))):
+            loop.micro_batch(x)
+            if number == 1:
+                loop.update()
+                break
+        for number, x in enumerate(timer.steps(loop.batches(4))):
+            loop.micro_batch(x)
+            if number % 2:
+                loop.update()
+    twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
+
+
+def test_a_validation_between_two_steps_of_an_ordinary_loop_belongs_to_no_step(
+    loop: Loop,
+) -> None:
+    with hooks(loop) as timer:
+        for _ in range(2):
+            for x in loop.batches(2):
+                loop.train(x)
+                timer.step()
+            loop.model.eval()
+            with torch.no_grad():
+                for x in loop.batches(3):
+                    loop.model(x)
+            loop.model.train()
+    first, second, after, last = steps(timer)
+    assert first == second == last == {**STEP_MS, "data": 1.125, "other": 0.0}
+    # Nothing tells the fetch after a validation from the validation.
+    assert "data" not in after
+    assert {name: after[name] for name in ("forward", "loss", "backward", "optimizer")} == {
+        name: STEP_MS[name] for name in ("forward", "loss", "backward", "optimizer")
+    }
+
+
+def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop) -> None:
+    timer = hooks(loop).attach()
+
+    def train() -> None:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+        timer.flush()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    timer.remove()
+    assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}] * 2
+
+
+def test_an_attach_that_fails_leaves_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+    monkeypatch.setattr("lightning_gputime._boundaries.BackwardBoundary", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hooks(loop).attach()
+    assert installed(*things) == bare
+
+
+def test_two_timers_come_off_in_the_order_they_came_on(loop: Loop) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+    one, two = hooks(loop).attach(), hooks(loop, lag=0).attach()
+    one.remove()
+    two.remove()
+    assert installed(*things) == bare
+
+
 def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
@@ -300,8 +372,9 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
     [
         ({"model": "resnet"}, "model must be a torch.nn.Module, got 'resnet'"),
         ({"model": [nn.Linear(1, 1)]}, "for several models give torch.nn.ModuleList"),
-        ({"optimizers": 0.1}, "optimizers must be a torch.optim.Optimizer, .* got 0.1"),
-        ({"optimizers": [None]}, "optimizers must be .* got None"),
+        ({"optimizers": 0.1}, "optimizers must be None, a torch.optim.Optimizer .* got 0.1"),
+        ({"optimizers": [None]}, r"optimizers must be .* got \[None\]"),
+        ({"optimizers": torch.optim.SGD}, "optimizers must be .* got <class"),
         ({"lag": -1}, "lag must be 0 or more .* got -1"),
         ({"lag": True}, "lag must be an integer .* got True"),
         ({"warmup_steps": -1}, "warmup_steps must be 0 or more .* got -1"),

@@ -98,9 +98,11 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
         def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
             raise OSError("disk full")
 
-    log = PhaseLog("p", 1, [Full()])
+    other = Logger()
+    log = PhaseLog("p", 1, [Full(), other])
     for step in range(3):
         log.add(times(step, forward=1.0))
+    assert [step for step, _ in other.calls] == [0, 1, 2]
     assert [record.message for record in caplog.records] == [
         "Phase times could not be logged: OSError('disk full')"
     ]

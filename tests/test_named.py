@@ -60,6 +60,26 @@ def test_phase_does_nothing_in_another_thread(gpu: FakeGPU) -> None:
     assert timed.emitted[0].phase_ms == {"data": 3.0}
 
 
+def test_one_object_serves_nested_code_and_other_threads(gpu: FakeGPU) -> None:
+    augment = phase("augment")
+
+    def other() -> None:
+        with augment:
+            pass
+
+    with Timed(gpu) as timed:
+        with augment:
+            with augment:
+                gpu.work(1.0)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            gpu.work(2.0)
+        gpu.work(4.0)
+        timed.recorder.end_step(0)
+    assert timed.emitted[0].phase_ms == {"data": 4.0, "augment": 3.0}
+
+
 def test_a_phase_ends_when_its_code_raises(gpu: FakeGPU) -> None:
     with Timed(gpu) as timed:
         with pytest.raises(KeyError), phase("augment"):

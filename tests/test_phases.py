@@ -64,6 +64,7 @@ def test_a_phase_by_hand_does_not_hide_what_follows() -> None:
 
 def test_a_sub_phase_counts_for_its_parent_too() -> None:
     assert settle(("forward/body", "forward")) == (("forward", "forward/body"), ("forward",))
+    assert settle(("a/b/c",)) == (("a", "a/b", "a/b/c"),)
 
 
 def test_excluded_time_counts_for_nothing() -> None:
@@ -75,10 +76,17 @@ def test_phases_sort_as_a_step_runs_them() -> None:
     assert in_order(names) == ["data", "backward", "backward/comm", "other", "augment"]
 
 
-@pytest.mark.parametrize("name", ["", "/", "forward/", "/comm", "a//b", "<x>", "step", "host_wait"])
+@pytest.mark.parametrize(
+    "name", ["", "/", "forward/", "/comm", "a//b", "<x>", "step", "host_wait", "step/x"]
+)
 def test_an_unusable_name_is_refused_with_the_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}'"):
         check_name(name)
+
+
+def test_a_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['a'\] is not usable"):
+        check_name(["a"])  # type: ignore[arg-type]
 
 
 def test_a_usable_name_is_returned() -> None:

@@ -171,9 +171,9 @@ def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
 ) -> None:
     run.recorder.mark("forward")
     gpu.work(1.0)
-    assert run.recorder.enter("augment")
+    run.recorder.enter("augment")
     gpu.work(2.0)
-    assert run.recorder.enter("crop")
+    run.recorder.enter("crop")
     gpu.work(4.0)
     run.recorder.leave("crop")
     gpu.work(8.0)
@@ -301,18 +301,16 @@ def test_a_step_without_a_replay_has_no_phase_of_the_graph(gpu: FakeGPU, run: Re
 
 
 def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
-    entered: list[bool] = []
-
     def other() -> None:
         run.recorder.mark("forward")
         run.recorder.pause()
         run.recorder.end_step(99)
-        entered.append(run.recorder.enter("augment"))
+        run.recorder.enter("augment")
+        run.recorder.leave("augment")
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert entered == [False]
     run.step(0)
     run.recorder.flush()
     assert [times.step for times in run.emitted] == [0]
@@ -371,7 +369,7 @@ def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.stop()
     created = gpu.created
     run.step(0)
-    assert not run.recorder.enter("augment")
+    run.recorder.enter("augment")
     run.recorder.flush()
     assert run.emitted == []
     assert gpu.created == created

@@ -81,6 +81,7 @@ def test_a_run_shorter_than_the_warm_up_has_no_statistics_and_says_so() -> None:
     assert (summary.steps, summary.warmup_steps, summary.rows) == (0, 1, {})
     assert str(summary) == "No step was timed (1 warm-up step left out)."
     assert math.isnan(summary.step.mean_ms)
+    assert json.dumps(summary.to_dict(), allow_nan=False)
 
 
 def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history() -> None:

@@ -1,0 +1,79 @@
+"""Callables that stand in for others while somebody wants to know of their calls."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def before(self) -> bool:
+        """Is told of a call. Returns whether `after` shall be told of its end."""
+
+    def after(self) -> None:
+        """Is told that the call returned or raised."""
+
+
+class StandIn:
+    """What `owner.name` is replaced by, until the last listener leaves.
+
+    All listeners share one stand-in, so they may leave in any order. If somebody else has replaced
+    the stand-in meanwhile, it stays inside theirs and does nothing.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.listeners: list[Listener] = []
+        self._owner, self._name = owner, name
+        self._was_own = name in vars(owner)
+        self._original = getattr(owner, name)
+        self._call = _announced(self._original, self.listeners)
+        self._call._stand_in = self  # type: ignore[attr-defined]  # found by `listen`
+        setattr(owner, name, self._call)
+
+    def leave(self, listener: Listener) -> None:
+        """Forgets a listener. Safe to call twice."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        if self.listeners or vars(self._owner).get(self._name) is not self._call:
+            return
+        if self._was_own:
+            setattr(self._owner, self._name, self._original)
+        else:
+            delattr(self._owner, self._name)
+
+
+def listen(owner: Any, name: str, listener: Listener) -> StandIn:
+    """Lets a listener know of the calls of `owner.name`, until it leaves what is returned."""
+    stand_in = getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name)
+    stand_in.listeners.append(listener)
+    return stand_in
+
+
+def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
+    tell_before = torch.compiler.disable(_before)
+    tell_after = torch.compiler.disable(_after)
+
+    @functools.wraps(call)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        told = tell_before(listeners)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if told:
+                tell_after(told)
+
+    # Not traced where a compiled function calls it; what is announced may still be compiled.
+    stand_in: Callable[..., Any] = torch.compiler.disable(announced, recursive=False)
+    return stand_in
+
+
+def _before(listeners: list[Listener]) -> list[Listener]:
+    return [listener for listener in listeners if listener.before()]
+
+
+def _after(listeners: list[Listener]) -> None:
+    for listener in listeners:
+        listener.after()
