@@ -1,6 +1,7 @@
 """The calls of backward, as marks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class BackwardBoundary:
         self._returns_to: str | None = None
         self._stand_in = listen(torch.autograd, "backward", self)
 
-    def before(self) -> bool:
+    def before(self, *_: Any, **__: Any) -> bool:
         """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         if self._returns_to is not None or not recorder.is_here() or self._is_anothers():

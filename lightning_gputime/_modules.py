@@ -143,7 +143,7 @@ class CompiledStep:
             "%s is compiled: forward and loss are one phase of that name.", self.name
         )
 
-    def before(self) -> bool:
+    def before(self, *_: Any, **__: Any) -> bool:
         """Marks the begin."""
         self._recorder.mark(self.name)
         return True
@@ -183,7 +183,7 @@ class _Hook:
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the direct children of a module, and those in containers, which have no call."""
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         return  # A compiled module is called outside the compiled code, its children inside.
     for child in model.children():
         if type(child).forward is nn.Module.forward:
@@ -216,7 +216,7 @@ class _CompiledCall:
         self._module, self._enter, self._leave = module, enter, leave
         self._stand_in = listen(module, "_compiled_call_impl", self)
 
-    def before(self) -> bool:
+    def before(self, *_: Any, **__: Any) -> bool:
         """Marks the begin."""
         self._enter(self._module)
         return True

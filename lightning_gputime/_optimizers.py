@@ -6,7 +6,7 @@ import torch
 
 from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, OPTIMIZER, OTHER
 from lightning_gputime._recorder import Recorder
-from lightning_gputime._stand_in import listen
+from lightning_gputime._stand_in import StandIn, listen
 
 
 class OptimizerBoundary:
@@ -21,12 +21,16 @@ class OptimizerBoundary:
         self._recorder = recorder
         self._depth = 0
         self.updates = 0
-        # Not traced, so that they keep firing when the step is compiled.
-        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        self._stand_in: StandIn | None = None
+        self._handles: list[Any] = []
+        if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
+            # The step was compiled, hooks included: they would break its graph.
+            self._stand_in = listen(optimizer, "step", self)
+        else:
+            # Not traced, so that they keep firing inside a function that is compiled.
+            before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
 
     @property
     def is_stepping(self) -> bool:
@@ -40,6 +44,17 @@ class OptimizerBoundary:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._stand_in is not None:
+            self._stand_in.leave(self)
+
+    def before(self, closure: Any = None, **_: Any) -> bool:
+        """Is told of a call of the compiled step."""
+        self._before_step(None, (None, closure), {})
+        return True
+
+    def after(self) -> None:
+        """Is told of its end."""
+        self._after_step()
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -63,7 +78,7 @@ class ZeroGradBoundary:
         self._recorder = recorder
         self._stand_in = listen(optimizer, "zero_grad", self)
 
-    def before(self) -> bool:
+    def before(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
         if self._recorder.label not in (OTHER, AFTER_UPDATE):
             self._recorder.mark(OTHER)

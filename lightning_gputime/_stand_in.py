@@ -10,7 +10,7 @@ import torch
 class Listener(Protocol):
     """Who wants to know."""
 
-    def before(self) -> bool:
+    def before(self, *args: Any, **kwargs: Any) -> bool:
         """Is told of a call. Returns whether `after` shall be told of its end."""
 
     def after(self) -> None:
@@ -58,7 +58,7 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
 
     @functools.wraps(call)
     def announced(*args: Any, **kwargs: Any) -> Any:
-        told = tell_before(listeners)
+        told = tell_before(listeners, args, kwargs)
         try:
             return call(*args, **kwargs)
         finally:
@@ -70,8 +70,10 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
     return stand_in
 
 
-def _before(listeners: list[Listener]) -> list[Listener]:
-    return [listener for listener in listeners if listener.before()]
+def _before(
+    listeners: list[Listener], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Listener]:
+    return [listener for listener in listeners if listener.before(*args, **kwargs)]
 
 
 def _after(listeners: list[Listener]) -> None:

@@ -43,6 +43,7 @@ class FakeGPU:
         yield replay
         self.capturing = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of the fake are no part of what is compiled
     def work(self, device_ms: float, host_ms: float = 0.0) -> None:
         """Launches a kernel: it costs the host `host_ms`, and runs once the queue has drained."""
         self.host_work(host_ms)

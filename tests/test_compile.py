@@ -1,0 +1,175 @@
+"""torch.compile: every phase is timed, and nothing is compiled more often than without."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, batches, work
+from fake_lightning import Loader, Model, steps, trainer
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+N = 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """A small net with layers of its own, which can be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+class Compiled(Model):
+    """A LightningModule that calls a net which is compiled in one of several ways."""
+
+    def __init__(self, gpu: FakeGPU, how: str, backend: Any) -> None:
+        super().__init__(gpu)
+        net = Net()
+        if how == "net.compile()":
+            net.compile(backend=backend, fullgraph=True)
+        self.net: Any = torch.compile(net, backend=backend) if how == "compile(net)" else net
+        self.how, self.backend = how, backend
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.how == "compile(LightningModule)":
+            return self.net(batch).pow(2).sum()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.how == "compile(optimizer.step)":
+            optimizer.step = torch.compile(optimizer.step, backend=self.backend)  # type: ignore[method-assign]
+        return optimizer
+
+
+class Count:
+    """A backend that counts what it compiles."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        self.compiled += 1
+        return graph.forward
+
+
+def compilations(run: Callable[[Count], None]) -> tuple[int, int]:
+    """How many graphs a run compiles, recompilations included, and how often they break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend = Count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(backend)
+    return backend.compiled, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+PHASES = {
+    "compile(net)": {"data", "other", "forward", "loss", "backward", "optimizer"},
+    "net.compile()": {"data", "other", "forward", "loss", "backward", "optimizer"},
+    "compile(optimizer.step)": {"data", "other", "forward", "loss", "backward", "optimizer"},
+    "compile(LightningModule)": {"data", "other", "training_step", "backward", "optimizer"},
+}
+
+
+@pytest.mark.parametrize("how", PHASES)
+def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGPU) -> None:
+    measured: list[dict[str, float]] = []
+
+    def fit(timed: bool, backend: Count) -> None:
+        timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+        model: Any = Compiled(gpu, how, backend)
+        bare = installed(*model.modules())
+        if how == "compile(LightningModule)":
+            model = torch.compile(model, backend=backend)
+        trainer(*([timer] if timed else []), max_epochs=2).fit(model, Loader(gpu, N))
+        measured[:] = steps(timer)
+        hooks = [{k: v for k, v in one.items() if "hooks" in k} for one in bare]
+        net = getattr(model, "_orig_mod", model)
+        after = installed(*net.modules())
+        assert [{k: v for k, v in one.items() if "hooks" in k} for one in after] == hooks
+
+    without = compilations(lambda backend: fit(False, backend))
+    with_timer = compilations(lambda backend: fit(True, backend))
+    assert without[0] >= 1
+    assert with_timer == without
+    assert [set(step) for step in measured] == [PHASES[how]] * (2 * N)
+
+
+def test_a_compiled_lightning_module_is_said_to_have_one_phase(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = torch.compile(Compiled(gpu, "compile(LightningModule)", "eager"), backend="eager")
+    trainer(GPUPhaseTimer(clock=gpu, summary=False)).fit(model, Loader(gpu, 2))
+    told = [record.message for record in caplog.records if record.name == "lightning_gputime"]
+    assert told == ["training_step is compiled: forward and loss are one phase of that name."]
+
+
+@pytest.mark.parametrize("how", ["compile(model)", "model.compile()"])
+def test_a_plain_loop_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGPU) -> None:
+    measured: list[dict[str, float]] = []
+
+    def train(timed: bool, backend: Count) -> None:
+        model: Any = Net()
+        optimizer = Adder(model.parameters(), gpu, 2.0)
+        if how == "model.compile()":
+            model.compile(backend=backend, fullgraph=True)
+        else:
+            model = torch.compile(model, backend=backend, fullgraph=True)
+        timer = GPUPhaseHooks(model, optimizer, clock=gpu)
+        if timed:
+            timer.attach()
+        for _ in range(2):
+            for x in timer.steps(batches(gpu, N)) if timed else batches(gpu, N):
+                work(model(x), gpu, 0.5, 0.25).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        timer.remove()
+        names = timer.history().dtype.names or ()
+        measured[:] = [{name: row[name] for name in names} for row in timer.history()]
+        model(torch.ones(1, 2))  # without the timer again
+
+    without = compilations(lambda backend: train(False, backend))
+    with_timer = compilations(lambda backend: train(True, backend))
+    assert without[0] == 1
+    assert with_timer == without
+    assert len(measured) == 2 * N
+    for step in measured:
+        assert (step["loss_ms"], step["backward_ms"], step["optimizer_ms"]) == (0.5, 0.25, 2.0)
+        assert step["forward_ms"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_a_compiled_function_with_the_backward_inside_is_timed_as_far_as_it_shows(
+    gpu: FakeGPU,
+) -> None:
+    model = Net()
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+
+    def step(x: Tensor) -> None:
+        model(x).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(step, backend="eager")
+    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+        for x in timer.steps(batches(gpu, N)):
+            compiled(x)
+    assert {"backward", "optimizer"} <= set(timer.summary().rows)
+    assert len(timer.history()) == N

@@ -1,0 +1,73 @@
+"""The loops of other libraries, unchanged: Fabric, Accelerate and Hugging Face's Trainer."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGPU
+from lightning.fabric import Fabric
+from test_hooks import STEP_MS, Logger, Loop, steps
+
+from lightning_gputime import GPUPhaseHooks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def loop(gpu: FakeGPU) -> Loop:
+    return Loop(gpu)
+
+
+def test_fabric(loop: Loop) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    logger = Logger()
+    with GPUPhaseHooks(
+        model, optimizer, clock=loop.gpu, logger=logger, log_every_n_steps=2
+    ) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.gpu.work(0.125)
+            out = model(x)
+            loop.gpu.work(0.5)
+            optimizer.zero_grad()
+            loop.gpu.work(0.25)
+            fabric.backward(out.sum())
+            optimizer.step()
+    assert steps(timer) == [{**STEP_MS, "other": 0.375, "backward": 7.75}] * 3
+    assert [step for step, _ in logger.calls] == [1, 2]
+    assert timer.summary().skipped_updates == 0
+    assert "zero_grad" not in vars(optimizer)
+
+
+def test_accelerate(loop: Loop) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
+    with GPUPhaseHooks(
+        model, optimizer, clock=loop.gpu, accumulate_grad_batches=2, warmup_steps=0
+    ) as timer:
+        for x in timer.steps(loop.batches(4)):
+            with accelerator.accumulate(model):
+                loop.gpu.work(0.125)
+                out = model(x)
+                loop.gpu.work(0.5)
+                accelerator.backward(out.sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    twice = {name: 2 * ms for name, ms in {**STEP_MS, "backward": 7.75}.items()}
+    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
+    assert timer.summary().skipped_updates == 0
+
+
+def test_the_trainer_of_hugging_face_through_the_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
+    timer: Any = main(max_steps=8, output_dir=str(tmp_path))
+    assert timer.history()["step"].tolist() == list(range(8))
+    assert {"data", "forward", "loss", "backward", "optimizer"} <= set(timer.summary().rows)
+    assert (timer.history()["backward_ms"] > 0).all()
+    assert timer.summary().skipped_updates == 0
+    assert str(timer.summary()) in capsys.readouterr().out

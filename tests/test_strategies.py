@@ -1,0 +1,61 @@
+"""Lightning's strategies and DistributedDataParallel, in real processes over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from fake_gpu import FakeGPU
+from fake_lightning import STEP_MS
+from test_hooks import STEP_MS as PLAIN_STEP_MS
+from test_hooks import Loop, hooks, steps
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+
+SCRIPT = Path(__file__).parent / "ddp_run.py"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("auto", 1),
+        ("ddp", 1),
+        ("ddp", 2),
+        ("ddp_find_unused_parameters_true", 2),
+        ("ddp_spawn", 2),
+        ("ddp_notebook", 2),
+    ],
+)
+def test_every_rank_times_every_phase(strategy: str, devices: int, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), strategy, str(devices), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
+    )
+    # Not the exit code: a process of torch's may abort while it ends, after all of this.
+    for rank in range(devices):
+        assert (tmp_path / f"rank{rank}.json").exists(), result.stderr
+        measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert measured["steps"] == [STEP_MS] * 3
+        assert measured["hooks"] == 0
+        assert measured["wrapped"] == (strategy != "auto")
+    # The table is printed on rank zero alone.
+    assert result.stdout.count("over 3 steps") == 1
+
+
+def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        loop = Loop(gpu)
+        loop.model = DistributedDataParallel(loop.model)  # type: ignore[assignment]
+        with hooks(loop) as timer:
+            for x in timer.steps(loop.batches(3)):
+                loop.train(x)
+        assert steps(timer) == [PLAIN_STEP_MS] * 3
+    finally:
+        torch.distributed.destroy_process_group()
