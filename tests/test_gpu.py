@@ -1,6 +1,11 @@
 """What only a real GPU can show."""
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -165,3 +170,122 @@ def test_a_model_on_another_device_than_the_current_one_is_timed_there() -> None
                 torch.cuda._sleep(SPIN)
             out.sum().backward()
     assert (timer.history()["loss_ms"] > 1.0).all()
+
+
+class Wide(nn.Module):
+    """A net whose kernels are long enough to keep the GPU behind the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+def rows(timer: GPUPhaseHooks) -> dict[str, float]:
+    return {name: row.p50_ms for name, row in timer.summary().rows.items()}
+
+
+def train_wide(model: nn.Module, x: Tensor, steps: int = 20) -> dict[str, float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for _ in timer.steps(range(steps)):
+            loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return rows(timer)
+
+
+# Of torch's own, when the graph's tensors outlive its capture.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_a_module_captured_with_make_graphed_callables_is_timed() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+    model: Any = Wide().cuda()
+    eager = train_wide(model, x)
+    graphed = train_wide(torch.cuda.make_graphed_callables(model, (x,)), x)
+    assert set(graphed) == set(eager)
+    for name in ("forward", "backward"):
+        assert graphed[name] == pytest.approx(eager[name], rel=0.15)
+
+
+def test_phases_inside_a_captured_step_are_timed_at_every_replay() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4096, 4096, device="cuda")
+    model = Wide().cuda()
+    eager = train_wide(model, x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    graph = torch.cuda.CUDAGraph()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    with GPUPhaseHooks(model, optimizer, warmup_steps=8) as timer:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+                timer.step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            step()
+        timer.step()
+        before = next(model.parameters()).detach().clone()
+        for _ in range(20):
+            graph.replay()
+            timer.step()
+    assert not torch.equal(before, next(model.parameters()))
+    replayed = rows(timer)
+    for name in ("forward", "backward", "optimizer"):
+        assert replayed[name] == pytest.approx(eager[name], rel=0.15, abs=0.05)
+    assert timer.summary().skipped_updates == 0
+    assert len(timer.history()) == 23
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
+    class Compiled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            self.net: Any = torch.compile(net, mode="reduce-overhead")
+
+    timer = GPUPhaseTimer(summary=False)
+    fit(Compiled(), timer)
+    assert set(timer.summary().rows) == {
+        "data",
+        "other",
+        "forward",
+        "loss",
+        "backward",
+        "optimizer",
+    }
+    assert len(timer.history()) == 20
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "deepspeed"])
+def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+    script = Path(__file__).parent / "gpu_run.py"
+    result = subprocess.run(
+        [sys.executable, str(script), strategy, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+    )
+    for rank in range(2):
+        path = tmp_path / f"rank{rank}.json"
+        assert path.exists(), result.stderr[-3000:]
+        measured = json.loads(path.read_text())
+        assert set(measured) == {"data", "other", "forward", "loss", "backward", "optimizer"}
+        assert measured["backward"] > measured["forward"] > 0.1
+        assert measured["forward"] > 10 * measured["loss"]

@@ -54,6 +54,13 @@ def test_every_command_names_a_file_that_is_there() -> None:
         assert (ROOT / path).is_file(), path
 
 
+def test_every_test_that_is_named_is_there() -> None:
+    names = re.findall(r"`(test_\w+)`", README)
+    assert len(names) > 50
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert [name for name in names if f"def {name}(" not in tests] == []
+
+
 def test_the_ci_runs_the_command_for_the_tests() -> None:
     [command] = [line for line in README.splitlines() if "python -m pytest" in line]
     install, run = command.removeprefix("python -m ").split(" && python -m ")
