@@ -1,5 +1,6 @@
 """Checks of what users pass in: they fail at once, with the value and the fix."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -34,3 +35,19 @@ def check_int(name: str, value: Any, least: int, meaning: str) -> None:
         raise TypeError(f"{name} must be an integer ({meaning}), got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
+
+
+def check_modules(modules: Any) -> Sequence[str] | Mapping[str, Any]:
+    """Returns `modules` if it names modules.
+
+    Raises:
+        TypeError: If it does not.
+    """
+    if isinstance(modules, Mapping) or (
+        isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
+    ):
+        return modules
+    raise TypeError(
+        "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping from"
+        f" names to modules, got {modules!r}"
+    )

@@ -1,21 +1,17 @@
 """Where one phase ends and the next begins: all boundaries of a training step together."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from lightning_gputime._backward import BackwardBoundary
-from lightning_gputime._modules import CompiledStep, ModuleBoundary
+from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable, is_compiled
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
+from lightning_gputime._parts import PartBoundaries
 from lightning_gputime._recorder import Recorder
 
-
-class _Removable(Protocol):
-    def remove(self) -> None: ...
-
-
-B = TypeVar("B", bound=_Removable)
+B = TypeVar("B", bound=Removable)
 
 
 class Boundaries:
@@ -30,6 +26,7 @@ class Boundaries:
         wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
         compiled_step: Whether the model's `training_step` is compiled as a whole.
         pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
+        parts: The modules that are sub-phases, by name.
         backward: Whether to time `torch.autograd.backward`, by wrapping it.
     """
 
@@ -43,15 +40,19 @@ class Boundaries:
         wrapper: nn.Module | None = None,
         compiled_step: bool = False,
         pause_evaluation: bool = False,
+        parts: Mapping[str, nn.Module] | None = None,
         backward: bool = True,
     ) -> None:
-        self._removables: list[_Removable] = []
+        self._removables: list[Removable] = []
         try:
             self._model = self._keep(
                 CompiledStep(recorder, model)
                 if compiled_step
                 else ModuleBoundary(recorder, model, wrapper, pause_evaluation)
             )
+            self._parts = self._keep(PartBoundaries(recorder, parts)) if parts else None
+            if parts and is_compiled(model):
+                recorder.tell_once("Inside a compiled model no modules can be told apart.")
             self.optimizers = [
                 self._keep(OptimizerBoundary(recorder, optimizer)) for optimizer in optimizers
             ]
@@ -77,6 +78,8 @@ class Boundaries:
         self._model.step_ended()
         for optimizer in self.optimizers:
             optimizer.step_ended()
+        if self._parts is not None:
+            self._parts.step_ended()
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

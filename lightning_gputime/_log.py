@@ -37,7 +37,8 @@ class PhaseLog:
         self._every_n_steps = every_n_steps
         self._loggers = loggers
         self._publish = publish
-        self._window: list[StepTimes] = []
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
         self._newest: int | None = None
         self._failed = False
 
@@ -48,17 +49,27 @@ class PhaseLog:
             return
         before = times.step if self._newest is None else self._newest + 1
         self._newest = times.step
-        self._window.append(times)
+        for name, ms in times.phase_ms.items():
+            self._count(f"{name}_ms", ms)
+        self._count("step_ms", times.step_ms)
+        self._count("host_wait_ms", times.host_wait_ms)
         if (times.step + 1) // every > before // every:
             self.log()
 
+    def _count(self, key: str, ms: float) -> None:
+        self._sums[key] = self._sums.get(key, 0.0) + ms
+        self._counts[key] = self._counts.get(key, 0) + 1
+
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
-        if not self._window:
+        if self._newest is None or not self._sums:
             return
-        step = self._window[-1].step
-        metrics = {f"{self._prefix}/{key}": value for key, value in _means(self._window).items()}
-        self._window.clear()
+        step = self._newest
+        metrics = {
+            f"{self._prefix}/{key}": total / self._counts[key] for key, total in self._sums.items()
+        }
+        self._sums.clear()
+        self._counts.clear()
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")
             own = {key.replace("/", separator): value for key, value in metrics.items()}
@@ -73,14 +84,3 @@ class PhaseLog:
             if not self._failed:
                 log.warning("Phase times could not be logged: %r", error)
             self._failed = True
-
-
-def _means(window: Sequence[StepTimes]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for times in window:
-        for name, ms in times.phase_ms.items():
-            values.setdefault(f"{name}_ms", []).append(ms)
-    means = {key: sum(ms) / len(ms) for key, ms in values.items()}
-    means["step_ms"] = sum(times.step_ms for times in window) / len(window)
-    means["host_wait_ms"] = sum(times.host_wait_ms for times in window) / len(window)
-    return means

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_gputime._events import TimingEvent
-from lightning_gputime._phases import StepTimes, settle
+from lightning_gputime._phases import StepTimes, Timeline, settle
 
 
 @dataclass(slots=True)
@@ -23,13 +23,14 @@ class Marks:
     """Whether the last event is this step's alone, and not also the first of the next."""
 
 
-def read(step: Marks, graphs: Sequence[Marks], wait_ms: float) -> StepTimes:
+def read(step: Marks, graphs: Sequence[Marks], wait_ms: float, read_ns: int) -> StepTimes:
     """Returns the times of a step that the device has finished.
 
     Args:
         step: Its marks.
         graphs: The marks of captured graphs, which may have been replayed in it.
         wait_ms: How long the host waited for it (in milliseconds).
+        read_ns: The host's time now (in nanoseconds).
 
     Raises:
         RuntimeError: If the device has not reached one of the marks.
@@ -38,16 +39,21 @@ def read(step: Marks, graphs: Sequence[Marks], wait_ms: float) -> StepTimes:
         step = _with_replay(step, graph)
     phase_ms: dict[str, float] = {}
     host_ms: dict[str, float] = {}
+    device: list[float] = []
     events, host_ns = step.events, step.host_ns
-    for i, names in enumerate(settle(tuple(step.labels))):
-        if names:
-            device = events[i].elapsed_time(events[i + 1])
-            host = (host_ns[i + 1] - host_ns[i]) / 1e6
-            for name in names:
-                phase_ms[name] = phase_ms.get(name, 0.0) + device
-                host_ms[name] = host_ms.get(name, 0.0) + host
+    settled = settle(tuple(step.labels))
+    for i, names in enumerate(settled):
+        ms = events[i].elapsed_time(events[i + 1])
+        device.append(ms)
+        host = (host_ns[i + 1] - host_ns[i]) / 1e6
+        for name in names:
+            phase_ms[name] = phase_ms.get(name, 0.0) + ms
+            host_ms[name] = host_ms.get(name, 0.0) + host
     step_ms = sum(ms for name, ms in phase_ms.items() if "/" not in name)
-    return StepTimes(step.number, phase_ms, host_ms, wait_ms, step_ms, step.skipped_update)
+    timeline = Timeline(settled, device, host_ns, read_ns)
+    return StepTimes(
+        step.number, phase_ms, host_ms, wait_ms, step_ms, step.skipped_update, timeline
+    )
 
 
 def _with_replay(step: Marks, graph: Marks) -> Marks:

@@ -14,8 +14,11 @@ from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import listen
 
 
-class _Removable(Protocol):
-    def remove(self) -> None: ...
+class Removable(Protocol):
+    """What can be taken off again."""
+
+    def remove(self) -> None:
+        """Takes it off. Safe to call twice."""
 
 
 class ModuleBoundary:
@@ -35,16 +38,16 @@ class ModuleBoundary:
         self._calls = 0
         self._redirected = False
         self._evaluates = False
-        self._handles: list[_Removable] = []
-        self._children: dict[int, tuple[_Removable, ...]] = {}
+        self._handles: list[Removable] = []
+        self._children: dict[int, tuple[Removable, ...]] = {}
         self._nested: set[int] = set()
         self._alone: set[int] = set()
         self._handles += self._time(model)
         if wrapper is not None:
-            self._handles.append(_before(wrapper, self._redirect))
+            self._handles.append(before(wrapper, self._redirect))
         for loss in _children(model):
             if isinstance(loss, _Loss):
-                self._handles.append(_before(loss, self._enter_loss))
+                self._handles.append(before(loss, self._enter_loss))
         self._time_children()
 
     @property
@@ -71,10 +74,10 @@ class ModuleBoundary:
         self._calls = 0
         self._nested.clear()
 
-    def _time(self, module: nn.Module) -> tuple[_Removable, ...]:
+    def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:
             return (_CompiledCall(module, self._enter, self._exit),)
-        return _before(module, self._enter), _after(module, self._exit)
+        return before(module, self._enter), after(module, self._exit)
 
     def _time_children(self) -> None:
         for child in _children(self._model):
@@ -86,10 +89,10 @@ class ModuleBoundary:
             for handle in self._children.pop(key):
                 handle.remove()
 
-    def _redirect(self, module: nn.Module) -> None:
+    def _redirect(self, module: nn.Module, *_: Any) -> None:
         self._redirected = True
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         # Activation checkpointing runs modules again inside backward; that is backward's time.
         if not self._recorder.is_here() or _current_graph_task_id() != -1:
             return
@@ -113,7 +116,7 @@ class ModuleBoundary:
         self._alone.add(id(module))
         self._recorder.mark(FORWARD)
 
-    def _exit(self, module: nn.Module) -> None:
+    def _exit(self, module: nn.Module, *_: Any) -> None:
         # At depth 0 this is the return of a redirected training step.
         if self._depth == 0 or not self._recorder.is_here() or _current_graph_task_id() != -1:
             return
@@ -121,7 +124,7 @@ class ModuleBoundary:
         if self._depth == 0 and not self._evaluates:
             self._recorder.mark(AFTER_FORWARD)
 
-    def _enter_loss(self, module: nn.Module) -> None:
+    def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss that the model computes inside its own call is part of that call.
         if self._depth == 0 and _current_graph_task_id() == -1:
             self._recorder.turn(AFTER_FORWARD, LOSS)
@@ -169,22 +172,27 @@ class _Hook:
 
     __slots__ = ("_call",)
 
-    def __init__(self, call: Callable[[nn.Module], None]) -> None:
+    def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
         if not torch.compiler.is_compiling():
-            self._call(module)
+            self._call(module, *values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Tells whether a module is the result of `torch.compile`, or was compiled in place."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the direct children of a module, and those in containers, which have no call."""
-    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        return  # A compiled module is called outside the compiled code, its children inside.
+    if is_compiled(model):
+        return  # It is called outside the compiled code, its children inside.
     for child in model.children():
         if type(child).forward is nn.Module.forward:
             yield from _children(child)
@@ -196,12 +204,14 @@ def _is_metric(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
 
 
-def _before(module: nn.Module, call: Callable[[nn.Module], None]) -> _Removable:
-    return module.register_forward_pre_hook(_Hook(call), prepend=True)
+def before(module: nn.Module, call: Callable[..., None], *, first: bool = True) -> Removable:
+    """Lets `call(module, args)` be called before each call of a module."""
+    return module.register_forward_pre_hook(_Hook(call), prepend=first)
 
 
-def _after(module: nn.Module, call: Callable[[nn.Module], None]) -> _Removable:
-    return module.register_forward_hook(_Hook(call), always_call=True)
+def after(module: nn.Module, call: Callable[..., None], *, first: bool = False) -> Removable:
+    """Lets `call(module, args, output)` be called after each call of a module, if it raises too."""
+    return module.register_forward_hook(_Hook(call), prepend=first, always_call=True)
 
 
 class _CompiledCall:
@@ -210,8 +220,8 @@ class _CompiledCall:
     def __init__(
         self,
         module: nn.Module,
-        enter: Callable[[nn.Module], None],
-        leave: Callable[[nn.Module], None],
+        enter: Callable[..., None],
+        leave: Callable[..., None],
     ) -> None:
         self._module, self._enter, self._leave = module, enter, leave
         self._stand_in = listen(module, "_compiled_call_impl", self)

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 DATA = "data"
@@ -31,6 +31,23 @@ _NAME = re.compile(r"[^/<>]+(/[^/<>]+)*")
 
 
 @dataclass(frozen=True, slots=True)
+class Timeline:
+    """The intervals of a step in their order, from which a trace is drawn.
+
+    Attributes:
+        names: For each interval the phases that it counts under, see `settle`.
+        device_ms: Device time of each (in milliseconds).
+        host_ns: Host time of each mark (in nanoseconds): one more than there are intervals.
+        read_ns: Host time at which the step was read (in nanoseconds).
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    device_ms: Sequence[float]
+    host_ns: Sequence[int]
+    read_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """The times of one training step: one optimizer update, with all its micro-batches.
 
@@ -45,6 +62,7 @@ class StepTimes:
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.
+        timeline: The step's intervals in their order, for `save_trace` and `plot`.
     """
 
     step: int
@@ -53,6 +71,7 @@ class StepTimes:
     host_wait_ms: float
     step_ms: float
     skipped_update: bool = False
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ from threading import get_ident
 
 from lightning_gputime._events import Clock, EventPool, log
 from lightning_gputime._marks import Marks, read
-from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY, StepTimes
+from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY, StepTimes
 
 
 class Recorder:
@@ -23,15 +23,24 @@ class Recorder:
         clock: Where events and host times come from.
         lag: How many ended steps may stay unread.
         emit: Called with the times of each step, in order, in the training thread.
+        annotate: Called with each new label, and with None at the end.
     """
 
-    def __init__(self, clock: Clock, *, lag: int, emit: Callable[[StepTimes], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        lag: int,
+        emit: Callable[[StepTimes], None],
+        annotate: Callable[[str | None], None] | None = None,
+    ) -> None:
         self._clock = clock
         self._pool = EventPool(clock)
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
         self._lag = lag
         self._emit = emit
+        self._annotate = annotate
         self._thread = -1
         self._timing = False
         self._paused = False
@@ -70,6 +79,12 @@ class Recorder:
         if self._named:
             self._base = label
         else:
+            self._record(label)
+
+    def mark_in_backward(self, label: str) -> None:
+        """As `mark`, from the thread that runs a backward while the timed one waits for it."""
+        is_inside = self._timing and not self._named and (self.label or "").startswith(BACKWARD)
+        if is_inside and label != self.label:
             self._record(label)
 
     def turn(self, label: str, into: str) -> None:
@@ -148,6 +163,8 @@ class Recorder:
         """Ends recording: until the next `begin`, every call does nothing."""
         self._drop()
         self._thread = -1
+        if self._annotate is not None:
+            self._annotate(None)
 
     def tell_once(self, message: str, *args: object) -> None:
         """Logs a warning, the first time that it is called with `message`."""
@@ -172,6 +189,8 @@ class Recorder:
         marks.events.append(event)
         marks.host_ns.append(self._host_ns())
         self.label = label
+        if self._annotate is not None:
+            self._annotate(label)
 
     def _capture(self, label: str) -> None:
         """Records a mark into the graph that is being captured. The step itself is not timed."""
@@ -237,12 +256,12 @@ class Recorder:
     def _emit_oldest(self, wait_ms: float) -> None:
         step = self._pending.popleft()
         try:
-            times = read(step, self._graphs, wait_ms)
+            times = read(step, self._graphs, wait_ms, self._host_ns())
         except RuntimeError:
             # A mark that was recorded on another stream can lag behind the last one.
             for event in step.events:
                 event.synchronize()
-            times = read(step, self._graphs, wait_ms)
+            times = read(step, self._graphs, wait_ms, self._host_ns())
         self._pool.give(step.events if step.owns_end else step.events[:-1])
         self._emit(times)
 

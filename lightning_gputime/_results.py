@@ -18,9 +18,11 @@ class Results:
     Args:
         capacity: How many steps the history holds.
         warmup_steps: How many of the first steps the summary leaves out.
+        on_host_clock: Whether the steps are timed without a device.
     """
 
-    def __init__(self, capacity: int, warmup_steps: int) -> None:
+    def __init__(self, capacity: int, warmup_steps: int, on_host_clock: bool = False) -> None:
+        self._on_host_clock = on_host_clock
         self._warmup_steps = warmup_steps
         self._newest: deque[StepTimes] = deque(maxlen=capacity)
         self._seen = 0
@@ -33,6 +35,10 @@ class Results:
     def last(self) -> StepTimes | None:
         """The newest step, or None."""
         return self._newest[-1] if self._newest else None
+
+    def newest(self) -> list[StepTimes]:
+        """Returns the steps in the history, oldest first."""
+        return list(self._newest)
 
     def add(self, times: StepTimes) -> None:
         """Takes the times of the next step."""
@@ -81,6 +87,7 @@ class Results:
             warmup_steps=min(self._seen, self._warmup_steps),
             host_wait_mean_ms=self._host_wait_ms / steps if steps else math.nan,
             skipped_updates=self._skipped_updates,
+            on_host_clock=self._on_host_clock,
         )
 
     def _after_warmup(self) -> list[StepTimes]:

@@ -1,5 +1,7 @@
 """The statistics of a run, for a person and for a program."""
 
+import html
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,6 +42,7 @@ class PhaseSummary:
         host_wait_mean_ms: Mean time a step that the host was blocked until the device had finished
             one (in milliseconds). Near zero, the host cannot keep the device busy.
         skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
+        on_host_clock: Whether there was no device, and everything is the host's time.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -48,25 +51,30 @@ class PhaseSummary:
     warmup_steps: int
     host_wait_mean_ms: float
     skipped_updates: int = 0
+    on_host_clock: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on what bounds the training, with its grounds; empty if there are none."""
+        data = self.rows.get("data")
+        if data is not None and data.share >= 0.3:
+            return f"input-bound: {data.share:.0%} of the step is `data`"
+        if self.on_host_clock or not self.steps:
+            return ""
+        waited = f"waited {self.host_wait_mean_ms:.3g} of {self.step.mean_ms:.3g} ms a step"
+        if self.host_wait_mean_ms >= 0.05 * self.step.mean_ms:
+            return f"GPU-bound: the host {waited} for the GPU"
+        return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
         return asdict(self, dict_factory=_without_nan)
 
     def __str__(self) -> str:
-        left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
         if not self.steps:
-            return f"No step was timed ({left_out})."
-        title = (
-            f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out});"
-            f" the host waited {self.host_wait_mean_ms:.3f} ms a step for the device"
-        )
-        if self.skipped_updates:
-            title += f"; {self.skipped_updates} updates skipped"
-        header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
-        body = [_cells(_indented(name), row) for name, row in self.rows.items()]
-        lines = [header, *body, _cells("step", self.step)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+            return self._title()
+        lines = self._cells()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(
                 cell.rjust(width) if i else cell.ljust(width)
@@ -75,7 +83,48 @@ class PhaseSummary:
             for line in lines
         ]
         rule = "-" * len(text[0])
-        return "\n".join([title, "", text[0], rule, *text[1:-1], rule, text[-1]])
+        table = [self._title(), "", text[0], rule, *text[1:-1], rule, text[-1]]
+        verdict = ["", self.verdict] if self.verdict else []
+        return "\n".join([*table, *verdict])
+
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+        header, *body = (
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+            for tag, line in zip(["th", *["td"] * len(self.rows), "th"], self._cells(), strict=True)
+        )
+        rows = "".join(f"<tr>{row}</tr>" for row in body)
+        return (
+            f"<table><caption>{html.escape(self._title())}</caption><thead><tr>{header}</tr></thead>"
+            f"<tbody>{rows}</tbody></table><p>{html.escape(self.verdict)}</p>"
+        )
+
+    def __rich__(self) -> Any:
+        """Returns the table for rich."""
+        from rich.table import Table
+
+        header, *body = self._cells()
+        table = Table(title=self._title(), caption=self.verdict or None, title_justify="left")
+        for i, name in enumerate(header):
+            table.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for i, line in enumerate(body):
+            table.add_row(*line, end_section=i >= len(body) - 2)
+        return table
+
+    def _title(self) -> str:
+        left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
+        if not self.steps:
+            return f"No step was timed ({left_out})."
+        skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
+        return (
+            f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
+            f"{skipped}"
+        )
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
+        body = [_cells(_indented(name), row) for name, row in self.rows.items()]
+        return [header, *body, _cells("step", self.step)]
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -90,3 +139,16 @@ def _indented(name: str) -> str:
 def _cells(name: str, row: PhaseStats) -> tuple[str, ...]:
     times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
     return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
+
+
+def show(summary: PhaseSummary) -> None:
+    """Prints a summary: through rich on a terminal, where rich is installed, else as plain text."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console().print(summary)
+            return
+    print(summary)

@@ -1,22 +1,24 @@
 """The timer for Lightning."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
-import numpy.typing as npt
 import torch
 
-from lightning_gputime._arguments import check_options
-from lightning_gputime._events import Clock, clock_for, log
+from lightning_gputime._annotate import Annotator
+from lightning_gputime._arguments import check_modules, check_options
+from lightning_gputime._evaluation import Evaluation
+from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
-from lightning_gputime._named import NamedPhase
-from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes
+from lightning_gputime._parts import resolve
+from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
+from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
 from lightning_gputime._session import Session
-from lightning_gputime._summary import PhaseSummary
+from lightning_gputime._summary import show
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -35,7 +37,7 @@ def _never_raises(hook: Hook) -> Hook:
     return cast("Hook", guarded)
 
 
-class GPUPhaseTimer(pl.Callback):
+class GPUPhaseTimer(Readings, pl.Callback):
     """Logs how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and its optimizers,
@@ -62,6 +64,9 @@ class GPUPhaseTimer(pl.Callback):
     `phase_time/host_wait_ms`    how long the host waited for the device to finish a step
     ============================ ==================================================================
 
+    Validation, test and prediction loops are timed apart, and their means logged at their end under
+    `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
+
     Args:
         prefix: First part of the logged keys.
         lag: How many ended steps may be unread. With 1 a whole step stays queued while the host
@@ -70,6 +75,10 @@ class GPUPhaseTimer(pl.Callback):
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         prog_bar: Whether to show the times of the newest step on the progress bar.
         summary: Whether to print the table of the summary when training ends.
+        modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
+            `backward/<name>`: dotted names, or a mapping from names to modules.
+        annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
     Raises:
@@ -89,6 +98,9 @@ class GPUPhaseTimer(pl.Callback):
         history: int = 10_000,
         prog_bar: bool = False,
         summary: bool = True,
+        modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
+        annotate: bool = False,
+        log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
         check_options(prefix, lag, warmup_steps, history)
@@ -98,66 +110,45 @@ class GPUPhaseTimer(pl.Callback):
         self._history = history
         self._prog_bar = prog_bar
         self._print_summary = summary
+        self._modules = check_modules(modules)
+        self._annotate = annotate
+        self._log_figure = log_figure
         self._clock = clock
+        self._evaluation: Evaluation | None = None
         self._results = Results(history, warmup_steps)
         self._log: PhaseLog | None = None
         self._session: Session | None = None
         self._next_fetch: _NextFetch | None = None
         self._in_batch = self._tried_update = False
 
-    def phase(self, name: str) -> NamedPhase:
-        """Returns a context manager: the time of its code belongs to `name`.
-
-        As `lightning_gputime.phase`, for this timer alone.
-
-        Args:
-            name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part
-                of `forward`.
-
-        Raises:
-            ValueError: If no key can be made of the name.
-        """
-        return NamedPhase(name, [] if self._session is None else [self._session.recorder])
-
-    @property
-    def last(self) -> StepTimes | None:
-        """The newest step that has been read, or None."""
-        return self._results.last
-
-    def flush(self) -> None:
-        """Waits for the steps that have ended and are unread, and reads them."""
-        if self._session is not None:
-            self._session.recorder.flush()
-
-    def history(self) -> npt.NDArray[Any]:
-        """Returns the newest steps, as a structured array of shape (steps,).
-
-        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
-        NaN where a phase did not run. Warm-up steps are included.
-        """
-        return self._results.history()
-
-    def summary(self) -> PhaseSummary:
-        """Returns the statistics of the steps read so far, warm-up left out."""
-        return self._results.summary()
-
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: ddp_spawn and copies get a timer that is not attached.
-        return {**self.__dict__, "_session": None, "_log": None, "_next_fetch": None}
+        return {
+            **self.__dict__,
+            "_session": None,
+            "_log": None,
+            "_next_fetch": None,
+            "_evaluation": None,
+        }
 
     # Lightning's hooks
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        resolve(self._modules, pl_module)  # Raises, before training, if a name is wrong.
 
     @_never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
-        self._results = Results(self._history, self._warmup_steps)
+        clock = self._clock_of(trainer)
+        self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
         publish = functools.partial(_publish, trainer)
         self._log = PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish)
         recorder = Recorder(
-            self._clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
+            clock,
             lag=self._lag,
             emit=functools.partial(self._emit, trainer),
+            annotate=Annotator() if self._annotate else None,
         )
         self._session = Session(
             recorder,
@@ -166,6 +157,7 @@ class GPUPhaseTimer(pl.Callback):
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=pl_module._compiler_ctx is not None,
+            parts=resolve(self._modules, pl_module),
         )
 
     @_never_raises
@@ -212,12 +204,53 @@ class GPUPhaseTimer(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is not None:
             self._session.recorder.pause()
+        if not trainer.sanity_checking:
+            self._start_evaluation("val", trainer, pl_module)
 
     @_never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_evaluation()
         # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
         if self._session is not None and self._next_fetch is None:
             self._next_fetch = _NextFetch(trainer, self._resume)
+
+    @_never_raises
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("test", trainer, pl_module)
+
+    @_never_raises
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("predict", trainer, pl_module)
+
+    @_never_raises
+    def on_validation_batch_start(self, *_: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.begin_batch()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self.on_validation_batch_start()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self.on_validation_batch_start()
+
+    @_never_raises
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end_batch()
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.on_validation_batch_end()
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.on_validation_batch_end()
+
+    @_never_raises
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_evaluation()
+
+    @_never_raises
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_evaluation()
 
     @_never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,12 +263,13 @@ class GPUPhaseTimer(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        was_training = self._session is not None
         if self._session is not None:
             # After an error the device may never finish: read what is there.
             self._session.recorder.drain()
-            self._detach()
-            if isinstance(exception, KeyboardInterrupt):
-                self._report(trainer)
+        self._detach()
+        if was_training and isinstance(exception, KeyboardInterrupt):
+            self._report(trainer)
 
     @_never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -257,12 +291,45 @@ class GPUPhaseTimer(pl.Callback):
         if self._log is not None:
             self._log.add(times)
         if self._prog_bar:
-            for name, ms in times.phase_ms.items():
-                trainer.progress_bar_metrics[f"{name}_ms"] = ms
+            shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
+            text = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
+            bar: dict[str, Any] = trainer.progress_bar_metrics
+            bar["phase_ms"] = text
 
     def _report(self, trainer: pl.Trainer) -> None:
         if self._print_summary and trainer.is_global_zero:
-            print(self.summary())
+            show(self.summary())
+        if self._log_figure and trainer.is_global_zero:
+            self._send_figure(trainer)
+
+    def _send_figure(self, trainer: pl.Trainer) -> None:
+        for logger in trainer.loggers:
+            add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+            if add_figure is not None and self.last is not None:
+                add_figure(f"{self._prefix}/steps", self.plot()[0], self.last.step)
+
+    def _clock_of(self, trainer: pl.Trainer) -> Clock:
+        device = trainer.strategy.root_device
+        return self._clock or clock_for(device, tell=trainer.is_global_zero)
+
+    def _start_evaluation(
+        self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> None:
+        self._evaluation = Evaluation(
+            pl_module,
+            self._clock_of(trainer),
+            lag=self._lag,
+            prefix=f"{self._prefix}/{stage}",
+            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            loggers=trainer.loggers,
+            publish=functools.partial(_publish, trainer),
+            wrapper=_wrapper(trainer),
+        )
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
 
     def _resume(self) -> None:
         self._next_fetch = None
@@ -270,6 +337,9 @@ class GPUPhaseTimer(pl.Callback):
             self._session.recorder.resume()
 
     def _detach(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.abort()
+            self._evaluation = None
         if self._next_fetch is not None:
             self._next_fetch.remove()
             self._next_fetch = None

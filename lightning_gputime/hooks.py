@@ -1,27 +1,27 @@
 """The timer for a plain PyTorch loop."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from lightning_gputime._arguments import check_int, check_options
-from lightning_gputime._events import Clock, clock_for
+from lightning_gputime._annotate import Annotator
+from lightning_gputime._arguments import check_int, check_modules, check_options
+from lightning_gputime._events import Clock, HostClock, clock_for
 from lightning_gputime._log import MetricsLogger, PhaseLog
-from lightning_gputime._named import NamedPhase
+from lightning_gputime._parts import resolve
 from lightning_gputime._phases import DATA, OTHER, StepTimes
+from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
 from lightning_gputime._session import Session
-from lightning_gputime._summary import PhaseSummary
 
 T = TypeVar("T")
 
 
-class GPUPhaseHooks:
+class GPUPhaseHooks(Readings):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 
     While it is attached it has hooks on the model and the optimizers, and stands in for
@@ -45,6 +45,9 @@ class GPUPhaseHooks:
         accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step.
         logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
         log_every_n_steps: How many steps are averaged into one log.
+        modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
+            dotted names, or a mapping from names to modules.
+        annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         wrap_backward: Whether to stand in for `torch.autograd.backward`. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
@@ -76,6 +79,8 @@ class GPUPhaseHooks:
         accumulate_grad_batches: int = 1,
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
+        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        annotate: bool = False,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -91,6 +96,8 @@ class GPUPhaseHooks:
         if self._device is not None and clock is None:
             clock_for(self._device)
         self._clock = clock
+        self._modules = resolve(check_modules(modules), self._model)
+        self._annotate = annotate
         self._wrap_backward = wrap_backward
         self._prefix = prefix
         self._lag = lag
@@ -108,15 +115,17 @@ class GPUPhaseHooks:
         if self._session is not None:
             return self
         clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
-        self._results = Results(self._history, self._warmup_steps)
+        self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
         self._log = PhaseLog(self._prefix, self._log_every_n_steps, self._loggers)
         self._step = self._micro_batches = 0
-        recorder = Recorder(clock, lag=self._lag, emit=self._emit)
+        annotate = Annotator() if self._annotate else None
+        recorder = Recorder(clock, lag=self._lag, emit=self._emit, annotate=annotate)
         self._session = Session(
             recorder,
             self._model,
             self._optimizers,
             pause_evaluation=bool(self._optimizers),
+            parts=self._modules,
             backward=self._wrap_backward,
         )
         self._session.begin()
@@ -183,42 +192,6 @@ class GPUPhaseHooks:
         session.end_step(self._step)
         self._step += 1
         self._micro_batches = 0
-
-    def phase(self, name: str) -> NamedPhase:
-        """Returns a context manager: the time of its code belongs to `name`.
-
-        As `lightning_gputime.phase`, for this timer alone.
-
-        Args:
-            name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part
-                of `forward`.
-
-        Raises:
-            ValueError: If no key can be made of the name.
-        """
-        return NamedPhase(name, [] if self._session is None else [self._session.recorder])
-
-    @property
-    def last(self) -> StepTimes | None:
-        """The newest step that has been read, or None."""
-        return self._results.last
-
-    def flush(self) -> None:
-        """Waits for the steps that have ended and are unread, and reads them."""
-        if self._session is not None:
-            self._session.recorder.flush()
-
-    def history(self) -> npt.NDArray[Any]:
-        """Returns the newest steps, as a structured array of shape (steps,).
-
-        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
-        NaN where a phase did not run. Warm-up steps are included.
-        """
-        return self._results.history()
-
-    def summary(self) -> PhaseSummary:
-        """Returns the statistics of the steps read so far, warm-up left out."""
-        return self._results.summary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_log": None}

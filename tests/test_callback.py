@@ -160,7 +160,7 @@ def test_the_progress_bar_shows_the_newest_step(gpu: FakeGPU) -> None:
 
     timer = GPUPhaseTimer(clock=gpu, prog_bar=True, lag=0, summary=False)
     fit(gpu, Model(gpu), timer=timer, callbacks=[Bar()], enable_progress_bar=True)
-    assert shown[0]["forward_ms"] == 4.0
+    assert shown[0]["phase_ms"] == ("data 1 forward 4 loss 0.5 backward 8 optimizer 2 other 0.125")
 
 
 def test_the_table_is_printed_once_when_training_ends(
@@ -377,6 +377,108 @@ def test_a_timer_that_fails_lets_training_go_on(
 def test_a_bad_argument_fails_in_the_constructor(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseTimer(**options)
+
+
+# Evaluation
+
+
+EVALUATION_MS = {"data": 1.0, "forward": 4.0, "other": 0.5}
+
+
+class Evaluated(Model):
+    """A model whose evaluation steps take `EVALUATION_MS`."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.work(0.25)
+        self(batch)
+        self.gpu.work(0.25)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.validation_step(batch, batch_idx)
+        return batch
+
+
+def evaluations(logger: MemoryLogger, stage: str) -> list[tuple[int | None, dict[str, float]]]:
+    prefix = f"phase_time/{stage}/"
+    return [
+        (step, {key.removeprefix(prefix): value for key, value in metrics.items()})
+        for step, metrics in logger.calls
+        if any(key.startswith(prefix) for key in metrics)
+    ]
+
+
+@pytest.mark.parametrize("stage", ["val", "test", "predict"])
+def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
+    gpu: FakeGPU, stage: str
+) -> None:
+    logger = MemoryLogger()
+    timer = GPUPhaseTimer(clock=gpu)
+    runner = trainer(timer, logger=logger)
+    model = Evaluated(gpu)
+    evaluate: Any = getattr(runner, {"val": "validate"}.get(stage, stage))
+    evaluate(model, Loader(gpu, 4))
+    [(step, metrics)] = evaluations(logger, stage)
+    assert step == 0
+    assert metrics.pop("host_wait_ms") >= 0.0
+    assert metrics == {**{f"{k}_ms": v for k, v in EVALUATION_MS.items()}, "step_ms": 5.5}
+    assert runner.callback_metrics[f"phase_time/{stage}/forward_ms"] == 4.0
+    assert timer.last is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
+    logger = MemoryLogger()
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 1}
+    trainer(timer, logger=logger, **options).fit(Evaluated(gpu), Loader(gpu, 4), Loader(gpu, 3))
+    assert steps(timer) == [STEP_MS] * 4
+    logged = evaluations(logger, "val")
+    assert [step for step, _ in logged] == [1, 3]
+    assert [metrics["forward_ms"] for _, metrics in logged] == [4.0, 4.0]
+
+
+def test_an_exception_in_a_validation_leaves_nothing(gpu: FakeGPU) -> None:
+    class Fails(Evaluated):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            raise KeyError
+
+    model = Fails(gpu)
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    with pytest.raises(KeyError):
+        trainer(timer).fit(model, Loader(gpu, 2), Loader(gpu, 2))
+    with pytest.raises(KeyError):
+        trainer(timer).validate(model, Loader(gpu, 2))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_loggers_that_take_figures_get_one_by_option(gpu: FakeGPU, tmp_path: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = pl.loggers.TensorBoardLogger(tmp_path)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, log_figure=True)
+    fit(gpu, Model(gpu), timer=timer, logger=[logger, MemoryLogger()])
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    [image] = events.Images("phase_time/steps")
+    assert image.step == 2
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_a_part_that_the_model_does_not_have_is_refused_before_training(gpu: FakeGPU) -> None:
+    with pytest.raises(ValueError, match="the model has no module 'head'; it has net"):
+        fit(gpu, Model(gpu), timer=GPUPhaseTimer(clock=gpu, modules=["head"]))
+    with pytest.raises(TypeError, match=r"modules must be a list .* got 'net'"):
+        GPUPhaseTimer(modules="net")
+
+
+def test_parts_are_timed_under_lightning(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, modules=["net"])
+    fit(gpu, Model(gpu), timer=timer)
+    parts = {"forward/net": 4.0, "backward/net": 7.75}
+    assert steps(timer) == [{**STEP_MS, **parts}] * 3
 
 
 def weights_and_losses(*callbacks: pl.Callback) -> list[Tensor]:

@@ -205,7 +205,8 @@ def test_a_module_captured_with_make_graphed_callables_is_timed() -> None:
     x = torch.randn(4096, 4096, device="cuda")
     model: Any = Wide().cuda()
     eager = train_wide(model, x)
-    graphed = train_wide(torch.cuda.make_graphed_callables(model, (x,)), x)
+    captured: Any = torch.cuda.make_graphed_callables(model, (x,))
+    graphed = train_wide(captured, x)
     assert set(graphed) == set(eager)
     for name in ("forward", "backward"):
         assert graphed[name] == pytest.approx(eager[name], rel=0.15)

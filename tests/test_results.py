@@ -1,3 +1,4 @@
+import io
 import json
 import math
 
@@ -101,8 +102,7 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
     step = {"other": 0.5, "backward": 6.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
     text = str(filled(times(0, 1.5, **step)).summary())
     assert text.splitlines() == [
-        "Time per step in ms over 1 step (0 warm-up steps left out);"
-        " the host waited 1.500 ms a step for the device",
+        "Time per step in ms over 1 step (0 warm-up steps left out)",
         "",
         "phase        mean   share      p50      p95      max    host  steps",
         "-------------------------------------------------------------------",
@@ -113,9 +113,51 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "other       0.500    0.4%    0.500    0.500    0.500   0.050      1",
         "-------------------------------------------------------------------",
         "step      130.000  100.0%  130.000  130.000  130.000  13.000      1",
+        "",
+        "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
     ]
 
 
 def test_numbers_of_the_summary_are_plain_floats() -> None:
     row = filled(times(0, forward=2.0)).summary().rows["forward"]
     assert not isinstance(row.p50_ms, np.floating)
+
+
+@pytest.mark.parametrize(
+    ("host_wait_ms", "data_ms", "verdict"),
+    [
+        (2.8, 0.1, "GPU-bound: the host waited 2.8 of 17 ms a step for the GPU"),
+        (0.005, 0.1, "launch-bound: the GPU waited for the host, which waited 0.005 of 17 ms"),
+        (0.0, 7.0, "input-bound: 41% of the step is `data`"),
+    ],
+)
+def test_the_verdict_says_what_bounds_the_training_and_why(
+    host_wait_ms: float, data_ms: float, verdict: str
+) -> None:
+    step = times(0, host_wait_ms, data=data_ms, forward=17.0 - data_ms)
+    assert filled(step).summary().verdict.startswith(verdict)
+
+
+def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
+    results = Results(10, 0, on_host_clock=True)
+    results.add(times(0, forward=2.0))
+    assert results.summary().verdict == ""
+    assert "bound" not in str(results.summary())
+
+
+def test_a_notebook_shows_a_table_with_every_number() -> None:
+    text = filled(times(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
+    assert text.count("<tr>") == 4
+    assert "<td>forward</td><td>2.000</td>" in text
+    assert "<th>step</th><th>2.250</th>" in text
+    assert "GPU-bound" in text
+
+
+def test_rich_shows_the_same_table() -> None:
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(filled(times(0, 1.5, forward=2.0)).summary())
+    text = console.export_text()
+    assert "forward" in text
+    assert "GPU-bound" in text

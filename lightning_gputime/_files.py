@@ -1,0 +1,28 @@
+"""Files that are there whole or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text file, replacing what was there in one move.
+
+    Raises:
+        OSError: If it cannot be written; the message names the path.
+    """
+    target = Path(path)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"{target} cannot be written ({error.strerror}); the times are kept"
+        ) from error

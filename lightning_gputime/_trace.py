@@ -1,0 +1,93 @@
+"""The newest steps as a trace for Perfetto and chrome://tracing."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from lightning_gputime._phases import OTHER, StepTimes, Timeline
+
+_LANES = {1: "GPU", 2: "host"}
+# A wait shorter than this did not block: it found the step finished.
+_BLOCKED_MS = 0.02
+
+
+def trace(steps: Sequence[StepTimes]) -> str:
+    """Returns a trace in the Trace Event Format, in JSON.
+
+    A step is a slice with its phases inside, on one lane by the device's clock and on one by the
+    host's; what no phase covers is `other`. Where the host waited for a step, the clocks meet; a
+    run of steps without a wait is placed as early as its launches allow.
+
+    Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": lane, "name": "process_name", "args": {"name": name}}
+        for lane, name in _LANES.items()
+    ]
+    origin_ns = next((step.timeline.host_ns[0] for step in steps if step.timeline), 0)
+    for run in _runs(steps):
+        for step, line, device_us in _placed(run):
+            host_us = [(ns - origin_ns) / 1e3 for ns in line.host_ns]
+            for lane, times in ((1, [us - origin_ns / 1e3 for us in device_us]), (2, host_us)):
+                events.append(_slice(lane, f"step {step.step}", times[0], times[-1]))
+                events.extend(_slices(lane, line, times))
+    return json.dumps({"traceEvents": events}, separators=(",", ":"))
+
+
+def device_start_us(line: Timeline) -> list[float]:
+    """Returns when the intervals of a step begin and end on the device, from its start (in us)."""
+    return [ms * 1e3 for ms in accumulate(line.device_ms, initial=0.0)]
+
+
+def _runs(steps: Sequence[StepTimes]) -> Iterator[list[tuple[StepTimes, Timeline]]]:
+    """Splits steps where one does not begin at the end of the one before."""
+    run: list[tuple[StepTimes, Timeline]] = []
+    for step in steps:
+        line = step.timeline
+        if line is None:
+            continue
+        if run and run[-1][1].host_ns[-1] != line.host_ns[0]:
+            yield run
+            run = []
+        run.append((step, line))
+    if run:
+        yield run
+
+
+def _placed(
+    run: Sequence[tuple[StepTimes, Timeline]],
+) -> Iterator[tuple[StepTimes, Timeline, list[float]]]:
+    """Yields the steps of a run with their device times on the host's clock (in us)."""
+    starts = list(accumulate((sum(line.device_ms) * 1e3 for _, line in run), initial=0.0))
+    met = [
+        line.read_ns / 1e3 - end
+        for (step, line), end in zip(run, starts[1:], strict=True)
+        if step.host_wait_ms > _BLOCKED_MS
+    ]
+    launched = max(
+        host / 1e3 - start - device
+        for (_, line), start in zip(run, starts, strict=False)
+        for host, device in zip(line.host_ns, device_start_us(line), strict=True)
+    )
+    offset = sorted(met)[len(met) // 2] if met else launched
+    for (step, line), start in zip(run, starts, strict=False):
+        yield step, line, [offset + start + us for us in device_start_us(line)]
+
+
+def _slices(lane: int, line: Timeline, times: Sequence[float]) -> Iterator[dict[str, Any]]:
+    for names, (start, end) in zip(line.names, pairwise(times), strict=True):
+        for name in names:
+            if name != OTHER and end > start:
+                yield _slice(lane, name, start, end)
+
+
+def _slice(lane: int, name: str, start: float, end: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": lane,
+        "tid": lane,
+        "ts": round(start, 1),
+        "dur": round(end - start, 1),
+        "name": name,
+    }

@@ -1,0 +1,157 @@
+import csv
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+from fake_gpu import FakeGPU
+from test_hooks import STEP_MS, Loop, hooks
+
+from lightning_gputime import GPUPhaseHooks
+
+mpl.use("Agg")
+
+
+@pytest.fixture
+def timer(gpu: FakeGPU) -> GPUPhaseHooks:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(4))):
+            if number == 2:
+                with timer.phase("augment"):
+                    gpu.work(3.0)
+            loop.train(x)
+    return timer
+
+
+def test_csv_has_a_row_a_step_and_is_empty_where_a_phase_did_not_run(
+    timer: GPUPhaseHooks, tmp_path: Path
+) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text("old")
+    timer.to_csv(path)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["augment_ms"] for row in rows] == ["", "", "3.0", ""]
+    assert {float(row["forward_ms"]) for row in rows} == {4.0}
+    assert [file.name for file in tmp_path.iterdir()] == ["steps.csv"]
+
+
+def test_pandas_gets_the_history_with_the_step_as_index(timer: GPUPhaseHooks) -> None:
+    frame = timer.to_pandas()
+    assert frame.index.tolist() == [0, 1, 2, 3]
+    assert frame["backward_ms"].tolist() == [8.0] * 4
+    assert math.isnan(frame["augment_ms"][0])
+
+
+@pytest.mark.parametrize("write", ["to_csv", "save_trace"])
+def test_a_path_that_cannot_be_written_is_a_clear_error_and_loses_nothing(
+    timer: GPUPhaseHooks, tmp_path: Path, write: str
+) -> None:
+    path = tmp_path / "missing" / "file"
+    with pytest.raises(FileNotFoundError, match=r"cannot be written .*; the times are kept"):
+        getattr(timer, write)(path)
+    assert len(timer.history()) == 4
+
+
+def load_trace(timer: GPUPhaseHooks, path: Path, **options: Any) -> dict[str, list[Any]]:
+    """The slices of a trace by lane, checked against the Trace Event Format."""
+    timer.save_trace(path, **options)
+    trace = json.loads(path.read_text())
+    lanes = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "M":
+            assert event["name"] == "process_name"
+            lanes[event["pid"]] = event["args"]["name"]
+    slices: dict[str, list[Any]] = {name: [] for name in lanes.values()}
+    for event in trace["traceEvents"]:
+        if event["ph"] != "M":
+            assert set(event) == {"ph", "pid", "tid", "ts", "dur", "name"}
+            assert event["ph"] == "X"
+            assert event["dur"] >= 0
+            slices[lanes[event["pid"]]].append((event["name"], event["ts"], event["dur"]))
+    return slices
+
+
+def test_a_trace_has_each_phase_of_each_step_on_both_lanes(
+    timer: GPUPhaseHooks, tmp_path: Path
+) -> None:
+    lanes = load_trace(timer, tmp_path / "trace.json")
+    assert list(lanes) == ["GPU", "host"]
+    steps = [(name, dur) for name, _, dur in lanes["GPU"] if name.startswith("step")]
+    total = sum(STEP_MS.values()) * 1e3
+    assert steps == [(f"step {i}", total + 3e3 * (i == 2)) for i in range(4)]
+    forward = [dur for name, _, dur in lanes["GPU"] if name == "forward"]
+    assert forward == [4000.0] * 4
+    assert sum(name == "augment" for name, _, _ in lanes["GPU"]) == 1
+
+
+def test_slices_of_a_trace_lie_inside_their_step_and_the_gpu_is_not_before_the_host(
+    timer: GPUPhaseHooks, tmp_path: Path
+) -> None:
+    lanes = load_trace(timer, tmp_path / "trace.json")
+    for slices in lanes.values():
+        steps = [(ts, ts + dur) for name, ts, dur in slices if name.startswith("step")]
+        assert all(a[1] == pytest.approx(b[0], abs=0.2) for a, b in pairwise(steps))
+        for _, ts, dur in slices:
+            assert any(start - 0.2 <= ts and ts + dur <= end + 0.2 for start, end in steps)
+    gpu, host = ({name: ts for name, ts, _ in lane if "step" in name} for lane in lanes.values())
+    assert all(gpu[name] >= host[name] - 0.2 for name in gpu)
+    # The host is two steps ahead when it ends a step, before it waits; only that wait tells.
+    assert gpu["step 3"] - host["step 3"] == pytest.approx(15_625 + 18_625, abs=1)
+
+
+def test_a_trace_of_the_newest_steps_is_less_than_a_kilobyte_a_step(
+    gpu: FakeGPU, tmp_path: Path
+) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(200)):
+            gpu.host_work(0.123)
+            loop.train(x)
+    path = tmp_path / "trace.json"
+    lanes = load_trace(timer, path, steps=100)
+    assert sum("step" in name for name, _, _ in lanes["GPU"]) == 100
+    assert path.stat().st_size < 100 * 1000
+
+
+def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
+    figure, ax = timer.plot()
+    assert ax.figure is figure
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "augment",
+        "other",
+        "optimizer",
+        "backward",
+        "loss",
+        "forward",
+        "data",
+    ]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "time per step (ms)")
+
+
+def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(
+    timer: GPUPhaseHooks,
+) -> None:
+    _, ax = timer.plot(step=1)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["GPU", "host"]
+    gpu_lane = [bar for bar in ax.patches if bar.get_y() + bar.get_height() / 2 == 0]
+    widths = sorted(bar.get_width() for bar in gpu_lane if bar.get_width() > 0)
+    assert widths == pytest.approx(sorted(STEP_MS.values()))
+    assert "(ms)" in ax.get_xlabel()
+
+
+def test_a_plot_can_be_drawn_on_axes_of_ones_own(timer: GPUPhaseHooks) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots()
+    assert timer.plot(ax=ax) == (figure, ax)
+    plt.close("all")
+
+
+def test_a_step_that_is_not_there_cannot_be_drawn(timer: GPUPhaseHooks) -> None:
+    with pytest.raises(ValueError, match="step 9 is not in the history of 4 steps"):
+        timer.plot(step=9)
