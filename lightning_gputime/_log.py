@@ -73,7 +73,7 @@ class PhaseLog:
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")
             own = {key.replace("/", separator): value for key, value in metrics.items()}
-            self._try(functools.partial(logger.log_metrics, own, step))
+            self._try(functools.partial(logger.log_metrics, own, step=step))
         if self._publish is not None:
             self._try(functools.partial(self._publish, metrics))
 

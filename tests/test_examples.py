@@ -42,3 +42,26 @@ def test_the_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFi
     timer = example("plain_pytorch.py", max_epochs=1)
     assert set(timer.summary().rows) == set(PHASES)
     assert str(timer.summary()) in capsys.readouterr().out
+
+
+def test_the_pictures_and_files_are_written(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    timer = example("pictures.py", width=8, epochs=2, directory=str(tmp_path / "pictures"))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    assert set(files) == {"steps.png", "step.png", "trace.json", "steps.csv"}
+    assert len(files["steps.csv"].splitlines()) == 1 + len(timer.history())
+
+
+def test_the_modules_are_sub_phases(example: Any) -> None:
+    rows = example("modules.py", width=8, epochs=2).summary().rows
+    for phase in ("forward", "backward"):
+        parts = rows[f"{phase}/body"].mean_ms + rows[f"{phase}/head"].mean_ms
+        assert 0 < parts <= rows[phase].mean_ms
+
+
+def test_the_evaluation_loops_are_logged(example: Any, tmp_path: Path) -> None:
+    metrics = example("evaluation.py", max_epochs=1, log_dir=str(tmp_path))
+    for stage in ("", "val/", "test/"):
+        assert metrics[f"phase_time/{stage}forward_ms"] > 0

@@ -249,6 +249,34 @@ def test_phases_inside_a_captured_step_are_timed_at_every_replay() -> None:
     assert len(timer.history()) == 23
 
 
+def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)))
+            self.head = nn.Linear(4096, 4096)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.body(x))
+            return result
+
+    model = Parts().cuda()
+    x = torch.randn(4096, 4096, device="cuda")  # needs no gradient
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with GPUPhaseHooks(model, optimizer, modules=["body", "head"]) as timer:
+        for _ in timer.steps(range(20)):
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = rows(timer)
+    for phase in ("forward", "backward"):
+        whole = found[f"{phase}/body"] + found[f"{phase}/head"]
+        assert whole == pytest.approx(found[phase], rel=0.1)
+    assert found["forward/body"] == pytest.approx(3 * found["forward/head"], rel=0.2)
+    # Five products in the body, whose input needs no gradient, and two in the head.
+    assert found["backward/body"] == pytest.approx(2.5 * found["backward/head"], rel=0.25)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
     class Compiled(Net):
