@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_gputime import GPUPhaseHooks
 
 
-def main(width: int = 512, epochs: int = 3, directory: str = "pictures") -> GPUPhaseHooks:
+def main(width: int = 512, epochs: int = 10, directory: str = "pictures") -> GPUPhaseHooks:
     """Trains, writes the files, and returns the timer with what it measured."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

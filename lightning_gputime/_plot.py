@@ -29,9 +29,10 @@ def plot_steps(steps: Sequence[StepTimes], ax: Any = None) -> tuple[Any, Any]:
     ax.stackplot(
         numbers, heights, labels=names, colors=[_colour(name, names) for name in names], step="mid"
     )
-    # A warm-up step of a second would flatten all others.
-    totals = [step.step_ms for step in steps]
-    ax.set_ylim(0, 1.25 * np.percentile(totals, 99) if totals else 1)
+    if steps:
+        # A first step of a second would flatten all others.
+        totals = [step.step_ms for step in steps]
+        ax.set_ylim(0, 1.1 * min(max(totals), 3 * float(np.median(totals))) or 1.0)
     ax.set(xlabel="step", ylabel="time per step (ms)", title="Phases of each step")
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))

@@ -278,6 +278,7 @@ def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
     class Compiled(Net):
         def __init__(self) -> None:

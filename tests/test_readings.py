@@ -110,12 +110,17 @@ def test_a_trace_of_the_newest_steps_is_less_than_a_kilobyte_a_step(
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(200)):
-            gpu.host_work(0.123)
+            gpu.work(0.12345, host_ms=0.123)
             loop.train(x)
     path = tmp_path / "trace.json"
     lanes = load_trace(timer, path, steps=100)
     assert sum("step" in name for name, _, _ in lanes["GPU"]) == 100
     assert path.stat().st_size < 100 * 1000
+    for slices in lanes.values():
+        # Rounded as they are, slices lie side by side or inside each other.
+        ends = [(round(ts * 10), round((ts + dur) * 10)) for _, ts, dur in slices]
+        for one, two in pairwise(sorted(ends, key=lambda end: (end[0], -end[1]))):
+            assert two[0] >= one[1] or two[1] <= one[1]
 
 
 def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:

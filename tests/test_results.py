@@ -10,7 +10,7 @@ from lightning_gputime._results import Results
 
 
 def times(step: int, host_wait_ms: float = 0.0, **phase_ms: float) -> StepTimes:
-    host_ms = {name: ms / 10 for name, ms in phase_ms.items()}
+    host_ms = dict(phase_ms)
     top_level = sum(ms for name, ms in phase_ms.items() if "/" not in name)
     return StepTimes(step, phase_ms, host_ms, host_wait_ms, top_level)
 
@@ -54,9 +54,9 @@ def test_a_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
     assert (forward.n, forward.mean_ms, forward.p50_ms, forward.max_ms) == (2, 3.0, 3.0, 4.0)
     assert forward.p95_ms == pytest.approx(3.9)
     assert forward.share == pytest.approx(6.0 / 20.0)
-    assert forward.host_mean_ms == pytest.approx(0.3)
+    assert forward.host_mean_ms == pytest.approx(3.0)
     assert (summary.step.n, summary.step.mean_ms, summary.step.max_ms) == (2, 10.0, 12.0)
-    assert summary.step.host_mean_ms == pytest.approx(1.0)
+    assert summary.step.host_mean_ms == pytest.approx(10.0)
     assert (summary.steps, summary.warmup_steps, summary.host_wait_mean_ms) == (2, 0, 2.0)
 
 
@@ -104,15 +104,15 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
     assert text.splitlines() == [
         "Time per step in ms over 1 step (0 warm-up steps left out)",
         "",
-        "phase        mean   share      p50      p95      max    host  steps",
-        "-------------------------------------------------------------------",
-        "data        0.250    0.2%    0.250    0.250    0.250   0.025      1",
-        "forward   123.250   94.8%  123.250  123.250  123.250  12.325      1",
-        "backward    6.000    4.6%    6.000    6.000    6.000   0.600      1",
-        "  comm      1.000    0.8%    1.000    1.000    1.000   0.100      1",
-        "other       0.500    0.4%    0.500    0.500    0.500   0.050      1",
-        "-------------------------------------------------------------------",
-        "step      130.000  100.0%  130.000  130.000  130.000  13.000      1",
+        "phase        mean   share      p50      p95      max     host  steps",
+        "--------------------------------------------------------------------",
+        "data        0.250    0.2%    0.250    0.250    0.250    0.250      1",
+        "forward   123.250   94.8%  123.250  123.250  123.250  123.250      1",
+        "backward    6.000    4.6%    6.000    6.000    6.000    6.000      1",
+        "  comm      1.000    0.8%    1.000    1.000    1.000    1.000      1",
+        "other       0.500    0.4%    0.500    0.500    0.500    0.500      1",
+        "--------------------------------------------------------------------",
+        "step      130.000  100.0%  130.000  130.000  130.000  130.000      1",
         "",
         "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
     ]
@@ -136,6 +136,15 @@ def test_the_verdict_says_what_bounds_the_training_and_why(
 ) -> None:
     step = times(0, host_wait_ms, data=data_ms, forward=17.0 - data_ms)
     assert filled(step).summary().verdict.startswith(verdict)
+
+
+def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
+    device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
+    host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
+    summary = filled(StepTimes(0, device, host, 0.01, 9.1)).summary()
+    assert summary.verdict == (
+        "GPU-bound: 6 of 9.1 ms a step ran behind the host, which waited for the GPU in `loss`"
+    )
 
 
 def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
