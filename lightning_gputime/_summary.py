@@ -64,19 +64,21 @@ class PhaseSummary:
         waited = f"waited {self.host_wait_mean_ms:.3g} of {self.step.mean_ms:.3g} ms a step"
         if self.host_wait_mean_ms >= 0.05 * self.step.mean_ms:
             return f"GPU-bound: the host {waited} for the GPU"
-        # What the device takes longer for than the host is queued behind the host; where the host
-        # takes longer, it waits: inside the step, where a copy or `.item()` makes it.
+        # What the device takes longer for than the host is queued behind the host. Where the host
+        # takes longer, it works (a fetch) or waits inside the step (a copy, `.item()`).
         behind = {
-            name: row.n * (row.mean_ms - row.host_mean_ms)
+            name: row.n * (row.mean_ms - row.host_mean_ms) / self.steps
             for name, row in self.rows.items()
             if "/" not in name
         }
-        ahead = sum(ms for ms in behind.values() if ms > 0) / self.steps
+        ahead = sum(ms for ms in behind.values() if ms > 0)
         if ahead >= 0.2 * self.step.mean_ms:
-            blocked = min(behind, key=lambda name: behind[name])
+            held_up = (
+                f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms
+            )
             return (
-                f"GPU-bound: {ahead:.3g} of {self.step.mean_ms:.3g} ms a step ran behind the host,"
-                f" which waited for the GPU in `{blocked}`"
+                f"mixed: for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind the"
+                f" host, which worked or waited in {', '.join(held_up)}"
             )
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 

@@ -59,20 +59,26 @@ def _placed(
     run: Sequence[tuple[StepTimes, Timeline]],
 ) -> Iterator[tuple[StepTimes, Timeline, list[float]]]:
     """Yields the steps of a run with their device times on the host's clock (in us)."""
-    starts = list(accumulate((sum(line.device_ms) * 1e3 for _, line in run), initial=0.0))
+    # Summed over the whole run, so that a step ends exactly where the next begins.
+    ends = list(accumulate((ms * 1e3 for _, line in run for ms in line.device_ms), initial=0.0))
+    first = 0
+    placed = []
+    for step, line in run:
+        placed.append((step, line, ends[first : first + len(line.device_ms) + 1]))
+        first += len(line.device_ms)
     met = [
-        line.read_ns / 1e3 - end
-        for (step, line), end in zip(run, starts[1:], strict=True)
+        line.read_ns / 1e3 - times[-1]
+        for step, line, times in placed
         if step.host_wait_ms > _BLOCKED_MS
     ]
     launched = max(
-        host / 1e3 - start - device
-        for (_, line), start in zip(run, starts, strict=False)
-        for host, device in zip(line.host_ns, device_start_us(line), strict=True)
+        host / 1e3 - device
+        for _, line, times in placed
+        for host, device in zip(line.host_ns, times, strict=True)
     )
     offset = sorted(met)[len(met) // 2] if met else launched
-    for (step, line), start in zip(run, starts, strict=False):
-        yield step, line, [offset + start + us for us in device_start_us(line)]
+    for step, line, times in placed:
+        yield step, line, [offset + us for us in times]
 
 
 def _slices(lane: int, line: Timeline, times: Sequence[float]) -> Iterator[dict[str, Any]]:

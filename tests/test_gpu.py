@@ -279,6 +279,7 @@ def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
     class Compiled(Net):
         def __init__(self) -> None:

@@ -50,7 +50,7 @@ def test_the_code_blocks_run_in_order(
 
 
 def test_every_command_names_a_file_that_is_there() -> None:
-    for path in re.findall(r"(?:examples|benchmarks)/[\w/.]+\.(?:py|json)", README):
+    for path in re.findall(r"(?:examples|benchmarks)/[\w/.]+\.(?:py|json|png)", README):
         assert (ROOT / path).is_file(), path
 
 

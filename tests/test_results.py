@@ -143,7 +143,8 @@ def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
     summary = filled(StepTimes(0, device, host, 0.01, 9.1)).summary()
     assert summary.verdict == (
-        "GPU-bound: 6 of 9.1 ms a step ran behind the host, which waited for the GPU in `loss`"
+        "mixed: for 6 of 9.1 ms a step the GPU ran behind the host, which worked or waited in"
+        " `loss`"
     )
 
 
