@@ -77,8 +77,8 @@ class PhaseSummary:
                 f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms
             )
             return (
-                f"mixed: for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind the"
-                f" host, which worked or waited in {', '.join(held_up)}"
+                f"mixed: for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind"
+                f" the host, which worked or waited in {', '.join(held_up)}"
             )
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 
