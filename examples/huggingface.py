@@ -1,9 +1,6 @@
-"""Times the phases of Hugging Face's Trainer, through a callback of ten lines.
+"""Times the phases of Hugging Face's Trainer, on a tiny model with random weights.
 
-Trains a tiny language model with random weights, so nothing is downloaded:
-
-    python -m pip install transformers accelerate
-    python examples/huggingface.py
+python -m pip install transformers accelerate && python examples/huggingface.py
 """
 
 from typing import Any
@@ -16,20 +13,17 @@ from lightning_gputime import GPUPhaseHooks, phase
 
 
 class PhaseTimes(TrainerCallback):
-    """Attaches a timer while the Trainer trains; a step is one update, however it accumulates."""
+    """Times each update of the Trainer."""
 
     timer: GPUPhaseHooks
 
     def on_train_begin(self, *_: Any, **objects: Any) -> None:
-        """Attaches the timer."""
         self.timer = GPUPhaseHooks(objects["model"], objects["optimizer"]).attach()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Ends a step."""
         self.timer.step()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Takes the timer off."""
         self.timer.remove()
         print(self.timer.summary())
 
@@ -45,19 +39,16 @@ def main(max_steps: int = 50, output_dir: str = "trainer_output") -> GPUPhaseHoo
     """Trains, and returns the timer with what it measured."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, n_positions=64)
     tokens = torch.randint(0, 256, (256, 64))
+    options: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    if not torch.cuda.is_available():
+        options["dataloader_pin_memory"] = False
+    arguments = TrainingArguments(
+        output_dir, max_steps=max_steps, gradient_accumulation_steps=2, **options
+    )
     callback = PhaseTimes()
     Trainer(
         model=GPT2LMHeadModel(config),
-        args=TrainingArguments(
-            output_dir,
-            max_steps=max_steps,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=torch.cuda.is_available(),
-        ),
+        args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         compute_loss_func=loss_of,
         callbacks=[callback],

@@ -37,8 +37,8 @@ class PhaseLog:
         self._every_n_steps = every_n_steps
         self._loggers = loggers
         self._publish = publish
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        # For each phase, the step and the wait: the sum of its times, and how many they are.
+        self._sums: dict[str, list[float]] = {}
         self._newest: int | None = None
         self._failed = False
 
@@ -49,27 +49,27 @@ class PhaseLog:
             return
         before = times.step if self._newest is None else self._newest + 1
         self._newest = times.step
-        for name, ms in times.phase_ms.items():
-            self._count(f"{name}_ms", ms)
-        self._count("step_ms", times.step_ms)
-        self._count("host_wait_ms", times.host_wait_ms)
+        self._sum(times.phase_ms)
+        self._sum({"step": times.step_ms, "host_wait": times.host_wait_ms})
         if (times.step + 1) // every > before // every:
             self.log()
 
-    def _count(self, key: str, ms: float) -> None:
-        self._sums[key] = self._sums.get(key, 0.0) + ms
-        self._counts[key] = self._counts.get(key, 0) + 1
+    def _sum(self, values: Mapping[str, float]) -> None:
+        sums = self._sums
+        for name, ms in values.items():
+            if name in sums:
+                sums[name][0] += ms
+                sums[name][1] += 1
+            else:
+                sums[name] = [ms, 1]
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
         if self._newest is None or not self._sums:
             return
         step = self._newest
-        metrics = {
-            f"{self._prefix}/{key}": total / self._counts[key] for key, total in self._sums.items()
-        }
+        metrics = {f"{self._prefix}/{name}_ms": ms / n for name, (ms, n) in self._sums.items()}
         self._sums.clear()
-        self._counts.clear()
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")
             own = {key.replace("/", separator): value for key, value in metrics.items()}

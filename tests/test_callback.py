@@ -151,11 +151,13 @@ def test_early_stopping_can_watch_a_phase(gpu: FakeGPU) -> None:
     assert len(timer.history()) == 6
 
 
-def test_the_progress_bar_shows_the_newest_step(gpu: FakeGPU) -> None:
+@pytest.mark.parametrize("base", [pl.callbacks.TQDMProgressBar, pl.callbacks.RichProgressBar])
+def test_the_progress_bar_shows_the_newest_step(gpu: FakeGPU, base: Any) -> None:
     shown: list[dict[str, Any]] = []
 
-    class Bar(pl.callbacks.TQDMProgressBar):
+    class Bar(base):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+            super().on_train_batch_end(trainer, *rest)
             shown.append(dict(self.get_metrics(trainer, rest[0])))
 
     timer = GPUPhaseTimer(clock=gpu, prog_bar=True, lag=0, summary=False)

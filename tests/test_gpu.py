@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -275,6 +276,32 @@ def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
     assert found["forward/body"] == pytest.approx(3 * found["forward/head"], rel=0.2)
     # Five products in the body, whose input needs no gradient, and two in the head.
     assert found["backward/body"] == pytest.approx(2.5 * found["backward/head"], rel=0.25)
+
+
+def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        fit(Net(), GPUPhaseTimer(summary=False, annotate=True), steps=5)
+    names = {event.name for event in profiler.events() or ()}
+    phases = ("data", "other", "forward", "loss", "backward", "optimizer")
+    assert {f"phase/{name}" for name in phases} <= names
+
+
+def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        model = Wide().cuda()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        found = train_wide(model, torch.randn(4096, 4096, device="cuda"))
+        assert found["backward"] > found["forward"] > 10 * found["loss"] > 0
+        assert found["optimizer"] > 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
