@@ -1,7 +1,9 @@
 """Checks of what users pass in: they fail at once, with the value and the fix."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 
 def check_options(prefix: str, lag: int, warmup_steps: int, history: int) -> None:
@@ -37,17 +39,24 @@ def check_int(name: str, value: Any, least: int, meaning: str) -> None:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
 
 
-def check_modules(modules: Any) -> Sequence[str] | Mapping[str, Any]:
+def check_modules(modules: Any) -> Sequence[str] | Mapping[str, nn.Module]:
     """Returns `modules` if it names modules.
 
     Raises:
         TypeError: If it does not.
+        ValueError: If it names one twice.
     """
-    if isinstance(modules, Mapping) or (
-        isinstance(modules, list | tuple) and all(isinstance(name, str) for name in modules)
-    ):
-        return modules
-    raise TypeError(
-        "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping from"
-        f" names to modules, got {modules!r}"
-    )
+    if isinstance(modules, Mapping):
+        right = all(isinstance(module, nn.Module) for module in modules.values())
+        names = list(modules)
+    else:
+        right = isinstance(modules, list | tuple)
+        names = list(modules) if right else []
+    if not right or not all(isinstance(name, str) and "/" not in name for name in names):
+        raise TypeError(
+            "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping"
+            f" from names without '/' to modules, got {modules!r}"
+        )
+    if isinstance(modules, Mapping) and len({*map(id, modules.values())}) < len(modules):
+        raise ValueError(f"modules must not name a module twice, got {names}")
+    return cast("Sequence[str] | Mapping[str, nn.Module]", modules)

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_gputime._backward import BackwardBoundary
-from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable, is_compiled
+from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
-from lightning_gputime._parts import PartBoundaries
+from lightning_gputime._parts import PartBoundaries, hidden
 from lightning_gputime._recorder import Recorder
 
 B = TypeVar("B", bound=Removable)
@@ -51,8 +51,11 @@ class Boundaries:
                 else ModuleBoundary(recorder, model, wrapper, pause_evaluation)
             )
             self._parts = self._keep(PartBoundaries(recorder, parts)) if parts else None
-            if parts and is_compiled(model):
-                recorder.tell_once("Inside a compiled model no modules can be told apart.")
+            if names := hidden(parts or {}, model):
+                recorder.tell_once(
+                    "These modules run inside compiled code, and are not timed apart: %s",
+                    ", ".join(names),
+                )
             self.optimizers = [
                 self._keep(OptimizerBoundary(recorder, optimizer)) for optimizer in optimizers
             ]

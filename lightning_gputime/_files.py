@@ -11,7 +11,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: If it cannot be written; the message names the path.
     """
-    target = Path(path)
+    target = Path(path).resolve()
     try:
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:

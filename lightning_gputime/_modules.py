@@ -9,6 +9,7 @@ from torch import nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 
+from lightning_gputime._events import log
 from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS, OTHER
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import listen
@@ -177,11 +178,20 @@ class _Hook:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        try:
             self._call(module, *values)
+        except Exception as error:
+            self._call = _nothing
+            log.warning("A module is no longer timed, because a hook failed: %r", error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -194,7 +204,7 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
     if is_compiled(model):
         return  # It is called outside the compiled code, its children inside.
     for child in model.children():
-        if type(child).forward is nn.Module.forward:
+        if type(child).forward is nn.Module.forward and not is_compiled(child):
             yield from _children(child)
         elif not _is_metric(child):
             yield child
@@ -204,9 +214,11 @@ def _is_metric(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
 
 
-def before(module: nn.Module, call: Callable[..., None], *, first: bool = True) -> Removable:
-    """Lets `call(module, args)` be called before each call of a module."""
-    return module.register_forward_pre_hook(_Hook(call), prepend=first)
+def before(
+    module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
+) -> Removable:
+    """Lets `call(module, args)` be called before each call of a module, or with its kwargs, too."""
+    return module.register_forward_pre_hook(_Hook(call), prepend=first, with_kwargs=with_kwargs)
 
 
 def after(module: nn.Module, call: Callable[..., None], *, first: bool = False) -> Removable:

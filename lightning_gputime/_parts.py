@@ -24,10 +24,11 @@ class PartBoundaries:
     def __init__(self, recorder: Recorder, parts: Mapping[str, nn.Module]) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
-        self._outer: list[str] = []
+        # For each call that is not over: the label before it, and its inputs.
+        self._open: list[tuple[str, dict[int, Any]] | None] = []
         self._handles: list[Removable] = []
         for module in parts.values():
-            self._handles.append(before(module, self._enter, first=False))
+            self._handles.append(before(module, self._enter, first=False, with_kwargs=True))
             self._handles.append(after(module, self._exit, first=True))
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part.
         self._tensor_handles: list[Removable] = []
@@ -35,7 +36,7 @@ class PartBoundaries:
 
     def step_ended(self) -> None:
         """Must be called at the end of each step."""
-        self._outer.clear()
+        self._open.clear()
         self._outputs.clear()
         for handle in self._tensor_handles:
             handle.remove()
@@ -46,26 +47,35 @@ class PartBoundaries:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        outer = self._recorder.label
-        if outer is None or not outer.startswith(FORWARD) or _current_graph_task_id() != -1:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._recorder.is_here() or _current_graph_task_id() != -1:
             return
-        self._outer.append(outer)
+        outer = self._recorder.label or ""
+        inputs = list(_tensors_with_grad((args, kwargs)))
+        if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
+            self._open.append(None)  # Inside a phase that was named by hand.
+            return
+        self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
         label = f"{outer}/{self._names[id(module)]}"
         self._recorder.mark(label)
-        for tensor in _tensors_with_grad(args):
+        for tensor in inputs:
             # Where the input is the output of a part, that part's begin is this one's end.
             if tensor not in self._outputs:
                 self._at_gradient(tensor, lambda: self._end(_backward(label), _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._outer or _current_graph_task_id() != -1:
+        if not self._recorder.is_here() or _current_graph_task_id() != -1 or not self._open:
             return
-        outer = self._outer.pop()
+        opened = self._open.pop()
+        if opened is None:
+            return
+        outer, inputs = opened
         label = _backward(f"{outer}/{self._names[id(module)]}")
         for tensor in _tensors_with_grad(output):
-            self._at_gradient(tensor, lambda: self._begin(label))
-            self._outputs[tensor] = True
+            # An input that is returned as it is has no work behind it.
+            if inputs.get(id(tensor), self) is not tensor.grad_fn:
+                self._at_gradient(tensor, lambda: self._begin(label))
+                self._outputs[tensor] = True
         self._recorder.mark(outer)
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
@@ -73,12 +83,16 @@ class PartBoundaries:
 
     def _begin(self, label: str) -> None:
         # A part inside this one that ends with it has begun already.
-        if not (self._recorder.label or "").startswith(f"{label}/"):
+        if not self._is_inside(label):
             self._recorder.mark_in_backward(label)
 
     def _end(self, label: str, outer: str) -> None:
-        if self._recorder.label == label:
+        # A part inside this one may begin with the same input, and so end with it.
+        if self._recorder.label == label or self._is_inside(label):
             self._recorder.mark_in_backward(outer)
+
+    def _is_inside(self, label: str) -> bool:
+        return (self._recorder.label or "").startswith(f"{label}/")
 
 
 def _backward(label: str) -> str:
@@ -96,12 +110,25 @@ def resolve(
     if isinstance(modules, Mapping):
         return {check_name(name): module for name, module in modules.items()}
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
+    inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
     named = dict(inner.named_modules())
     for name in modules:
         if not name or name not in named:
             known = ", ".join(name for name, _ in inner.named_children())
             raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
     return {name: named[name] for name in modules}
+
+
+def hidden(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
+    """Returns the names of parts that run inside compiled code, where no hook fires."""
+    inside: set[int] = set()
+    for module in (model, *model.modules()):
+        compiled = getattr(module, "_orig_mod", None)
+        if module._compiled_call_impl is not None:
+            compiled = module
+        if compiled is not None:
+            inside.update(id(one) for one in compiled.modules())
+    return [name for name, module in parts.items() if id(module) in inside]
 
 
 def _tensors_with_grad(value: Any) -> Iterator[Tensor]:

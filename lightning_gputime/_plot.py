@@ -17,25 +17,28 @@ _COLOURS = {
     "optimizer": "#009E73",
     "other": "#BBBBBB",
 }
+_MISSING = "plots need matplotlib: python -m pip install 'lightning-gputime[plot]'"
 _USERS = ("#D55E00", "#F0E442", "#000000")
 
 
 def plot_steps(steps: Sequence[StepTimes], ax: Any = None) -> tuple[Any, Any]:
     """Draws the phases of each step, stacked. Returns figure and axes."""
     names = in_order(list({name for step in steps for name in step.phase_ms if "/" not in name}))
-    numbers = [step.step for step in steps]
-    heights = [[step.phase_ms.get(name, 0.0) for step in steps] for name in names]
     ax = _axes(ax)
-    ax.stackplot(
-        numbers, heights, labels=names, colors=[_colour(name, names) for name in names], step="mid"
-    )
     if steps:
+        # The last step is drawn as wide as the others, up to where a next one would begin.
+        drawn = [*steps, steps[-1]]
+        numbers = [*(step.step for step in steps), steps[-1].step + 1]
+        heights = [[step.phase_ms.get(name, 0.0) for step in drawn] for name in names]
+        colours = [_colour(name, names) for name in names]
+        ax.stackplot(numbers, heights, labels=names, colors=colours, step="post")
         # A first step of a second would flatten all others.
         totals = [step.step_ms for step in steps]
         ax.set_ylim(0, 1.1 * min(max(totals), 3 * float(np.median(totals))) or 1.0)
     ax.set(xlabel="step", ylabel="time per step (ms)", title="Phases of each step")
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+    if steps:
+        ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
     return ax.figure, ax
 
 
@@ -79,13 +82,24 @@ def _colour(name: str, names: Sequence[str]) -> str:
     return _USERS[own.index(name) % len(_USERS)] if name in own else _COLOURS[OTHER]
 
 
+def new_axes() -> Any:
+    """Returns the axes of a figure that pyplot does not keep open.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
+    return Figure(figsize=(9, 4), layout="constrained").add_subplot()
+
+
 def _axes(ax: Any, height: float = 4.0) -> Any:
     if ax is not None:
         return ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            "plot() needs matplotlib: python -m pip install 'lightning-gputime[plot]'"
-        ) from error
+        raise ImportError(_MISSING) from error
     return plt.subplots(figsize=(9, height), layout="constrained")[1]

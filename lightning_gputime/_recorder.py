@@ -83,9 +83,10 @@ class Recorder:
 
     def mark_in_backward(self, label: str) -> None:
         """As `mark`, from the thread that runs a backward while the timed one waits for it."""
-        is_inside = self._timing and not self._named and (self.label or "").startswith(BACKWARD)
-        if is_inside and label != self.label:
-            self._record(label)
+        is_open = self._timing and self._named in ([], [BACKWARD])
+        if is_open and (self.label or "").startswith(BACKWARD) and label != self.label:
+            # A profiler's range must not begin here and end in the other thread.
+            self._record(label, annotate=False)
 
     def turn(self, label: str, into: str) -> None:
         """Marks `into`; if the time is going to `label`, then what it got since its mark too."""
@@ -118,6 +119,7 @@ class Recorder:
         if self._timing and get_ident() == self._thread:
             self._open.labels[-1] = self.label = EXCLUDED
             self._timing, self._paused = False, True
+            self._tell_annotator(None)
 
     def resume(self, label: str = DATA) -> None:
         """Ends a `pause`: from here on the time belongs to `label`."""
@@ -163,8 +165,7 @@ class Recorder:
         """Ends recording: until the next `begin`, every call does nothing."""
         self._drop()
         self._thread = -1
-        if self._annotate is not None:
-            self._annotate(None)
+        self._tell_annotator(None)
 
     def tell_once(self, message: str, *args: object) -> None:
         """Logs a warning, the first time that it is called with `message`."""
@@ -172,7 +173,7 @@ class Recorder:
             self._told.add(message)
             log.warning(message, *args)
 
-    def _record(self, label: str) -> None:
+    def _record(self, label: str, *, annotate: bool = True) -> None:
         try:
             if self._is_capturing():
                 self._capture(label)
@@ -181,16 +182,25 @@ class Recorder:
                 self._end_capture()
             event = self._pool.take()
             event.record()
+            host_ns = self._host_ns()
         except Exception as error:
             self._fail(error)
             return
         marks = self._open
         marks.labels.append(label)
         marks.events.append(event)
-        marks.host_ns.append(self._host_ns())
+        marks.host_ns.append(host_ns)
         self.label = label
+        if annotate and self._annotate is not None:
+            self._tell_annotator(label)
+
+    def _tell_annotator(self, label: str | None) -> None:
         if self._annotate is not None:
-            self._annotate(label)
+            try:
+                self._annotate(label)
+            except Exception as error:
+                self._annotate = None
+                self.tell_once("Phases are no longer shown in other profilers: %r", error)
 
     def _capture(self, label: str) -> None:
         """Records a mark into the graph that is being captured. The step itself is not timed."""

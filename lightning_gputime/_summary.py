@@ -62,7 +62,7 @@ class PhaseSummary:
         if self.on_host_clock or not self.steps:
             return ""
         waited = f"waited {self.host_wait_mean_ms:.3g} of {self.step.mean_ms:.3g} ms a step"
-        if self.host_wait_mean_ms >= 0.05 * self.step.mean_ms:
+        if self.host_wait_mean_ms >= 0.1 * self.step.mean_ms:
             return f"GPU-bound: the host {waited} for the GPU"
         # What the device takes longer for than the host is queued behind the host. Where the host
         # takes longer, it works (a fetch) or waits inside the step (a copy, `.item()`).
@@ -73,13 +73,15 @@ class PhaseSummary:
         }
         ahead = sum(ms for ms in behind.values() if ms > 0)
         if ahead >= 0.2 * self.step.mean_ms:
-            held_up = (
+            grounds = (
+                f"for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind the host"
+            )
+            held_up = [
                 f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms
-            )
-            return (
-                f"mixed: for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind"
-                f" the host, which worked or waited in {', '.join(held_up)}"
-            )
+            ]
+            if not held_up:
+                return f"GPU-bound: {grounds}"
+            return f"mixed: {grounds}, which worked or waited in {', '.join(held_up)}"
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,8 +107,10 @@ class PhaseSummary:
 
     def _repr_html_(self) -> str:
         """Returns the table for a notebook."""
+        if not self.steps:
+            return f"<p>{html.escape(self._title())}</p>"
         header, *body = (
-            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+            "".join(f"<{tag}>{html.escape(cell).replace('  ', '&emsp;')}</{tag}>" for cell in line)
             for tag, line in zip(["th", *["td"] * len(self.rows), "th"], self._cells(), strict=True)
         )
         rows = "".join(f"<tr>{row}</tr>" for row in body)
@@ -119,6 +123,8 @@ class PhaseSummary:
         """Returns the table for rich."""
         from rich.table import Table
 
+        if not self.steps:
+            return self._title()
         header, *body = self._cells()
         table = Table(title=self._title(), caption=self.verdict or None, title_justify="left")
         for i, name in enumerate(header):

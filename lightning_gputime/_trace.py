@@ -16,8 +16,9 @@ def trace(steps: Sequence[StepTimes]) -> str:
     """Returns a trace in the Trace Event Format, in JSON.
 
     A step is a slice with its phases inside, on one lane by the device's clock and on one by the
-    host's; what no phase covers is `other`. Where the host waited for a step, the clocks meet; a
-    run of steps without a wait is placed as early as its launches allow.
+    host's; what no phase covers is `other`, and a validation inside it is `not timed`. Where the
+    host waited for a step, the clocks meet; a run of steps without a wait is placed as early as its
+    launches allow.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -83,7 +84,7 @@ def _placed(
 
 def _slices(lane: int, line: Timeline, times: Sequence[float]) -> Iterator[dict[str, Any]]:
     for names, (start, end) in zip(line.names, pairwise(times), strict=True):
-        for name in names:
+        for name in names or ("not timed",):
             if name != OTHER and end > start:
                 yield _slice(lane, name, start, end)
 

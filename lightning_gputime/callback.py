@@ -14,6 +14,7 @@ from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
+from lightning_gputime._plot import new_axes
 from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
@@ -84,6 +85,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value.
+        ImportError: If `log_figure` is set and matplotlib is not installed (extra `plot`).
 
     Example:
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
@@ -113,6 +115,8 @@ class GPUPhaseTimer(Readings, pl.Callback):
         self._modules = check_modules(modules)
         self._annotate = annotate
         self._log_figure = log_figure
+        if log_figure:
+            new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._clock = clock
         self._evaluation: Evaluation | None = None
         self._results = Results(history, warmup_steps)
@@ -306,7 +310,8 @@ class GPUPhaseTimer(Readings, pl.Callback):
         for logger in trainer.loggers:
             add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
             if add_figure is not None and self.last is not None:
-                add_figure(f"{self._prefix}/steps", self.plot()[0], self.last.step)
+                figure, _ = self.plot(ax=new_axes())
+                add_figure(f"{self._prefix}/steps", figure, self.last.step)
 
     def _clock_of(self, trainer: pl.Trainer) -> Clock:
         device = trainer.strategy.root_device
@@ -356,6 +361,7 @@ class _NextFetch:
 
     def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
         self._profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
+        self._before = vars(self._profiler).get("start")
         start = self._profiler.start
 
         def watched(action_name: str) -> None:
@@ -370,6 +376,8 @@ class _NextFetch:
         """Takes it off the profiler. Safe to call twice."""
         if vars(self._profiler).get("start") is self._watched:
             del self._profiler.start
+            if self._before is not None:
+                self._profiler.start = self._before
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

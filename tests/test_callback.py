@@ -90,6 +90,18 @@ def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
     assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
 
 
+def test_a_profiler_of_ones_own_keeps_its_start(gpu: FakeGPU) -> None:
+    profiler = pl.profilers.PassThroughProfiler()
+    started: list[str] = []
+    own = profiler.start = started.append  # type: ignore[assignment]
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    runner = trainer(timer, profiler=profiler, val_check_interval=2)
+    runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
+    assert vars(profiler)["start"] is own
+    assert started
+    assert steps(timer) == [STEP_MS] * 4
+
+
 def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
     runner = trainer(*(GPUPhaseTimer(clock=gpu, summary=False) for _ in range(2)))
     model = Model(gpu)

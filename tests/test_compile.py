@@ -113,6 +113,17 @@ def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGP
     assert [set(step) for step in measured] == [PHASES[how]] * (2 * N)
 
 
+def test_a_compiled_net_that_is_called_by_itself_is_timed(gpu: FakeGPU) -> None:
+    class Direct(Compiled):
+        def loss(self, x: Tensor) -> Tensor:
+            return work(self.net(x), self.gpu, 0.5, 0.25).sum()
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    trainer(timer).fit(Direct(gpu, "compile(net)", "eager"), Loader(gpu, N))
+    assert [set(step) for step in steps(timer)] == [PHASES["compile(net)"]] * N
+    assert [step["loss"] for step in steps(timer)] == [0.5] * N
+
+
 def test_a_compiled_lightning_module_is_said_to_have_one_phase(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -138,6 +138,37 @@ def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "time per step (ms)")
 
 
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: int) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    _, ax = timer.plot()
+    if n:
+        [area, *_] = ax.collections
+        xs = area.get_paths()[0].vertices[:, 0]
+        assert (xs.min(), xs.max()) == (0, 1)
+    lanes = load_trace(timer, tmp_path / "trace.json")
+    assert sum("step" in name for name, _, _ in lanes["GPU"]) == n
+
+
+def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path: Path) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, accumulate_grad_batches=2) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(2))):
+            loop.micro_batch(x)
+            if number == 0:
+                assert timer._session is not None
+                timer._session.recorder.mark("data")
+                timer._session.recorder.pause()
+                gpu.work(50.0)
+                timer._session.recorder.resume()
+        loop.update()
+    lanes = load_trace(timer, tmp_path / "trace.json")
+    assert [dur for name, _, dur in lanes["GPU"] if name == "not timed"] == [50_000.0]
+
+
 def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(
     timer: GPUPhaseHooks,
 ) -> None:

@@ -148,6 +148,17 @@ def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     )
 
 
+def test_many_phases_that_each_run_a_little_long_on_the_host_are_not_named() -> None:
+    device = {"forward": 10.0, **{f"p{i}": 0.1 for i in range(30)}}
+    host = {"forward": 1.0, **{f"p{i}": 0.4 for i in range(30)}}
+    summary = filled(StepTimes(0, device, host, 0.0, 13.0)).summary()
+    assert summary.verdict == "GPU-bound: for 9 of 13 ms a step the GPU ran behind the host"
+
+
+def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> None:
+    assert filled(times(0, 1.0, forward=19.0)).summary().verdict.startswith("launch-bound")
+
+
 def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
     results = Results(10, 0, on_host_clock=True)
     results.add(times(0, forward=2.0))
