@@ -90,8 +90,8 @@ def _slices(lane: int, line: Timeline, times: Sequence[float]) -> Iterator[dict[
 
 
 def _slice(lane: int, name: str, start: float, end: float) -> dict[str, Any]:
-    # The ends are rounded, not the length: else a slice could reach into the next, and viewers
-    # would show that one as its child.
-    ts = round(start, 1)
-    dur = round(round(end, 1) - ts, 1)
+    # Both ends are rounded to half a microsecond, which binary floats add up exactly: else a slice
+    # could reach into the next, and viewers would show that one as its child.
+    ts = round(start * 2) / 2
+    dur = round(end * 2) / 2 - ts
     return {"ph": "X", "pid": lane, "tid": lane, "ts": ts, "dur": dur, "name": name}

@@ -117,10 +117,12 @@ def test_a_trace_of_the_newest_steps_is_less_than_a_kilobyte_a_step(
     assert sum("step" in name for name, _, _ in lanes["GPU"]) == 100
     assert path.stat().st_size < 100 * 1000
     for slices in lanes.values():
-        # Rounded as they are, slices lie side by side or inside each other.
-        ends = [(round(ts * 10), round((ts + dur) * 10)) for _, ts, dur in slices]
-        for one, two in pairwise(sorted(ends, key=lambda end: (end[0], -end[1]))):
+        # As floats add them up, slices lie side by side or inside each other.
+        ends = sorted(((ts, ts + dur) for _, ts, dur in slices), key=lambda end: (end[0], -end[1]))
+        for one, two in pairwise(ends):
             assert two[0] >= one[1] or two[1] <= one[1]
+        steps = [(ts, ts + dur) for name, ts, dur in slices if "step" in name]
+        assert all(one[1] == two[0] for one, two in pairwise(steps))
 
 
 def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
