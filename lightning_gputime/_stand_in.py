@@ -73,7 +73,8 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
 def _before(
     listeners: list[Listener], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Listener]:
-    return [listener for listener in listeners if listener.before(*args, **kwargs)]
+    # Over a copy, because a listener may leave when it is told.
+    return [listener for listener in [*listeners] if listener.before(*args, **kwargs)]
 
 
 def _after(listeners: list[Listener]) -> None:

@@ -19,6 +19,7 @@ from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
 from lightning_gputime._session import Session
+from lightning_gputime._stand_in import listen
 from lightning_gputime._summary import show
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -160,7 +161,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
             [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
-            compiled_step=pl_module._compiler_ctx is not None,
+            compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,
             parts=resolve(self._modules, pl_module),
         )
 
@@ -360,24 +361,23 @@ class _NextFetch:
     """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
 
     def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
-        self._profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
-        self._before = vars(self._profiler).get("start")
-        start = self._profiler.start
+        self._call = call
+        profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
+        self._stand_in = listen(profiler, "start", self)
 
-        def watched(action_name: str) -> None:
-            if "train_dataloader_next" in action_name:
-                self.remove()
-                call()
-            start(action_name)
+    def before(self, action_name: str, *_: Any, **__: Any) -> bool:
+        """Is told what the trainer begins."""
+        if "train_dataloader_next" in action_name:
+            self.remove()
+            self._call()
+        return False
 
-        self._watched = self._profiler.start = watched
+    def after(self) -> None:
+        """Is never told."""
 
     def remove(self) -> None:
         """Takes it off the profiler. Safe to call twice."""
-        if vars(self._profiler).get("start") is self._watched:
-            del self._profiler.start
-            if self._before is not None:
-                self._profiler.start = self._before
+        self._stand_in.leave(self)
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

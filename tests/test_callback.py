@@ -85,8 +85,8 @@ def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
 
     timers = [GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0) for _ in range(2)]
     runner = trainer(*timers, Saves(), val_check_interval=2, max_epochs=2)
-    runner.fit(Model(gpu), Loader(gpu, 5), Loader(gpu, 3))
-    assert [steps(timer) for timer in timers] == [[STEP_MS] * 10] * 2
+    runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
+    assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
     assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
 
 
