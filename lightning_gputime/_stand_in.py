@@ -56,7 +56,8 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
     tell_before = torch.compiler.disable(_before)
     tell_after = torch.compiler.disable(_after)
 
-    @functools.wraps(call)
+    # Without the attributes of a compiled function: torch would take this for that function.
+    @functools.wraps(call, updated=())
     def announced(*args: Any, **kwargs: Any) -> Any:
         told = tell_before(listeners, args, kwargs)
         try:
