@@ -51,7 +51,7 @@ class Boundaries:
                 else ModuleBoundary(recorder, model, wrapper, pause_evaluation)
             )
             self._parts = self._keep(PartBoundaries(recorder, parts)) if parts else None
-            if names := hidden(parts or {}, model):
+            if parts and (names := hidden(parts, model)):
                 recorder.tell_once(
                     "These modules run inside compiled code, and are not timed apart: %s",
                     ", ".join(names),

@@ -69,7 +69,7 @@ class ModuleBoundary:
         """
         self._depth = 0
         if self._calls:
-            self._forget([key for key in self._children if key in self._nested - self._alone])
+            self._forget([*(self._children.keys() & self._nested) - self._alone])
         else:
             self._time_children()
         self._calls = 0

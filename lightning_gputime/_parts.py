@@ -51,10 +51,10 @@ class PartBoundaries:
         if not self._recorder.is_here() or _current_graph_task_id() != -1:
             return
         outer = self._recorder.label or ""
-        inputs = list(_tensors_with_grad((args, kwargs)))
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
             self._open.append(None)  # Inside a phase that was named by hand.
             return
+        inputs = list(_tensors_with_grad((args, kwargs)))
         self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
         label = f"{outer}/{self._names[id(module)]}"
         self._recorder.mark(label)

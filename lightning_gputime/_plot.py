@@ -1,12 +1,12 @@
 """Pictures of what was measured, with matplotlib."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from lightning_gputime._phases import OTHER, PHASES, StepTimes, Timeline, in_order
-from lightning_gputime._trace import device_start_us
+from lightning_gputime._phases import PHASES, StepTimes, Timeline, in_order
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 _COLOURS = {
@@ -50,7 +50,7 @@ def plot_step(step: StepTimes, ax: Any = None) -> tuple[Any, Any]:
     names = in_order([name for name in step.phase_ms if "/" not in name])
     ax = _axes(ax, height=2.4)
     host_ms = [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns]
-    lanes = {"GPU": [us / 1e3 for us in device_start_us(line)], "host": host_ms}
+    lanes = {"GPU": list(accumulate(line.device_ms, initial=0.0)), "host": host_ms}
     for y, times in enumerate(lanes.values()):
         _draw_lane(ax, y, line, times, names)
     ax.set_yticks(range(len(lanes)), list(lanes))
@@ -79,7 +79,7 @@ def _colour(name: str, names: Sequence[str]) -> str:
     if name in _COLOURS:
         return _COLOURS[name]
     own = [other for other in names if other not in PHASES]
-    return _USERS[own.index(name) % len(_USERS)] if name in own else _COLOURS[OTHER]
+    return _USERS[own.index(name) % len(_USERS)]
 
 
 def new_axes() -> Any:

@@ -36,11 +36,6 @@ def trace(steps: Sequence[StepTimes]) -> str:
     return json.dumps({"traceEvents": events}, separators=(",", ":"))
 
 
-def device_start_us(line: Timeline) -> list[float]:
-    """Returns when the intervals of a step begin and end on the device, from its start (in us)."""
-    return [ms * 1e3 for ms in accumulate(line.device_ms, initial=0.0)]
-
-
 def _runs(steps: Sequence[StepTimes]) -> Iterator[list[tuple[StepTimes, Timeline]]]:
     """Splits steps where one does not begin at the end of the one before."""
     run: list[tuple[StepTimes, Timeline]] = []

@@ -39,3 +39,10 @@ def installed(*things: object) -> list[dict[str, object]]:
         }
         for thing in things
     ]
+
+
+def hooks_of(model: torch.nn.Module) -> list[dict[str, object]]:
+    return [
+        {name: value for name, value in one.items() if "hooks" in name}
+        for one in installed(*model.modules())
+    ]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from fake_gpu import FakeGPU
-from fake_lightning import Loader, Model, steps, trainer
+from fake_gpu import FakeGPU, steps
+from fake_lightning import Loader, Model, trainer
 
 from lightning_gputime import GPUPhaseTimer
 

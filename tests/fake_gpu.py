@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gputime._readings import Readings
+
 MS = 1_000_000
 
 
@@ -191,3 +193,29 @@ def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) ->
         gpu.host_work(host_ms)
         gpu.work(copy_ms)
         yield torch.ones(1, 2)
+
+
+STEP_MS = {
+    "data": 1.0,
+    "other": 0.125,
+    "forward": 4.0,
+    "loss": 0.5,
+    "backward": 8.0,
+    "optimizer": 2.0,
+}
+"""What a standard step takes, in the fake LightningModule and in the fake plain loop."""
+
+
+def steps(timer: Readings) -> list[dict[str, float]]:
+    """The phases of each step in a timer's history, those that did not run left out."""
+    timer.flush()
+    history = timer.history()
+    names = [name for name in history.dtype.names or () if name.endswith("_ms")]
+    return [
+        {
+            name.removesuffix("_ms"): float(row[name])
+            for name in names
+            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
+        }
+        for row in history
+    ]

@@ -9,15 +9,6 @@ from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
 
-STEP_MS = {
-    "data": 1.0,
-    "other": 0.125,
-    "forward": 4.0,
-    "loss": 0.5,
-    "backward": 8.0,
-    "optimizer": 2.0,
-}
-
 
 class Loader:
     """A loader whose batches take the device 1 ms each, for the copy."""
@@ -92,20 +83,6 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
             **options,
         }
     )
-
-
-def steps(timer: GPUPhaseTimer) -> list[dict[str, float]]:
-    """The phases of each step in a timer's history, those that did not run left out."""
-    history = timer.history()
-    names = [name for name in history.dtype.names or () if name.endswith("_ms")]
-    return [
-        {
-            name.removesuffix("_ms"): float(row[name])
-            for name in names
-            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
-        }
-        for row in history
-    ]
 
 
 def fit(gpu: FakeGPU, model: pl.LightningModule, n: int = 3, **options: Any) -> GPUPhaseTimer:

@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import FakeGPU
-from fake_lightning import STEP_MS, Loader, MemoryLogger, Model, fit, steps, trainer
+from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import installed
-from fake_gpu import Adder, FakeGPU, batches, work
-from fake_lightning import Loader, Model, steps, trainer
+from conftest import hooks_of
+from fake_gpu import Adder, FakeGPU, batches, steps, work
+from fake_lightning import Loader, Model, trainer
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -96,15 +96,12 @@ def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGP
     def fit(timed: bool, backend: Count) -> None:
         timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
         model: Any = Compiled(gpu, how, backend)
-        bare = installed(*model.modules())
+        bare = hooks_of(model)
         if how == "compile(LightningModule)":
             model = torch.compile(model, backend=backend)
         trainer(*([timer] if timed else []), max_epochs=2).fit(model, Loader(gpu, N))
         measured[:] = steps(timer)
-        hooks = [{k: v for k, v in one.items() if "hooks" in k} for one in bare]
-        net = getattr(model, "_orig_mod", model)
-        after = installed(*net.modules())
-        assert [{k: v for k, v in one.items() if "hooks" in k} for one in after] == hooks
+        assert hooks_of(getattr(model, "_orig_mod", model)) == bare
 
     without = compilations(lambda backend: fit(False, backend))
     with_timer = compilations(lambda backend: fit(True, backend))

@@ -6,19 +6,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
-
-STEP_MS = {
-    "data": 1.0,
-    "other": 0.125,
-    "forward": 4.0,
-    "loss": 0.5,
-    "backward": 8.0,
-    "optimizer": 2.0,
-}
 
 
 class Loop:
@@ -62,19 +53,6 @@ def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
     return GPUPhaseHooks(
         loop.model, loop.optimizer, clock=loop.gpu, **{"warmup_steps": 0, **options}
     )
-
-
-def steps(timer: GPUPhaseHooks) -> list[dict[str, float]]:
-    timer.flush()
-    names = [name for name in timer.history().dtype.names or () if name.endswith("_ms")]
-    return [
-        {
-            name.removesuffix("_ms"): float(row[name])
-            for name in names
-            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
-        }
-        for row in timer.history()
-    ]
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:

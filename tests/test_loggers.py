@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import FakeGPU
-from fake_lightning import STEP_MS, Model, fit
+from fake_gpu import STEP_MS, FakeGPU
+from fake_lightning import Model, fit
 from lightning.pytorch.loggers import (
     CSVLogger,
     Logger,

@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from conftest import installed
-from fake_gpu import Adder, FakeGPU, Layer, Loss, work
-from fake_lightning import STEP_MS, Loader, MemoryLogger, Model, fit, steps, trainer
+from conftest import hooks_of
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, Loss, steps, work
+from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -22,13 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseTimer, phase
-
-
-def hooks_of(model: nn.Module) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in one.items() if "hooks" in name}
-        for one in installed(*model.modules())
-    ]
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import FakeGPU
+from fake_gpu import STEP_MS, FakeGPU, steps
 from lightning.fabric import Fabric
-from test_hooks import STEP_MS, Logger, Loop, steps
+from test_hooks import Logger, Loop
 
 from lightning_gputime import GPUPhaseHooks
 

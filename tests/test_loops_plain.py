@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import Adder, FakeGPU, Layer, work
-from test_hooks import STEP_MS, Logger, Loop, hooks, steps
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps, work
+from test_hooks import Logger, Loop, hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

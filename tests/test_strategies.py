@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from fake_gpu import FakeGPU
-from fake_lightning import STEP_MS
-from test_hooks import STEP_MS as PLAIN_STEP_MS
-from test_hooks import Loop, hooks, steps
+from fake_gpu import STEP_MS, FakeGPU, steps
+from test_hooks import Loop, hooks
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +54,6 @@ def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Pat
         with hooks(loop) as timer:
             for x in timer.steps(loop.batches(3)):
                 loop.train(x)
-        assert steps(timer) == [PLAIN_STEP_MS] * 3
+        assert steps(timer) == [STEP_MS] * 3
     finally:
         torch.distributed.destroy_process_group()
