@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_gputime._events import Clock, TimingEvent
 from lightning_gputime._named import phase
 from lightning_gputime._phases import StepTimes
+from lightning_gputime._ranks import RankStats, RankSummary
 from lightning_gputime._summary import PhaseStats, PhaseSummary
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:
     from lightning_gputime.callback import GPUPhaseTimer
+    from lightning_gputime.metric import PhaseTimeMetric
 
 __all__ = [
     "Clock",
@@ -17,6 +19,9 @@ __all__ = [
     "GPUPhaseTimer",
     "PhaseStats",
     "PhaseSummary",
+    "PhaseTimeMetric",
+    "RankStats",
+    "RankSummary",
     "StepTimes",
     "TimingEvent",
     "phase",
@@ -26,9 +31,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Importing Lightning takes seconds; who times a plain loop does not need it.
+    # Importing Lightning or torchmetrics takes seconds; who times a plain loop needs neither.
     if name == "GPUPhaseTimer":
         from lightning_gputime.callback import GPUPhaseTimer
 
         return GPUPhaseTimer
+    if name == "PhaseTimeMetric":
+        from lightning_gputime.metric import PhaseTimeMetric
+
+        return PhaseTimeMetric
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

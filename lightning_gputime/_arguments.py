@@ -6,7 +6,9 @@ from typing import Any, cast
 from torch import nn
 
 
-def check_options(prefix: str, lag: int, warmup_steps: int, history: int) -> None:
+def check_options(
+    prefix: str, lag: int, warmup_steps: int, history: int, sync_ranks: Any, on_step: Any
+) -> None:
     """Checks the options that both timers have.
 
     Raises:
@@ -24,6 +26,13 @@ def check_options(prefix: str, lag: int, warmup_steps: int, history: int) -> Non
         "warmup_steps", warmup_steps, 0, "the number of first steps to leave out of the summary"
     )
     check_int("history", history, 1, "the number of newest steps to keep")
+    if sync_ranks not in (True, False, "log"):
+        raise ValueError(
+            "sync_ranks must be True (compare the ranks at the end of each epoch), 'log' (at every"
+            f" log) or False, got {sync_ranks!r}"
+        )
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step must be a function of a StepTimes, got {on_step!r}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
@@ -56,6 +65,11 @@ def check_modules(modules: Any) -> Sequence[str] | Mapping[str, nn.Module]:
         raise TypeError(
             "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping"
             f" from names without '/' to modules, got {modules!r}"
+        )
+    if "comm" in names:
+        raise ValueError(
+            "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks;"
+            " give a mapping with another name"
         )
     if isinstance(modules, Mapping) and len({*map(id, modules.values())}) < len(modules):
         raise ValueError(f"modules must not name a module twice, got {names}")

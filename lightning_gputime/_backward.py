@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_gputime._communication import CommunicationBoundary
 from lightning_gputime._modules import CompiledStep, ModuleBoundary
 from lightning_gputime._optimizers import OptimizerBoundary
 from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
@@ -24,24 +25,30 @@ class BackwardBoundary:
         recorder: Recorder,
         model: ModuleBoundary | CompiledStep,
         optimizers: Sequence[OptimizerBoundary],
+        communication: CommunicationBoundary | None = None,
     ) -> None:
         self._recorder = recorder
         self._model = model
         self._optimizers = optimizers
+        self._communication = communication
         self._returns_to: str | None = None
         self._stand_in = listen(torch.autograd, "backward", self)
 
-    def before(self, *_: Any, **__: Any) -> bool:
+    def before(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
         """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         if self._returns_to is not None or not recorder.is_here() or self._is_anothers():
             return False
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         recorder.mark(BACKWARD)
+        if self._communication is not None:
+            self._communication.begin(tensors)
         return True
 
     def after(self) -> None:
         """Marks the end."""
+        if self._communication is not None:
+            self._communication.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
         if any(optimizer.is_stepping for optimizer in self._optimizers):
             label = OPTIMIZER

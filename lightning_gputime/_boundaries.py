@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_gputime._backward import BackwardBoundary
+from lightning_gputime._communication import CommunicationBoundary
+from lightning_gputime._exchange import is_distributed
 from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._parts import PartBoundaries, hidden
@@ -62,7 +64,12 @@ class Boundaries:
             for optimizer in (*optimizers, *optimizer_wrappers):
                 self._keep(ZeroGradBoundary(recorder, optimizer))
             if backward:
-                self._keep(BackwardBoundary(recorder, self._model, self.optimizers))
+                communication = (
+                    CommunicationBoundary(recorder, model if wrapper is None else wrapper)
+                    if is_distributed()
+                    else None
+                )
+                self._keep(BackwardBoundary(recorder, self._model, self.optimizers, communication))
         except BaseException:
             self.remove()
             raise

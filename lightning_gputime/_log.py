@@ -42,17 +42,23 @@ class PhaseLog:
         self._newest: int | None = None
         self._failed = False
 
-    def add(self, times: StepTimes) -> None:
-        """Takes the times of the next step, and logs if it is one that is due."""
+    def is_due(self, step: int) -> bool:
+        """Tells whether the means are logged under the number `step`."""
+        return bool(self._every_n_steps) and step >= 0 and not (step + 1) % self._every_n_steps
+
+    def add(self, times: StepTimes) -> bool:
+        """Takes the times of the next step, and logs if it is one that is due. Tells if it did."""
         every = self._every_n_steps
         if not every:
-            return
+            return False
         before = times.step if self._newest is None else self._newest + 1
         self._newest = times.step
         self._sum(times.phase_ms)
         self._sum({"step": times.step_ms, "host_wait": times.host_wait_ms})
-        if (times.step + 1) // every > before // every:
+        is_due = (times.step + 1) // every > before // every
+        if is_due:
             self.log()
+        return is_due
 
     def _sum(self, values: Mapping[str, float]) -> None:
         sums = self._sums
@@ -65,11 +71,18 @@ class PhaseLog:
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
-        if self._newest is None or not self._sums:
+        if not self._sums:
+            return
+        means = {f"{name}_ms": ms / n for name, (ms, n) in self._sums.items()}
+        self._sums.clear()
+        self.log_now(means)
+
+    def log_now(self, values: Mapping[str, float]) -> None:
+        """Logs `values` under the number of the newest step, if there is one."""
+        if self._newest is None:
             return
         step = self._newest
-        metrics = {f"{self._prefix}/{name}_ms": ms / n for name, (ms, n) in self._sums.items()}
-        self._sums.clear()
+        metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")
             own = {key.replace("/", separator): value for key, value in metrics.items()}

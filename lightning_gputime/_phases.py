@@ -13,6 +13,9 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
 
+COMM = "backward/comm"
+"""The part of backward in which a rank only waits for the others."""
+
 PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
 # Labels of marks whose phase depends on what follows; `settle` decides. A user's phase cannot be

@@ -31,7 +31,7 @@ class Recorder:
         clock: Clock,
         *,
         lag: int,
-        emit: Callable[[StepTimes], None],
+        emit: Callable[[StepTimes], object],
         annotate: Callable[[str | None], None] | None = None,
     ) -> None:
         self._clock = clock

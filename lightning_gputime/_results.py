@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._ranks import STEP, RankSummary, Totals
 from lightning_gputime._summary import PhaseStats, PhaseSummary
 
 
@@ -30,6 +31,8 @@ class Results:
         self._step_total = _Total()
         self._host_wait_ms = 0.0
         self._skipped_updates = 0
+        self.ranks: RankSummary | None = None
+        """All ranks beside each other, as they were last compared."""
 
     @property
     def last(self) -> StepTimes | None:
@@ -55,6 +58,11 @@ class Results:
             total.add(ms, host_ms[name])
         self._step_total.add(times.step_ms, 0.0)
         self._host_wait_ms += times.host_wait_ms
+
+    def totals(self) -> Totals:
+        """Returns the sums over all steps but the warm-up, to be compared with other ranks."""
+        totals = {name: (total.device_ms, total.n) for name, total in self._totals.items()}
+        return {**totals, STEP: (self._step_total.device_ms, self._step_total.n)}
 
     def history(self) -> npt.NDArray[Any]:
         """Returns the newest steps as a structured array; see the timers' `history`."""
@@ -88,6 +96,7 @@ class Results:
             host_wait_mean_ms=self._host_wait_ms / steps if steps else math.nan,
             skipped_updates=self._skipped_updates,
             on_host_clock=self._on_host_clock,
+            ranks=self.ranks,
         )
 
     def _after_warmup(self) -> list[StepTimes]:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gputime._boundaries import Boundaries
+from lightning_gputime._measurement import Measurement
 from lightning_gputime._named import activate, deactivate
 from lightning_gputime._recorder import Recorder
 
@@ -17,6 +18,7 @@ class Session:
         recorder: Gets the marks.
         model: The model that is timed.
         optimizers: The optimizers whose updates are timed.
+        measurement: Gets the steps of training.
         options: Those of `Boundaries`.
     """
 
@@ -25,9 +27,11 @@ class Session:
         recorder: Recorder,
         model: nn.Module,
         optimizers: Sequence[Any],
+        measurement: Measurement | None = None,
         **options: Any,
     ) -> None:
         self.recorder = recorder
+        self._measurement = measurement
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
@@ -42,9 +46,19 @@ class Session:
         skipped_update = bool(boundaries.optimizers) and not boundaries.updates
         self.recorder.end_step(number, skipped_update=skipped_update)
         boundaries.step_ended()
+        if self._measurement is not None:
+            self._measurement.step_ended(number)
+
+    def sync(self) -> None:
+        """Compares the ranks of a distributed run, in all steps that have ended."""
+        if self._measurement is not None and self._measurement.compares_ranks:
+            self.recorder.flush()
+            self._measurement.sync()
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         deactivate(self.recorder)
         self.boundaries.remove()
         self.recorder.stop()
+        if self._measurement is not None:
+            self._measurement.end()

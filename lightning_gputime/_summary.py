@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_gputime._ranks import STEP, RankStats, RankSummary
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseStats:
@@ -43,6 +45,7 @@ class PhaseSummary:
             one (in milliseconds). Near zero, the host cannot keep the device busy.
         skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
         on_host_clock: Whether there was no device, and everything is the host's time.
+        ranks: On rank zero of a distributed run, all ranks beside each other.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -52,6 +55,7 @@ class PhaseSummary:
     host_wait_mean_ms: float
     skipped_updates: int = 0
     on_host_clock: bool = False
+    ranks: RankSummary | None = None
 
     @property
     def verdict(self) -> str:
@@ -102,8 +106,7 @@ class PhaseSummary:
         ]
         rule = "-" * len(text[0])
         table = [self._title(), "", text[0], rule, *text[1:-1], rule, text[-1]]
-        verdict = ["", self.verdict] if self.verdict else []
-        return "\n".join([*table, *verdict])
+        return "\n".join([*table, *(f"\n{sentence}" for sentence in self._sentences())])
 
     def _repr_html_(self) -> str:
         """Returns the table for a notebook."""
@@ -114,9 +117,10 @@ class PhaseSummary:
             for tag, line in zip(["th", *["td"] * len(self.rows), "th"], self._cells(), strict=True)
         )
         rows = "".join(f"<tr>{row}</tr>" for row in body)
+        sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self._sentences())
         return (
             f"<table><caption>{html.escape(self._title())}</caption><thead><tr>{header}</tr></thead>"
-            f"<tbody>{rows}</tbody></table><p>{html.escape(self.verdict)}</p>"
+            f"<tbody>{rows}</tbody></table>{sentences}"
         )
 
     def __rich__(self) -> Any:
@@ -126,7 +130,8 @@ class PhaseSummary:
         if not self.steps:
             return self._title()
         header, *body = self._cells()
-        table = Table(title=self._title(), caption=self.verdict or None, title_justify="left")
+        caption = "\n".join(self._sentences()) or None
+        table = Table(title=self._title(), caption=caption, title_justify="left")
         for i, name in enumerate(header):
             table.add_column(name, justify="right" if i else "left", no_wrap=True)
         for i, line in enumerate(body):
@@ -146,7 +151,17 @@ class PhaseSummary:
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
         body = [_cells(_indented(name), row) for name, row in self.rows.items()]
-        return [header, *body, _cells("step", self.step)]
+        lines = [header, *body, _cells("step", self.step)]
+        if self.ranks is None:
+            return lines
+        of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*self.rows, STEP)]
+        column = ["min - max (rank)", *of_ranks]
+        return [(*line, cell) for line, cell in zip(lines, column, strict=True)]
+
+    def _sentences(self) -> list[str]:
+        return [
+            sentence for sentence in (self.verdict, self.ranks and self.ranks.sentence) if sentence
+        ]
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,6 +176,10 @@ def _indented(name: str) -> str:
 def _cells(name: str, row: PhaseStats) -> tuple[str, ...]:
     times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
     return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
+
+
+def _of_ranks(row: RankStats | None) -> str:
+    return "" if row is None else f"{row.min_ms:.3f} - {row.max_ms:.3f} ({row.slowest})"
 
 
 def show(summary: PhaseSummary) -> None:

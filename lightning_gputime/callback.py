@@ -12,6 +12,7 @@ from lightning_gputime._arguments import check_modules, check_options
 from lightning_gputime._evaluation import Evaluation
 from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
+from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
 from lightning_gputime._plot import new_axes
@@ -80,6 +81,9 @@ class GPUPhaseTimer(Readings, pl.Callback):
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
             `backward/<name>`: dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
+            of training; with "log" at every log; with False never.
+        on_step: Is called with the times of every step, when they are read.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
@@ -103,10 +107,12 @@ class GPUPhaseTimer(Readings, pl.Callback):
         summary: bool = True,
         modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
+        sync_ranks: SyncRanks = True,
+        on_step: Callable[[StepTimes], object] | None = None,
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        check_options(prefix, lag, warmup_steps, history)
+        check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         self._prefix = prefix
         self._lag = lag
         self._warmup_steps = warmup_steps
@@ -115,13 +121,14 @@ class GPUPhaseTimer(Readings, pl.Callback):
         self._print_summary = summary
         self._modules = check_modules(modules)
         self._annotate = annotate
+        self._sync_ranks: SyncRanks = sync_ranks
+        self._on_step = on_step
         self._log_figure = log_figure
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._clock = clock
         self._evaluation: Evaluation | None = None
         self._results = Results(history, warmup_steps)
-        self._log: PhaseLog | None = None
         self._session: Session | None = None
         self._next_fetch: _NextFetch | None = None
         self._in_batch = self._tried_update = False
@@ -131,7 +138,6 @@ class GPUPhaseTimer(Readings, pl.Callback):
         return {
             **self.__dict__,
             "_session": None,
-            "_log": None,
             "_next_fetch": None,
             "_evaluation": None,
         }
@@ -148,17 +154,24 @@ class GPUPhaseTimer(Readings, pl.Callback):
         self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
         publish = functools.partial(_publish, trainer)
-        self._log = PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish)
+        measurement = Measurement(
+            self._results,
+            PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
+            sync_ranks=self._sync_ranks,
+            lag=self._lag,
+            on_step=self._on_step,
+        )
         recorder = Recorder(
             clock,
             lag=self._lag,
-            emit=functools.partial(self._emit, trainer),
+            emit=functools.partial(self._emit, trainer, measurement),
             annotate=Annotator() if self._annotate else None,
         )
         self._session = Session(
             recorder,
             pl_module,
             [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
+            measurement=measurement,
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,
@@ -204,6 +217,11 @@ class GPUPhaseTimer(Readings, pl.Callback):
             self._session.end_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
         else:
             self._session.recorder.mark(DATA)
+
+    @_never_raises
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            self._session.sync()
 
     @_never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -261,6 +279,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is not None:
             self.flush()
+            self._session.sync()
             self._detach()
             self._report(trainer)
 
@@ -291,10 +310,8 @@ class GPUPhaseTimer(Readings, pl.Callback):
         boundaries = session.boundaries
         return boundaries.updates > 0 or self._tried_update or not boundaries.optimizers
 
-    def _emit(self, trainer: pl.Trainer, times: StepTimes) -> None:
-        self._results.add(times)
-        if self._log is not None:
-            self._log.add(times)
+    def _emit(self, trainer: pl.Trainer, measurement: Measurement, times: StepTimes) -> None:
+        measurement.add(times)
         if self._prog_bar:
             shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
             text = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
@@ -352,9 +369,6 @@ class GPUPhaseTimer(Readings, pl.Callback):
         if self._session is not None:
             self._session.remove()
             self._session = None
-            if self._log is not None:
-                self._log.log()
-            self._log = None
 
 
 class _NextFetch:

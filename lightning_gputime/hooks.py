@@ -1,6 +1,6 @@
 """The timer for a plain PyTorch loop."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,6 +11,7 @@ from lightning_gputime._annotate import Annotator
 from lightning_gputime._arguments import check_int, check_modules, check_options
 from lightning_gputime._events import Clock, HostClock, clock_for
 from lightning_gputime._log import MetricsLogger, PhaseLog
+from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import DATA, OTHER, StepTimes
 from lightning_gputime._readings import Readings
@@ -48,6 +49,9 @@ class GPUPhaseHooks(Readings):
         modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
             dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
+            of training; with "log" at every log; with False never.
+        on_step: Is called with the times of every step, when they are read.
         wrap_backward: Whether to stand in for `torch.autograd.backward`. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
@@ -81,10 +85,12 @@ class GPUPhaseHooks(Readings):
         log_every_n_steps: int = 50,
         modules: Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
+        sync_ranks: SyncRanks = True,
+        on_step: Callable[[StepTimes], object] | None = None,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        check_options(prefix, lag, warmup_steps, history)
+        check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
@@ -98,6 +104,8 @@ class GPUPhaseHooks(Readings):
         self._clock = clock
         self._modules = resolve(check_modules(modules), self._model)
         self._annotate = annotate
+        self._sync_ranks: SyncRanks = sync_ranks
+        self._on_step = on_step
         self._wrap_backward = wrap_backward
         self._prefix = prefix
         self._lag = lag
@@ -106,7 +114,6 @@ class GPUPhaseHooks(Readings):
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
         self._results = Results(history, warmup_steps)
-        self._log: PhaseLog | None = None
         self._session: Session | None = None
         self._step = self._micro_batches = 0
 
@@ -116,14 +123,21 @@ class GPUPhaseHooks(Readings):
             return self
         clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
         self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
-        self._log = PhaseLog(self._prefix, self._log_every_n_steps, self._loggers)
+        measurement = Measurement(
+            self._results,
+            PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
+            sync_ranks=self._sync_ranks,
+            lag=self._lag,
+            on_step=self._on_step,
+        )
         self._step = self._micro_batches = 0
         annotate = Annotator() if self._annotate else None
-        recorder = Recorder(clock, lag=self._lag, emit=self._emit, annotate=annotate)
+        recorder = Recorder(clock, lag=self._lag, emit=measurement.add, annotate=annotate)
         self._session = Session(
             recorder,
             self._model,
             self._optimizers,
+            measurement=measurement,
             pause_evaluation=bool(self._optimizers),
             parts=self._modules,
             backward=self._wrap_backward,
@@ -135,6 +149,7 @@ class GPUPhaseHooks(Readings):
         """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session is not None:
             self.flush()
+            self._session.sync()
             self._detach()
 
     def __enter__(self) -> Self:
@@ -173,6 +188,8 @@ class GPUPhaseHooks(Readings):
             yield item
             if self._session is not None:
                 self.step()
+        if self._session is not None:
+            self._session.sync()
 
     def step(self) -> None:
         """Ends a step (or a micro-batch). Call it at the end of the loop's body.
@@ -194,7 +211,7 @@ class GPUPhaseHooks(Readings):
         self._micro_batches = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_log": None}
+        return {**self.__dict__, "_session": None}
 
     def _attached(self, call: str) -> Session:
         if self._session is None:
@@ -204,18 +221,10 @@ class GPUPhaseHooks(Readings):
             )
         return self._session
 
-    def _emit(self, times: StepTimes) -> None:
-        self._results.add(times)
-        if self._log is not None:
-            self._log.add(times)
-
     def _detach(self) -> None:
         if self._session is not None:
             self._session.remove()
             self._session = None
-            if self._log is not None:
-                self._log.log()
-            self._log = None
 
 
 def _check_model(model: Any) -> nn.Module:

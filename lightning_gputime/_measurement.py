@@ -1,0 +1,109 @@
+"""What becomes of the times of each step while a timer is attached."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from lightning_gputime._events import log
+from lightning_gputime._exchange import Exchange, open_exchange
+from lightning_gputime._log import PhaseLog
+from lightning_gputime._phases import StepTimes
+from lightning_gputime._ranks import Totals, compare, since
+from lightning_gputime._results import Results
+
+SyncRanks = bool | Literal["log"]
+
+
+class Measurement:
+    """Hands each step to the results, the log and the user, and compares the ranks.
+
+    Args:
+        results: Get every step.
+        phase_log: Gets every step.
+        sync_ranks: When the ranks are compared: never, at each `sync`, or also at each log.
+        lag: That of the recorder.
+        on_step: Is called with every step.
+    """
+
+    def __init__(
+        self,
+        results: Results,
+        phase_log: PhaseLog,
+        *,
+        sync_ranks: SyncRanks,
+        lag: int,
+        on_step: Callable[[StepTimes], object] | None,
+    ) -> None:
+        self._results = results
+        self._log = phase_log
+        self._lag = lag
+        self._on_step = on_step
+        self._at_logs = sync_ranks == "log"
+        # What this rank had measured at each log whose turn to be compared has not come.
+        self._cuts: list[Totals] = []
+        self._before: dict[int, Totals] = {}
+        self._exchange: Exchange | None = None
+        if sync_ranks:
+            try:
+                self._exchange = open_exchange()
+            except Exception as error:
+                self._give_up(error)
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether there are other ranks, and they are compared."""
+        return self._exchange is not None
+
+    def add(self, times: StepTimes) -> None:
+        """Takes the times of the next step."""
+        self._results.add(times)
+        if self._log.add(times) and self._at_logs and self._exchange is not None:
+            self._cuts.append(self._results.totals())
+        if self._on_step is not None:
+            try:
+                self._on_step(times)
+            except Exception as error:
+                log.warning("on_step is called no more, because it failed: %r", error)
+                self._on_step = None
+
+    def step_ended(self, number: int) -> None:
+        """Must be called after each step; with "log", compares the ranks if it is time to."""
+        # By now every rank has read the step `lag` before. Not when a step is read: one rank may
+        # read it a step later than another, and wait there for the other.
+        if self._at_logs and self._exchange is not None and self._log.is_due(number - self._lag):
+            self._compare(self._cuts.pop(0) if self._cuts else self._results.totals())
+
+    def sync(self) -> None:
+        """Compares the ranks, in all that was read up to here. All ranks must call it."""
+        self._cuts.clear()
+        self._compare(self._results.totals())
+
+    def end(self) -> None:
+        """Logs what is left over, and waits for no rank any more."""
+        self._log.log()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            try:
+                exchange.leave()
+            except Exception as error:
+                # The first process, which has the store, may have ended before this one.
+                log.debug("This rank could not say that it leaves: %r", error)
+
+    def _compare(self, totals: Totals) -> None:
+        if self._exchange is None:
+            return
+        try:
+            gathered = self._exchange.gather(totals)
+        except Exception as error:
+            self._give_up(error)
+            return
+        window = {rank: since(now, self._before.get(rank, {})) for rank, now in gathered.items()}
+        self._before.update(gathered)
+        # Comparing needs two; on the ranks but zero nothing was gathered.
+        if len(self._before) > 1:
+            self._results.ranks = compare(self._before)
+        if len(window) > 1 and (ranks := compare(window)) is not None:
+            self._log.log_now({f"ranks/{key}": value for key, value in ranks.metrics().items()})
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("The times of the ranks are not compared any more: %r", error)
+        self._exchange = None

@@ -1,0 +1,101 @@
+"""The phase times as a metric of torchmetrics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_gputime._phases import COMM, PHASES, StepTimes, check_name
+from lightning_gputime._ranks import STEP, compare
+
+
+class PhaseTimeMetric(Metric):
+    """Mean time of each phase, and between which bounds it lies on the ranks.
+
+    It takes the steps that a timer has read: `GPUPhaseTimer(on_step=metric.update)`.
+
+    Each state has one number for each phase, and is kept apart by rank when it is synchronized:
+    stacked, with shape (ranks, phases).
+
+    Args:
+        phases: The phases that are counted. Your own must be among them.
+        kwargs: Those of `torchmetrics.Metric`, such as `sync_on_compute`.
+
+    Raises:
+        ValueError: If a name cannot be that of a phase.
+
+    Example:
+        >>> metric = PhaseTimeMetric()
+        >>> with GPUPhaseHooks(model, optimizer, on_step=metric.update) as timer:
+        ...     train(model, timer.steps(loader))
+        >>> metric.compute()["backward_ms"]
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = True  # Partial states must not be merged: a merge would stack them.
+
+    sums_ms: Tensor
+    counts: Tensor
+
+    def __init__(self, phases: Sequence[str] = (*PHASES, COMM), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if isinstance(phases, str) or not phases:
+            raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
+        self._names = (*(check_name(name) for name in phases), STEP)
+        for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
+            zeros = torch.zeros(len(self._names), dtype=dtype)
+            self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
+
+    def update(self, times: StepTimes) -> None:
+        """Adds a step.
+
+        Args:
+            times: Those of a step that a timer has read.
+
+        Raises:
+            ValueError: If it has a phase that is not counted.
+        """
+        if unknown := times.phase_ms.keys() - {*self._names}:
+            raise ValueError(
+                f"phases {sorted(unknown)} are not counted: name them,"
+                f" PhaseTimeMetric(phases={[*self._names[:-1], *sorted(unknown)]})"
+            )
+        ms = {**times.phase_ms, STEP: times.step_ms}
+        self.sums_ms += torch.tensor([ms.get(name, 0.0) for name in self._names]).to(self.sums_ms)
+        self.counts += torch.tensor([name in ms for name in self._names]).to(self.counts)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Returns the means of the phases that ran, of `step`, and of `local`, as scalars.
+
+        `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
+        `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
+        `<phase>_slowest` is the rank of the greatest. `local` is the step without `backward/comm`.
+        `slowest` is the rank whose local time is 5 % of a step or more above the others', else -1.
+        """
+        shape = (-1, len(self._names))
+        rows = zip(
+            self.sums_ms.reshape(shape).tolist(), self.counts.reshape(shape).tolist(), strict=True
+        )
+        totals = {
+            rank: {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}
+            for rank, (ms, n) in enumerate(rows)
+        }
+        ranks = compare(totals)
+        if ranks is None:
+            return {}
+        values = {}
+        for name, row in ranks.rows.items():
+            values[f"{name}_ms"] = row.mean_ms
+            values[f"{name}_min_ms"] = row.min_ms
+            values[f"{name}_max_ms"] = row.max_ms
+            values[f"{name}_slowest"] = row.slowest
+        values["slowest"] = -1 if ranks.slowest is None else ranks.slowest
+        return {key: torch.tensor(value, device=self.device) for key, value in values.items()}
+
+
+def _keep_ranks(states: Tensor) -> Tensor:
+    """The reduction across ranks: none."""
+    return states

@@ -1,0 +1,124 @@
+"""Trains in one of several processes, with a slow rank; rank zero writes what its timer says.
+
+python tests/rank_run.py DIRECTORY WORLD_SIZE RANK
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gputime import GPUPhaseHooks
+
+BASE_MS, LATE_MS, STEPS = 10.0, 30.0, 15
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+        ctx.ms = ms
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sleep(ctx.ms)
+        return grads[0], None
+
+
+class Net(nn.Module):
+    def __init__(self, forward_ms: float, backward_ms: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.times = forward_ms, backward_ms
+
+    def forward(self, x: Tensor) -> Tensor:
+        sleep(self.times[0])
+        result: Tensor = Sleep.apply(self.linear(x), self.times[1])  # type: ignore[no-untyped-call]
+        return result
+
+
+class Slow(torch.optim.SGD):
+    def __init__(self, model: nn.Module, ms: float) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.ms = ms
+
+    def step(self, closure: Any = None) -> Any:
+        sleep(self.ms)
+        return super().step(closure)
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics.update(metrics)
+
+
+def sleep(ms: float) -> None:
+    time.sleep(ms / 1000)
+
+
+def batches(ms: float) -> Iterator[Tensor]:
+    for _ in range(STEPS):
+        sleep(ms)
+        yield torch.ones(2, 4)
+
+
+def train(case: str, rank: int) -> dict[str, Any]:
+    late = {case: LATE_MS} if rank == 1 else {}
+    ms = {
+        name: BASE_MS + late.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer")
+    }
+    net: nn.Module = Net(ms["forward"], ms["backward"])
+    if case != "one raises":
+        net = DistributedDataParallel(net)
+    optimizer, logger = Slow(net, ms["optimizer"]), Logger()
+    start = time.monotonic()
+    try:
+        with GPUPhaseHooks(net, optimizer, warmup_steps=2, logger=logger) as timer:
+            for i, x in enumerate(timer.steps(batches(ms["data"]))):
+                net(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if case == "one raises" and rank == 1 and i == STEPS - 1:
+                    raise InterruptedError
+    except InterruptedError:
+        pass
+    summary = timer.summary()
+    comm = summary.rows.get("backward/comm")
+    return {
+        "sentence": summary.ranks.sentence if summary.ranks is not None else "",
+        "behind_ms": summary.ranks.behind_ms if summary.ranks is not None else 0.0,
+        "comm_ms": comm.mean_ms if comm is not None else 0.0,
+        "logged": logger.metrics.get("phase_time/ranks/slowest"),
+        "seconds": time.monotonic() - start,
+    }
+
+
+def main(directory: Path, world_size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+    )
+    cases = ["balanced", "data", "forward", "backward", "optimizer", "one raises"]
+    results = {}
+    for case in cases:
+        torch.distributed.barrier()
+        results[case] = train(case, rank)
+    if rank == 0:
+        (directory / "results.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

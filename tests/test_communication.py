@@ -1,0 +1,172 @@
+"""`backward/comm`: the part of backward in which a rank only waits for the others."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
+from fake_lightning import Model, fit
+from test_hooks import Loop, hooks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gputime import GPUPhaseHooks
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Makes this process the first of two, whose collectives do nothing."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def wait_after_backward(parameter: Tensor, gpu: FakeGPU, ms: float) -> None:
+    """Waits for other ranks as DDP and FSDP2 do: at the end of backward, if it was synchronized."""
+
+    def queue(_: Any) -> None:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: gpu.work(ms))
+
+    parameter.register_post_accumulate_grad_hook(queue)
+
+
+def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Wraps a module in DDP, whose all-reduce is a hook that is done at once."""
+
+    def done(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(module, **options)
+    wrapped.register_comm_hook(None, done)
+    return wrapped
+
+
+def test_the_wait_is_told_apart_from_the_work(two_ranks: None, gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    expected = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
+    assert steps(timer) == [expected] * 3
+
+
+def test_in_lightning(two_ranks: None, gpu: FakeGPU) -> None:
+    model = Model(gpu)
+    wait_after_backward(model.net.linear.weight, gpu, 3.0)
+    timer = fit(gpu, model)
+    expected = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
+    assert steps(timer) == [expected] * 3
+
+
+def test_alone_there_is_none(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "backward": STEP_MS["backward"] + 3.0}] * 2
+
+
+def test_a_wait_that_was_queued_by_a_hook_on_the_loss_itself(two_ranks: None, gpu: FakeGPU) -> None:
+    # As FSDP2 does where the model returns the loss.
+    net = Layer(gpu, 4.0, 8.0)
+    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+        loss = net(torch.ones(1, 2)).sum()
+        engine = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda _: engine.queue_callback(lambda: gpu.work(3.0)))
+        loss.backward()
+        timer.step()
+    assert timer.last is not None
+    assert timer.last.phase_ms["backward/comm"] == 3.0
+    assert len(loss._backward_hooks or {}) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[str, Any]) -> None:
+    loop = Loop(gpu)
+    loop.model = parallel(loop.model, **options)  # type: ignore[assignment]
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    # The mark comes after all work of backward.
+    assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
+
+
+def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -> None:
+    net = parallel(Layer(gpu, 4.0, 8.0))
+    optimizer = torch.optim.SGD(net.parameters())
+    with GPUPhaseHooks(
+        net, optimizer, clock=gpu, warmup_steps=0, accumulate_grad_batches=2, sync_ranks=False
+    ) as timer:
+        for _ in range(2):
+            with net.no_sync():
+                net(torch.ones(1, 2)).sum().backward()
+            timer.step()
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            timer.step()
+    times = timer.last
+    assert times is not None
+    assert times.timeline is not None
+    assert sum("backward/comm" in names for names in times.timeline.names) == 1
+
+
+def test_several_losses_and_ones_without_grad(two_ranks: None, gpu: FakeGPU) -> None:
+    net = Layer(gpu, 4.0, 8.0)
+    wait_after_backward(net.linear.weight, gpu, 3.0)
+    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+        one, two = net(torch.ones(1, 2)).sum(), work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum()
+        torch.autograd.backward(tensor for tensor in (one, two))  # type: ignore[arg-type]
+        timer.step()
+        one, two = net(torch.ones(1, 2)).sum(), work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum()
+        torch.autograd.backward([one, two])
+        timer.step()
+    of_generator, of_list = steps(timer)
+    # A generator is the backward's own; it is not looked into.
+    assert "backward/comm" not in of_generator
+    assert of_list["backward"] == 20.0
+    assert of_list["backward/comm"] == 3.0
+    assert not one._backward_hooks
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1, 2).sum().backward()
+
+
+def test_recomputation_and_a_backward_that_raises(two_ranks: None, gpu: FakeGPU) -> None:
+    net = Layer(gpu, 4.0, 8.0)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("of the user")
+
+    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+        loss = net(torch.ones(1, 2)).sum()
+        handle = net.linear.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="of the user"):
+            loss.backward()
+        handle.remove()
+        assert not loss._backward_hooks
+        timer.step()
+        x = torch.ones(1, 2, requires_grad=True)
+        checkpoint(net, x, use_reentrant=True).sum().backward()
+        timer.step()
+    assert steps(timer)[1]["backward"] == 12.0
+    assert steps(timer)[1]["backward/comm"] == 0.0
+
+
+def test_sub_phases_of_modules_end_where_the_wait_begins(two_ranks: None, gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
+    with hooks(loop, modules={"net": loop.model}, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    for step in steps(timer):
+        assert step["backward/comm"] == 3.0
+        assert step["backward/net"] <= step["backward"] - 3.0
+    with pytest.raises(ValueError, match="must not name a module 'comm'"):
+        hooks(loop, modules={"comm": loop.model})

@@ -1,0 +1,141 @@
+"""`PhaseTimeMetric`: alone, in collections, across ranks, and from a checkpoint."""
+
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGPU
+from test_hooks import Loop, hooks
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection
+
+from lightning_gputime import PhaseTimeMetric, StepTimes
+
+
+def times(forward_ms: float, backward_ms: float = 8.0, comm_ms: float | None = None) -> StepTimes:
+    phase_ms = {"forward": forward_ms, "backward": backward_ms}
+    if comm_ms is not None:
+        phase_ms["backward/comm"] = comm_ms
+    return StepTimes(
+        step=0, phase_ms=phase_ms, host_ms={}, host_wait_ms=0.0, step_ms=forward_ms + backward_ms
+    )
+
+
+def gathers(*others: PhaseTimeMetric) -> Any:
+    """A gather that gives the states of `others` behind a metric's own."""
+    states = [(metric.sums_ms, metric.counts) for metric in others]
+
+    def gather(tensor: Tensor, group: Any) -> list[Tensor]:
+        return [tensor, *(state[0 if tensor.is_floating_point() else 1] for state in states)]
+
+    return gather
+
+
+def test_the_means_of_what_ran() -> None:
+    metric = PhaseTimeMetric()
+    metric.update(times(3.0))
+    metric.update(times(5.0))
+    values = {key: value.item() for key, value in metric.compute().items()}
+    assert values["forward_ms"] == 4.0
+    assert values["step_ms"] == values["local_ms"] == 12.0
+    assert values["slowest"] == -1
+    assert "data_ms" not in values
+    metric.reset()
+    with pytest.warns(UserWarning, match="called before the ``update``"):
+        assert metric.compute() == {}
+
+
+def test_the_bounds_over_ranks_and_the_slowest() -> None:
+    one, two = PhaseTimeMetric(), PhaseTimeMetric()
+    one.update(times(4.0, 8.0, 0.5))
+    one.update(times(4.0, 8.0, 0.5))
+    two.update(times(4.0, 8.0, 0.5))
+    zero = PhaseTimeMetric(dist_sync_fn=gathers(one, two), distributed_available_fn=lambda: True)
+    zero.update(times(1.0, 11.0, 3.5))
+    values = {key: value.item() for key, value in zero.compute().items()}
+    assert (values["forward_min_ms"], values["forward_max_ms"]) == (1.0, 4.0)
+    assert values["forward_ms"] == pytest.approx(13 / 4)
+    assert values["forward_slowest"] == 1
+    assert values["step_min_ms"] == values["step_max_ms"] == 12.0
+    assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
+    assert values["slowest"] == 1  # by 1.5 ms of 12: the median of the others lies between them
+    # The states are this rank's own again.
+    assert zero.counts.shape == (8,)
+    zero.update(times(1.0, 11.0, 3.5))
+    assert zero.compute()["forward_ms"].item() == pytest.approx(14 / 5)
+
+
+def test_without_sync_it_is_this_ranks_own() -> None:
+    other = PhaseTimeMetric()
+    other.update(times(9.0))
+    metric = PhaseTimeMetric(
+        sync_on_compute=False, dist_sync_fn=gathers(other), distributed_available_fn=lambda: True
+    )
+    metric.update(times(3.0))
+    assert metric.compute()["forward_max_ms"].item() == 3.0
+
+
+def test_forward_adds_a_step_once() -> None:
+    metric = PhaseTimeMetric()
+    assert metric(times(3.0))["forward_ms"].item() == 3.0
+    assert metric(times(5.0))["forward_ms"].item() == 5.0
+    assert metric.compute()["forward_ms"].item() == 4.0
+
+
+def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
+    with hooks(loop, on_step=collection.update) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    values = collection.compute()
+    assert values["phases_forward_ms"].item() == 4.0
+    assert values["again_backward_ms"].item() == 8.0
+    mixed = MetricCollection({"phases": PhaseTimeMetric(), "loss": MeanMetric()})
+    mixed["phases"].update(times(3.0))
+    mixed["loss"].update(1.0)
+    assert mixed.compute()["step_ms"].item() == 11.0
+
+
+def test_it_goes_on_from_a_checkpoint() -> None:
+    metric = PhaseTimeMetric()
+    metric.update(times(3.0))
+    state = metric.state_dict()
+    resumed = PhaseTimeMetric()
+    resumed.load_state_dict(state)
+    resumed.update(times(5.0))
+    assert resumed.compute()["forward_ms"].item() == 4.0
+
+
+def test_phases_of_ones_own_are_named_before() -> None:
+    with pytest.raises(ValueError, match=r"\['augment'\] are not counted"):
+        PhaseTimeMetric().update(
+            StepTimes(step=0, phase_ms={"augment": 1.0}, host_ms={}, host_wait_ms=0.0, step_ms=1.0)
+        )
+    metric = PhaseTimeMetric(["augment"])
+    metric.update(
+        StepTimes(step=0, phase_ms={"augment": 1.0}, host_ms={}, host_wait_ms=0.0, step_ms=1.0)
+    )
+    assert metric.compute()["augment_ms"].item() == 1.0
+    with pytest.raises(ValueError, match="phases must be a list of names"):
+        PhaseTimeMetric("forward")
+
+
+def test_a_million_steps_are_added_exactly() -> None:
+    metric = PhaseTimeMetric()
+    metric.sums_ms += 1e9
+    before = metric.sums_ms.clone()
+    metric.update(times(0.001, 0.001))
+    assert (metric.sums_ms - before).max().item() == pytest.approx(0.002, rel=1e-3)
+
+
+def test_an_on_step_that_raises_ends_itself_and_nothing_else(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, on_step=PhaseTimeMetric(["forward"]).update) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    assert timer.summary().steps == 5
+    assert caplog.text.count("are not counted") == 1
+    with pytest.raises(TypeError, match="on_step must be a function"):
+        hooks(loop, on_step=3)

@@ -1,0 +1,358 @@
+"""Ranks beside each other: the comparison, and how the times get to rank zero."""
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGPU
+from test_hooks import Loop, hooks
+from torch._C._distributed_c10d import HashStore
+
+from lightning_gputime import _exchange, _measurement
+from lightning_gputime._exchange import Exchange
+from lightning_gputime._ranks import Totals, compare, since
+
+SCRIPT = Path(__file__).parent / "rank_run.py"
+
+BALANCED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}
+
+
+def totals(steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 3.0) -> Totals:
+    """What a rank adds up that is late in a phase, and waits `comm` for the others."""
+    ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
+    ms["backward"] += comm
+    all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
+    return {name: (a_step * steps, steps) for name, a_step in all_ms.items()}
+
+
+# The comparison
+
+
+@pytest.mark.parametrize(
+    ("phase", "named"),
+    [
+        ("data", "data"),
+        ("forward", "forward"),
+        ("backward", "backward compute"),
+        ("optimizer", "optimizer"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_slow_rank_and_its_phase_are_named(phase: str, named: str, world_size: int) -> None:
+    of_ranks = {rank: totals(comm=3.5) for rank in range(world_size)}
+    of_ranks[1] = totals(comm=0.5, late=phase)
+
+    ranks = compare(of_ranks)
+
+    assert ranks is not None
+    assert ranks.slowest == 1
+    assert ranks.behind_ms == pytest.approx(3.0)
+    assert ranks.sentence == f"rank 1 is 3 ms a step slower than the median, in {named}"
+    # All of them took as long: what the others waited, this one worked.
+    assert ranks.rows["step"].min_ms == pytest.approx(18.5)
+    assert ranks.rows["step"].max_ms == pytest.approx(18.5)
+    assert ranks.rows["backward/comm"].min_ms == pytest.approx(0.5)
+    assert ranks.rows["local"].max_ms == pytest.approx(18.0)
+    assert ranks.rows[phase].slowest == 1 or phase == "backward"
+
+
+@pytest.mark.parametrize(("late_ms", "slowest"), [(0.74, None), (0.76, 1)])
+def test_a_rank_is_named_from_five_percent_of_the_others_step(
+    late_ms: float, slowest: int | None
+) -> None:
+    # The others' step takes 15 ms.
+    ranks = compare(
+        {0: totals(), 1: totals(late="forward", late_ms=late_ms), 2: totals(), 3: totals()}
+    )
+    assert ranks is not None
+    assert ranks.slowest == slowest
+    assert bool(ranks.sentence) == (slowest is not None)
+    assert ranks.metrics()["slowest"] == (-1 if slowest is None else slowest)
+
+
+def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
+    often = {**totals(), "save": (20.0, 10)}
+    seldom = {**totals(), "save": (6.0, 1)}
+    ranks = compare({0: often, 1: seldom, 2: totals()})
+    assert ranks is not None
+    row = ranks.rows["save"]
+    assert (row.min_ms, row.max_ms, row.slowest) == (2.0, 6.0, 1)
+    assert row.mean_ms == pytest.approx(26 / 11)
+
+
+def test_a_rank_without_a_step_is_left_out() -> None:
+    ranks = compare({0: totals(), 1: {"step": (0.0, 0)}, 2: totals(), 3: {}})
+    assert ranks is not None
+    assert ranks.ranks == (0, 2)
+    assert compare({0: {"step": (0.0, 0)}}) is None
+
+
+def test_a_window_is_the_difference_of_two_totals() -> None:
+    before, now = totals(steps=4), {**totals(steps=10), "save": (3.0, 1)}
+    window = since(now, before)
+    assert window["forward"] == (24.0, 6)
+    assert window["save"] == (3.0, 1)
+    assert since(now, now) == {}
+
+
+# Its way to rank zero
+
+
+def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
+    store = HashStore()
+    numbers = _exchange._runs
+    result = []
+    for rank in range(world_size):
+        _exchange._runs = iter([0])  # type: ignore[assignment]  # each is a process of its own
+        result.append(Exchange(store, rank, world_size, timeout_s=timeout_s))
+    _exchange._runs = numbers
+    return result
+
+
+def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody() -> None:
+    zero, one, two = exchanges(3)
+    assert one.gather(totals(steps=1)) == {}
+    later = threading.Timer(0.2, two.gather, [totals(steps=2)])
+    later.start()
+    gathered = zero.gather(totals(steps=3))
+    assert {rank: got["step"][1] for rank, got in gathered.items()} == {0: 3, 1: 1, 2: 2}
+    # One that runs ahead does not mix the windows up.
+    one.gather(totals(steps=4))
+    one.gather(totals(steps=5))
+    two.gather(totals(steps=6))
+    gathered = zero.gather(totals(steps=7))
+    assert {rank: got["step"][1] for rank, got in gathered.items()} == {0: 7, 1: 4, 2: 6}
+
+
+def test_a_rank_that_leaves_is_not_waited_for() -> None:
+    zero, one, two = exchanges(3)
+    one.gather(totals())
+    one.leave()
+    two.gather(totals())
+    assert set(zero.gather(totals())) == {0, 1, 2}
+    two.gather(totals())
+    assert set(zero.gather(totals())) == {0, 2}
+    later = threading.Timer(0.2, two.leave)
+    later.start()
+    assert set(zero.gather(totals())) == {0}
+    assert set(zero.gather(totals())) == {0}
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    zero, one, _ = exchanges(3, timeout_s=0.1)
+    for _ in range(2):
+        one.gather(totals())
+        assert set(zero.gather(totals())) == {0, 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "The times of 1 ranks did not arrive, and are left out from here on: 2"
+    ]
+
+
+def test_what_is_sent_and_stored_does_not_grow_with_the_steps() -> None:
+    zero, one = exchanges(2)
+    store = one._store
+    for window in range(5):
+        one.gather(totals(steps=10 ** (window + 1)))
+        zero.gather(totals())
+        assert len(store.get(f"{window}/1")) < 300
+    assert [store.check([f"{window}/1"]) for window in range(5)] == [False] * 3 + [True] * 2
+
+
+def test_a_thousand_ranks() -> None:
+    zero, *others = exchanges(1024)
+    for other in others:
+        slow = other._rank == 700
+        other.gather(totals(comm=0.5, late="backward") if slow else totals(comm=3.5))
+    tracemalloc.start()
+    ranks = compare(zero.gather(totals(comm=3.5)))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ranks is not None
+    assert ranks.sentence == "rank 700 is 3 ms a step slower than the median, in backward compute"
+    assert len(ranks.ranks) == 1024
+    assert peak_bytes < 10_000_000
+
+
+# Inside a timer
+
+
+class FakeExchange:
+    """The exchange of rank zero, with ranks that are slower than it by what a test says."""
+
+    def __init__(self, *others: Callable[[Totals], Totals]) -> None:
+        self.others = others
+        self.sent: list[Totals] = []
+        self.left = 0
+
+    def gather(self, own: Totals) -> dict[int, Totals]:
+        self.sent.append(own)
+        others = {rank: other(own) for rank, other in enumerate(self.others, start=1)}
+        return {0: own, **others}
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def slower_forward(own: Totals) -> Totals:
+    steps = own["step"][1]
+    more = {name: own[name][0] + 3.0 * steps for name in ("forward", "step") if name in own}
+    return {**own, **{name: (ms, own[name][1]) for name, ms in more.items()}}
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
+    fake = FakeExchange(slower_forward)
+    monkeypatch.setattr(_measurement, "open_exchange", lambda: fake)
+    return fake
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((step, metrics))
+
+    def of_ranks(self) -> list[tuple[int, dict[str, float]]]:
+        return [call for call in self.calls if any("/ranks/" in key for key in call[1])]
+
+
+def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeExchange) -> None:
+    loop, logger = Loop(gpu), Logger()
+    with hooks(loop, logger=logger, log_every_n_steps=2) as timer:
+        for _ in range(2):
+            for x in timer.steps(loop.batches(5)):
+                loop.train(x)
+    assert [sent["step"][1] for sent in exchange.sent] == [5, 10, 10]
+    (first, metrics), (second, _) = logger.of_ranks()
+    assert (first, second) == (4, 9)
+    assert metrics["phase_time/ranks/forward_min_ms"] == pytest.approx(4.0)
+    assert metrics["phase_time/ranks/forward_max_ms"] == pytest.approx(7.0)
+    assert metrics["phase_time/ranks/slowest"] == 1
+    assert exchange.left == 1
+    summary = timer.summary()
+    assert summary.ranks is not None
+    sentence = "rank 1 is 3 ms a step slower than the median, in forward"
+    assert str(summary).endswith(sentence)
+    assert sentence in summary._repr_html_()
+    assert "4.000 - 7.000 (1)" in str(summary)
+    assert json.loads(json.dumps(summary.to_dict()))["ranks"]["rows"]["forward"]["max_ms"] == 7.0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_with_log_every_window_is_compared_whatever_was_read(
+    gpu: FakeGPU, exchange: FakeExchange, lag: int
+) -> None:
+    loop, logger = Loop(gpu), Logger()
+    options = {"sync_ranks": "log", "logger": logger, "log_every_n_steps": 4, "lag": lag}
+    with hooks(loop, warmup_steps=0, **options) as timer:
+        for x in timer.steps(loop.batches(11)):
+            loop.train(x)
+            # This rank may have read more than another: that does not count for the window.
+            timer.flush()
+    assert [sent["step"][1] for sent in exchange.sent] == [4, 8, 11, 11]
+    assert all(
+        metrics["phase_time/ranks/forward_max_ms"] == pytest.approx(7.0)
+        for _, metrics in logger.of_ranks()
+    )
+
+
+def test_without_sync_ranks_nothing_is_sent(gpu: FakeGPU, exchange: FakeExchange) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert exchange.sent == []
+    assert timer.summary().ranks is None
+
+
+def test_after_an_error_nobody_is_waited_for(gpu: FakeGPU, exchange: FakeExchange) -> None:
+    loop = Loop(gpu)
+
+    def train() -> None:
+        with hooks(loop) as timer:
+            for x in timer.steps(loop.batches(3)):
+                loop.train(x)
+                raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        train()
+    assert exchange.sent == []
+    assert exchange.left == 1
+
+
+def test_a_store_that_fails_ends_the_comparison_and_nothing_else(
+    gpu: FakeGPU,
+    exchange: FakeExchange,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ConnectionError("broken pipe")
+
+    monkeypatch.setattr(exchange, "gather", fail)
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for _ in range(2):
+            for x in timer.steps(loop.batches(3)):
+                loop.train(x)
+    assert timer.summary().steps == 6
+    assert caplog.text.count("broken pipe") == 1
+
+
+def test_a_single_process_sends_nothing_and_does_not_wait_at_the_end_of_an_epoch(
+    gpu: FakeGPU,
+) -> None:
+    assert _exchange.open_exchange() is None
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+        assert timer.last is not None
+        assert timer.last.step == 1
+
+
+@pytest.mark.parametrize("value", ["epoch", None, 2])
+def test_sync_ranks_is_checked(gpu: FakeGPU, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"sync_ranks must be True .*, got {value!r}"):
+        hooks(Loop(gpu), sync_ranks=value)
+
+
+# Real processes
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
+    run = [sys.executable, str(SCRIPT), str(tmp_path), str(world_size)]
+    processes = [
+        subprocess.Popen([*run, str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * world_size, errors
+    results = json.loads((tmp_path / "results.json").read_text())
+    for case, where in [
+        ("data", "data"),
+        ("forward", "forward"),
+        ("backward", "backward compute"),
+        ("optimizer", "optimizer"),
+    ]:
+        found = results[case]
+        assert found["sentence"].startswith("rank 1 is "), results
+        assert found["sentence"].endswith(f"slower than the median, in {where}"), results
+        assert found["behind_ms"] == pytest.approx(30.0, rel=0.25), results
+        # Rank zero waited meanwhile, but backward/comm is no work of its own.
+        assert found["comm_ms"] == pytest.approx(30.0, rel=0.25), results
+        assert found["logged"] == 1
+    assert results["balanced"]["sentence"] == ""
+    assert results["balanced"]["logged"] == -1
+    assert all(not math.isnan(found["comm_ms"]) for found in results.values())
+    # A rank that raised in its last step kept nobody.
+    assert results["one raises"]["seconds"] < 10
