@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,44 +44,56 @@ class LateBackward(torch.autograd.Function):
         return grads[0], None
 
 
+class Net(nn.Module):
+    """8 linear layers, late in a phase."""
+
+    def __init__(self, late: dict[str, int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(8))
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the last layer does, of the shape of `x`, (batch, 4096)."""
+        torch.cuda._sleep(self.late.get("forward", 1))
+        for layer in self.layers:
+            x = layer(x)
+        late: Tensor = LateBackward.apply(x, self.late.get("backward", 1))  # type: ignore[no-untyped-call]
+        return late
+
+
 class Loop:
     """A plain training loop in which one rank is late in one phase."""
 
-    def __init__(self, strategy: str, case: str, rank: int, cycles: int) -> None:
-        self.net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).cuda()
+    def __init__(self, strategy: str, case: str, cycles: int) -> None:
+        self.late = {case: cycles} if torch.distributed.get_rank() == SLOW_RANK else {}
+        self.model: nn.Module = Net(self.late).cuda()
         if strategy == "fsdp2":
-            for layer in self.net:
+            for layer in self.model.layers:
                 fully_shard(layer)
-            fully_shard(self.net)
-        self.model = (
-            DistributedDataParallel(self.net, gradient_as_bucket_view=strategy == "ddp bucket view")
-            if strategy.startswith("ddp")
-            else self.net
-        )
+            fully_shard(self.model)
+        else:
+            view = strategy == "ddp bucket view"
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=view)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.x = torch.randn(512, 4096, device="cuda")
         self.delimiter = torch.zeros(1, device="cuda")
-        self.late = {case: cycles} if rank == SLOW_RANK else {}
 
-    def step(self) -> None:
+    def batches(self, n: int) -> Iterator[Tensor]:
+        """Yields batches of shape (512, 4096)."""
+        x = torch.randn(512, 4096, device="cuda")
+        for _ in range(n):
+            torch.cuda._sleep(self.late.get("data", 1))
+            yield x
+
+    def step(self, x: Tensor) -> None:
         """Trains one step; a kernel of its own kind delimits backward in a trace."""
-        self.delay("data")
         with torch.autocast("cuda", torch.bfloat16):
-            out = self.model(self.x)
-            self.delay("forward")
-            late = LateBackward.apply(out, self.late.get("backward", 1))  # type: ignore[no-untyped-call]
-            loss = late.square().mean()
+            loss = self.model(x).square().mean()
         self.delimiter.erfinv_()
         loss.backward()
         self.delimiter.erfinv_()
-        self.delay("optimizer")
+        torch.cuda._sleep(self.late.get("optimizer", 1))
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def delay(self, phase: str) -> None:
-        """Keeps the GPU busy if this rank is late in `phase`."""
-        if phase in self.late:
-            torch.cuda._sleep(self.late[phase])
 
 
 def cycles_of(ms: float) -> int:
@@ -91,14 +104,15 @@ def cycles_of(ms: float) -> int:
     torch.cuda._sleep(100_000_000)
     end.record()
     end.synchronize()
-    return round(100_000_000 / start.elapsed_time(end) * ms)
+    cycles: float = 100_000_000 / start.elapsed_time(end) * ms
+    return round(cycles)
 
 
 def exposed_in_trace(path: str) -> list[float]:
     """Returns, for each step, how long backward went on after its last kernel of this rank's own.
 
-    That is the last on the stream of the computation that begins before the last NCCL kernel ends:
-    what DDP copies after it counts as communication.
+    That is the last on the stream of the computation that begins before the last NCCL kernel ends,
+    copies into a reduce-scatter not counted: what DDP and FSDP2 copy is communication.
     """
     events = json.loads(Path(path).read_text())["traceEvents"]
     kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
@@ -111,7 +125,9 @@ def exposed_in_trace(path: str) -> list[float]:
         own = [
             e["ts"] + e["dur"]
             for e in inside
-            if e["args"]["stream"] == stream and e["ts"] < max(nccl)
+            if e["args"]["stream"] == stream
+            and e["ts"] < max(nccl)
+            and "chunk_cat" not in e["name"]
         ]
         exposed.append((end["ts"] - max(own)) / 1000)
     return exposed
@@ -119,17 +135,19 @@ def exposed_in_trace(path: str) -> list[float]:
 
 def measure(strategy: str, case: str, cycles: int) -> dict[str, Any]:
     """Returns what this rank's timer says, and on the side of it the trace."""
-    rank = torch.distributed.get_rank()
-    loop = Loop(strategy, case, rank, cycles)
+    loop = Loop(strategy, case, cycles)
     with GPUPhaseHooks(loop.model, loop.optimizer, lag=0) as timer:
-        for _ in timer.steps(range(STEPS)):
-            loop.step()
+        for x in timer.steps(loop.batches(STEPS)):
+            loop.step(x)
     summary = timer.summary()
-    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0, warmup_steps=0) as traced:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in traced.steps(range(TRACED)):
-                loop.step()
-            torch.cuda.synchronize()
+    traced = GPUPhaseHooks(loop.model, loop.optimizer, lag=0, warmup_steps=0)
+    with (
+        traced,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
+    ):
+        for x in traced.steps(loop.batches(TRACED)):
+            loop.step(x)
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "trace.json")
         profiler.export_chrome_trace(path)

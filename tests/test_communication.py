@@ -9,6 +9,7 @@ from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
 from fake_lightning import Model, fit
 from test_hooks import Loop, hooks
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ def wait_after_backward(parameter: Tensor, gpu: FakeGPU, ms: float) -> None:
 def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wraps a module in DDP, whose all-reduce is a hook that is done at once."""
 
-    def done(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def done(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

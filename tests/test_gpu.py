@@ -344,6 +344,8 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
         path = tmp_path / f"rank{rank}.json"
         assert path.exists(), result.stderr[-3000:]
         measured = json.loads(path.read_text())
+        comm = measured.pop("backward/comm")
         assert set(measured) == {"data", "other", "forward", "loss", "backward", "optimizer"}
         assert measured["backward"] > measured["forward"] > 0.1
+        assert 0 < comm < measured["backward"]
         assert measured["forward"] > 10 * measured["loss"]

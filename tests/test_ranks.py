@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -356,3 +357,22 @@ def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
     assert all(not math.isnan(found["comm_ms"]) for found in results.values())
     # A rank that raised in its last step kept nobody.
     assert results["one raises"]["seconds"] < 10
+
+
+def test_the_example_names_the_slow_rank(tmp_path: Path) -> None:
+    example = Path(__file__).parent.parent / "examples" / "distributed.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(example)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line.startswith("rank 1 is ")
+    assert last_line.endswith("ms a step slower than the median, in forward")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "phase_times_rank0.csv",
+        "phase_times_rank1.csv",
+    }

@@ -40,9 +40,17 @@ def test_every_rank_times_every_phase(strategy: str, devices: int, tmp_path: Pat
         measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         # The fake GPUs know nothing of each other, so the wait takes no time.
         comm = {"backward/comm": 0.0} if devices > 1 else {}
-        assert measured["steps"] == [{**STEP_MS, **comm}] * 3
+        assert measured["steps"] == [{**STEP_MS, **comm, "data": 1.0 + 3.0 * rank}] * 3
         assert measured["hooks"] == 0
         assert measured["wrapped"] == (strategy != "auto")
+        if devices > 1 and rank == 0:
+            assert measured["sentence"] == ("rank 1 is 3 ms a step slower than the median, in data")
+            assert measured["logged"]["phase_time/ranks/data_min_ms"] == 1.0
+            assert measured["logged"]["phase_time/ranks/data_max_ms"] == 4.0
+            assert measured["logged"]["phase_time/ranks/slowest"] == 1
+        else:
+            assert measured["sentence"] is None
+            assert measured["logged"] == {}
     # The table is printed on rank zero alone.
     assert result.stdout.count("over 3 steps") == 1
 
