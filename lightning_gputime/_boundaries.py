@@ -83,13 +83,20 @@ class Boundaries:
         """How many optimizer updates were seen since the last `step_ended`."""
         return sum(optimizer.updates for optimizer in self.optimizers)
 
-    def step_ended(self) -> None:
-        """Must be called at the end of each step."""
-        self._model.step_ended()
+    def step_ended(self, *, timed: bool = True) -> int | None:
+        """Must be called at the end of each step.
+
+        Returns:
+            How many updates were seen in it; None if there is no optimizer.
+        """
+        updates = None
         for optimizer in self.optimizers:
-            optimizer.step_ended()
-        if self._parts is not None:
-            self._parts.step_ended()
+            updates = (updates or 0) + optimizer.step_ended()
+        if timed:
+            self._model.step_ended()
+            if self._parts is not None:
+                self._parts.step_ended()
+        return updates
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

@@ -42,9 +42,9 @@ class Evaluation:
         self._step = step
         # Nothing is due before the end.
         self._log = PhaseLog(prefix, sys.maxsize, loggers, publish)
-        recorder = Recorder(clock, lag=lag, emit=self._log.add)
+        recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=16)
         self._session = Session(recorder, model, [], backward=False, **options)
-        self._session.begin()
+        self._session.begin(step)
 
     def begin_batch(self) -> None:
         """Ends the fetch of a batch."""

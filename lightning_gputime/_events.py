@@ -169,26 +169,6 @@ class _HostEvent:
         return (end_event._ns - self._ns) / 1e6
 
 
-class EventPool:
-    """Events that are used again once they have been read.
-
-    Args:
-        clock: Makes the events that the pool lacks.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._free: list[TimingEvent] = []
-
-    def take(self) -> TimingEvent:
-        """Returns an event that nobody holds."""
-        return self._free.pop() if self._free else self._clock.event()
-
-    def give(self, events: list[TimingEvent]) -> None:
-        """Takes events back. The caller must have read them, or no longer want them."""
-        self._free.extend(events)
-
-
 def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
     """Returns the clock that work on `device` is timed with.
 

@@ -1,76 +1,74 @@
 """The marks of one step, and their reading."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_gputime._events import TimingEvent
 from lightning_gputime._phases import StepTimes, Timeline, settle
 
+Mark = tuple[str, TimingEvent, int]
+"""A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
+
 
 @dataclass(slots=True)
 class Marks:
-    """Marks of one step or graph: `labels[i]` names the time from `events[i]` to the next one.
+    """The marks of one step, the last of which is its end and has no label of its own."""
 
-    A step has one event more than labels, its end; a graph has not, and no host times.
-    """
-
-    labels: list[str]
-    events: list[TimingEvent]
-    host_ns: list[int]
+    marks: list[Mark]
     number: int = -1
+    wait_ms: float = 0.0
+    """How long the host waited for it (in milliseconds)."""
+    read_ns: int = 0
+    """The host's time when it was known to be finished (in nanoseconds)."""
     skipped_update: bool = False
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
 
-def read(step: Marks, graphs: Sequence[Marks], wait_ms: float, read_ns: int) -> StepTimes:
+def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> StepTimes:
     """Returns the times of a step that the device has finished.
 
     Args:
         step: Its marks.
         graphs: The marks of captured graphs, which may have been replayed in it.
-        wait_ms: How long the host waited for it (in milliseconds).
-        read_ns: The host's time now (in nanoseconds).
 
     Raises:
         RuntimeError: If the device has not reached one of the marks.
     """
+    marks = step.marks
     for graph in graphs:
-        step = _with_replay(step, graph)
+        marks = _with_replay(marks, graph)
+    labels, events, host_ns = zip(*marks, strict=True)
+    settled = settle(labels[:-1])
+    device_ms = [start.elapsed_time(end) for start, end in pairwise(events)]
     phase_ms: dict[str, float] = {}
     host_ms: dict[str, float] = {}
-    device: list[float] = []
-    events, host_ns = step.events, step.host_ns
-    settled = settle(tuple(step.labels))
-    for i, names in enumerate(settled):
-        ms = events[i].elapsed_time(events[i + 1])
-        device.append(ms)
-        host = (host_ns[i + 1] - host_ns[i]) / 1e6
+    step_ms = 0.0
+    for names, ms, (start, end) in zip(settled, device_ms, pairwise(host_ns), strict=True):
+        if names:
+            step_ms += ms
         for name in names:
             phase_ms[name] = phase_ms.get(name, 0.0) + ms
-            host_ms[name] = host_ms.get(name, 0.0) + host
-    step_ms = sum(ms for name, ms in phase_ms.items() if "/" not in name)
-    timeline = Timeline(settled, device, host_ns, read_ns)
+            host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
+    timeline = Timeline(settled, device_ms, host_ns, step.read_ns)
     return StepTimes(
-        step.number, phase_ms, host_ms, wait_ms, step_ms, step.skipped_update, timeline
+        step.number, phase_ms, host_ms, step.wait_ms, step_ms, step.skipped_update, timeline
     )
 
 
-def _with_replay(step: Marks, graph: Marks) -> Marks:
+def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
     """Puts the marks of a graph between a step's own, if it was replayed in that step."""
-    first, last = graph.events[0], graph.events[-1]
+    events = [event for _, event, _ in marks]
+    first, last = graph[0][1], graph[-1][1]
     try:
-        lies_inside = step.events[0].elapsed_time(first) >= 0
-        lies_inside &= last.elapsed_time(step.events[-1]) >= 0
+        lies_inside = events[0].elapsed_time(first) >= 0
+        lies_inside &= last.elapsed_time(events[-1]) >= 0
     except (RuntimeError, ValueError):
-        return step  # Not replayed yet.
+        return marks  # Not replayed yet.
     if not lies_inside:
-        return step
-    i = sum(event.elapsed_time(first) >= 0 for event in step.events[:-1])
-    return replace(
-        step,
-        labels=[*step.labels[:i], *graph.labels, *step.labels[i:]],
-        events=[*step.events[:i], *graph.events, *step.events[i:]],
-        # The host launches a graph as a whole: its phases take none of the host's time.
-        host_ns=[*step.host_ns[:i], *[step.host_ns[i]] * len(graph.events), *step.host_ns[i:]],
-    )
+        return marks
+    i = sum(event.elapsed_time(first) >= 0 for event in events[:-1])
+    # The host launches a graph as a whole: its phases take none of the host's time.
+    host_ns = marks[i][2]
+    return [*marks[:i], *((label, event, host_ns) for label, event, _ in graph), *marks[i:]]

@@ -1,6 +1,6 @@
 """What becomes of the times of each step while a timer is attached."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightning_gputime._events import log
@@ -21,7 +21,7 @@ class Measurement:
         phase_log: Gets every step.
         sync_ranks: When the ranks are compared: never, at each `sync`, or also at each log.
         lag: That of the recorder.
-        on_step: Is called with every step.
+        on_step: Are called with every step.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Measurement:
         *,
         sync_ranks: SyncRanks,
         lag: int,
-        on_step: Callable[[StepTimes], object] | None,
+        on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
         self._results = results
         self._log = phase_log
         self._lag = lag
-        self._on_step = on_step
+        self._on_step = list(on_step)
         self._at_logs = sync_ranks == "log"
         # What this rank had measured at each log whose turn to be compared has not come.
         self._cuts: list[Totals] = []
@@ -49,6 +49,11 @@ class Measurement:
                 self._give_up(error)
 
     @property
+    def batch(self) -> int:
+        """How many steps may be handed over together."""
+        return 1 if self._on_step else 16
+
+    @property
     def compares_ranks(self) -> bool:
         """Whether there are other ranks, and they are compared."""
         return self._exchange is not None
@@ -58,18 +63,22 @@ class Measurement:
         self._results.add(times)
         if self._log.add(times) and self._at_logs and self._exchange is not None:
             self._cuts.append(self._results.totals())
-        if self._on_step is not None:
+        for call in [*self._on_step]:
             try:
-                self._on_step(times)
+                call(times)
             except Exception as error:
                 log.warning("on_step is called no more, because it failed: %r", error)
-                self._on_step = None
+                self._on_step.remove(call)
 
-    def step_ended(self, number: int) -> None:
-        """Must be called after each step; with "log", compares the ranks if it is time to."""
+    def is_due(self, number: int) -> bool:
+        """Tells whether, when the step `number` ends, one is finished that is to be logged."""
+        return self._log.is_due(number - self._lag)
+
+    def compare_at_log(self) -> None:
+        """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
         # By now every rank has read the step `lag` before. Not when a step is read: one rank may
         # read it a step later than another, and wait there for the other.
-        if self._at_logs and self._exchange is not None and self._log.is_due(number - self._lag):
+        if self._at_logs and self._exchange is not None:
             self._compare(self._cuts.pop(0) if self._cuts else self._results.totals())
 
     def sync(self) -> None:

@@ -68,12 +68,12 @@ class ModuleBoundary:
         They come back when a step has no `forward` without them.
         """
         self._depth = 0
-        if self._calls:
-            self._forget([*(self._children.keys() & self._nested) - self._alone])
-        else:
+        if not self._calls:
             self._time_children()
+        elif self._nested:
+            self._forget([*(self._children.keys() & self._nested) - self._alone])
+            self._nested.clear()
         self._calls = 0
-        self._nested.clear()
 
     def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:

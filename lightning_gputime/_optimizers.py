@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
-
 from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, OPTIMIZER, OTHER
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import StandIn, listen
+from lightning_gputime._untraced import untraced
 
 
 class OptimizerBoundary:
@@ -28,17 +27,20 @@ class OptimizerBoundary:
             self._stand_in = listen(optimizer, "step", self)
         else:
             # Not traced, so that they keep firing inside a function that is compiled.
-            before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
-            self._handles.append(optimizer.register_step_pre_hook(before))
-            self._handles.append(optimizer.register_step_post_hook(after))
+            pre, post = untraced(self._before_step), untraced(self._after_step)
+            self._handles.append(optimizer.register_step_pre_hook(pre))
+            self._handles.append(optimizer.register_step_post_hook(post))
 
     @property
     def is_stepping(self) -> bool:
         """Whether `optimizer.step` is running: a closure that it calls belongs to the update."""
         return self._depth > 0
 
-    def step_ended(self) -> None:
-        self._depth = self.updates = 0  # No post hook fires when `step` raises.
+    def step_ended(self) -> int:
+        """Returns how many updates there were."""
+        updates, self.updates = self.updates, 0
+        self._depth = 0  # No post hook fires when `step` raises.
+        return updates
 
     def remove(self) -> None:
         for handle in self._handles:

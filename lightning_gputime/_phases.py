@@ -41,7 +41,7 @@ class Timeline:
         names: For each interval the phases that it counts under, see `settle`.
         device_ms: Device time of each (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds): one more than there are intervals.
-        read_ns: Host time at which the step was read (in nanoseconds).
+        read_ns: Host time at which the device was known to have finished (in nanoseconds).
     """
 
     names: tuple[tuple[str, ...], ...]

@@ -37,8 +37,14 @@ class Readings:
 
     @property
     def last(self) -> StepTimes | None:
-        """The newest step that has been read, or None."""
-        return self._results.last
+        """The newest step that the device has finished, or None."""
+        return self._read().last
+
+    def _read(self) -> Results:
+        """Reads what the device has finished, without a wait; not from another thread."""
+        if self._session is not None and self._session.is_here():
+            self._session.recorder.drain()
+        return self._results
 
     def flush(self) -> None:
         """Waits for the steps that have ended and are unread, and reads them."""
@@ -51,11 +57,11 @@ class Readings:
         Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
         NaN where a phase did not run. Warm-up steps are included.
         """
-        return self._results.history()
+        return self._read().history()
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of the steps read so far, warm-up left out."""
-        return self._results.summary()
+        return self._read().summary()
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the history as CSV: a row a step, empty where a phase did not run.
@@ -103,8 +109,8 @@ class Readings:
         from lightning_gputime import _plot
 
         if step is None:
-            return _plot.plot_steps(self._results.newest(), ax)
-        for times in self._results.newest():
+            return _plot.plot_steps(self._read().newest(), ax)
+        for times in self._read().newest():
             if times.step == step:
                 return _plot.plot_step(times, ax)
         raise ValueError(f"step {step} is not in the history of {len(self.history())} steps")
@@ -123,4 +129,4 @@ class Readings:
         """
         from lightning_gputime._trace import trace
 
-        _files.write(path, trace(self._results.newest()[-steps:]))
+        _files.write(path, trace(self._read().newest()[-steps:]))

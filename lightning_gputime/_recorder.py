@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 
-from lightning_gputime._events import Clock, EventPool, log
-from lightning_gputime._marks import Marks, read
+from lightning_gputime._events import Clock, TimingEvent, log
+from lightning_gputime._marks import Mark, Marks, read
 from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY, StepTimes
 
 
@@ -13,15 +13,17 @@ class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 
     A mark says: from here on the time belongs to this label. The end of a step is the first mark
-    of the next. Steps are read in order, each when the device has finished it; the host waits only
-    while more than `lag` steps are unread, for the oldest of them.
+    of the next. When more than `lag` steps are pending, the host waits for the oldest of them,
+    unless the device has finished it. Steps that are finished are read together, `batch` at a time:
+    the code that reads them is then in the processor's cache, and costs a step a fraction.
 
     Nothing here raises into the training loop: after an error the step is dropped, and a logger
     says so once. Calls from any thread but the one that last called `begin` do nothing.
 
     Args:
         clock: Where events and host times come from.
-        lag: How many ended steps may stay unread.
+        lag: How many ended steps may be pending.
+        batch: How many finished steps are read together.
         emit: Called with the times of each step, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
     """
@@ -32,13 +34,16 @@ class Recorder:
         *,
         lag: int,
         emit: Callable[[StepTimes], object],
+        batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
     ) -> None:
         self._clock = clock
-        self._pool = EventPool(clock)
+        # Events that were read, to be used again.
+        self._free: list[TimingEvent] = []
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
         self._lag = lag
+        self._batch = batch
         self._emit = emit
         self._annotate = annotate
         self._thread = -1
@@ -46,9 +51,10 @@ class Recorder:
         self._paused = False
         self._told: set[str] = set()
         self._pending: deque[Marks] = deque()
-        self._open = Marks([], [], [])
-        self._captured = Marks([], [], [])
-        self._graphs: list[Marks] = []
+        self._finished: list[Marks] = []
+        self._open: list[Mark] = []
+        self._captured: list[Mark] = []
+        self._graphs: list[list[Mark]] = []
         self._spoiled = False
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
@@ -91,7 +97,7 @@ class Recorder:
     def turn(self, label: str, into: str) -> None:
         """Marks `into`; if the time is going to `label`, then what it got since its mark too."""
         if self.label == label and self._timing and get_ident() == self._thread:
-            self._open.labels[-1] = self.label = into
+            self._rename(into)
         else:
             self.mark(into)
 
@@ -117,7 +123,7 @@ class Recorder:
     def pause(self) -> None:
         """Lets the time since the last mark, and until `resume`, belong to no step."""
         if self._timing and get_ident() == self._thread:
-            self._open.labels[-1] = self.label = EXCLUDED
+            self._rename(EXCLUDED)
             self._timing, self._paused = False, True
             self._tell_annotator(None)
 
@@ -129,27 +135,49 @@ class Recorder:
 
     # Steps
 
-    def end_step(self, number: int, *, skipped_update: bool = False) -> None:
-        """Ends the open step under `number`, begins the next, and emits what can be read.
+    def end_step(self, number: int, skipped_update: bool = False, read: bool = False) -> None:
+        """Ends the open step under `number`, and begins the next.
 
         This is the only place where the host may wait in a training loop.
+
+        Args:
+            number: Its number.
+            skipped_update: Whether no optimizer ran its update.
+            read: Whether to read the finished steps now.
         """
         if get_ident() != self._thread:
             return
         if self._timing and not self._spoiled:
             self._record(self._first_label(DATA))
-        if self._timing and not self._spoiled:
-            self._close(number, skipped_update)
-        else:
+        if not self._timing or self._spoiled:
             self.begin()
-        if self._timing and not self._spoiled:
-            self._resolve()
+            return
+        # A replay calls no hook of the optimizer.
+        skipped_update = skipped_update and not self._graphs
+        self._pending.append(Marks(self._open, number, skipped_update=skipped_update))
+        self._open = self._open[-1:]
+        try:
+            # The next replay records a graph's events again, so they must be read before.
+            if len(self._pending) > (0 if self._graphs else self._lag):
+                self._finish_oldest()
+                if read or self._graphs or len(self._finished) >= self._batch:
+                    self._read()
+        except Exception as error:
+            self._fail(error)
+
+    def rest(self) -> None:
+        """Ends recording until the next `begin`; until then every call does nothing."""
+        self._drop()
+        self._thread = -1
+        self._tell_annotator(None)
 
     def flush(self) -> None:
         """Waits for the ended steps that are unread, and emits them."""
         try:
-            while self._pending and not self._is_capturing():
-                self._emit_oldest(self._wait(self._pending[0]))
+            if not self._is_capturing():
+                while self._pending:
+                    self._finish_oldest()
+                self._read()
         except Exception as error:
             self._fail(error)
 
@@ -157,15 +185,11 @@ class Recorder:
         """Emits the ended steps that the device has finished, without waiting for the others."""
         try:
             if not self._is_capturing():
-                self._emit_complete()
+                while self._pending and self._pending[0].marks[-1][1].query():
+                    self._finish_oldest()
+                self._read()
         except Exception as error:
             self._fail(error)
-
-    def stop(self) -> None:
-        """Ends recording: until the next `begin`, every call does nothing."""
-        self._drop()
-        self._thread = -1
-        self._tell_annotator(None)
 
     def tell_once(self, message: str, *args: object) -> None:
         """Logs a warning, the first time that it is called with `message`."""
@@ -178,21 +202,22 @@ class Recorder:
             if self._is_capturing():
                 self._capture(label)
                 return
-            if self._captured.events:
+            if self._captured:
                 self._end_capture()
-            event = self._pool.take()
+            event = self._free.pop() if self._free else self._clock.event()
             event.record()
-            host_ns = self._host_ns()
+            self._open.append((label, event, self._host_ns()))
         except Exception as error:
             self._fail(error)
             return
-        marks = self._open
-        marks.labels.append(label)
-        marks.events.append(event)
-        marks.host_ns.append(host_ns)
         self.label = label
         if annotate and self._annotate is not None:
             self._tell_annotator(label)
+
+    def _rename(self, label: str) -> None:
+        """Gives the time since the last mark to `label`."""
+        self._open[-1] = (label, *self._open[-1][1:])
+        self.label = label
 
     def _tell_annotator(self, label: str | None) -> None:
         if self._annotate is not None:
@@ -212,71 +237,59 @@ class Recorder:
             return
         event = clock.event()
         event.record()
-        self._captured.labels.append(label)
-        self._captured.events.append(event)
+        self._captured.append((label, event, 0))
         self._clock = clock
 
     def _end_capture(self) -> None:
         """Keeps the marks of a graph for its replays. Events of two kinds cannot be compared."""
         self.flush()
         self._graphs.append(self._captured)
-        self._captured, self._open = Marks([], [], []), Marks([], [], [])
-        self._pool = EventPool(self._clock)
+        self._captured, self._open = [], []
+        self._free = []
 
     def _first_label(self, label: str) -> str:
         """The label that a step begins with: a phase named by hand reaches across steps."""
         self._base = label
         return self._named[-1] if self._named else label
 
-    def _close(self, number: int, skipped_update: bool) -> None:
-        step = self._open
-        # A replay calls no hook of the optimizer.
-        step.number, step.skipped_update = number, skipped_update and not self._graphs
-        self._open = Marks([step.labels.pop()], [step.events[-1]], [step.host_ns[-1]])
-        self._pending.append(step)
-
     def _drop(self) -> None:
         """Forgets the open step; only `begin` starts another."""
         self._timing, self.label = False, None
-        events, self._open = self._open.events, Marks([], [], [])
-        if events and self._pending and self._pending[-1].events[-1] is events[0]:
-            self._pending[-1].owns_end = True
+        events, self._open = [event for _, event, _ in self._open], []
+        last = [*self._finished[-1:], *self._pending][-1:]
+        if events and last and last[0].marks[-1][1] is events[0]:
+            last[0].owns_end = True
             del events[0]
-        self._pool.give(events)
+        self._free.extend(events)
 
-    def _resolve(self) -> None:
-        try:
-            self._emit_complete()
-            # The next replay records a graph's events again, so they must be read before.
-            if len(self._pending) > (0 if self._graphs else self._lag):
-                self._emit_oldest(self._wait(self._pending[0]))
-        except Exception as error:
-            self._fail(error)
+    def _finish_oldest(self) -> None:
+        """Takes the oldest step off the pending ones, after the one wait if the device needs it."""
+        step = self._pending[0]
+        end = step.marks[-1][1]
+        if not end.query():
+            start = self._host_ns()
+            end.synchronize()
+            step.wait_ms = (self._host_ns() - start) / 1e6
+        step.read_ns = self._host_ns()
+        self._finished.append(self._pending.popleft())
 
-    def _wait(self, step: Marks) -> float:
-        """The one wait. Returns how long it took (in milliseconds)."""
-        start = self._host_ns()
-        step.events[-1].synchronize()
-        return (self._host_ns() - start) / 1e6
-
-    def _emit_complete(self) -> None:
-        while self._pending and self._pending[0].events[-1].query():
-            self._emit_oldest(0.0)
-
-    def _emit_oldest(self, wait_ms: float) -> None:
-        step = self._pending.popleft()
-        try:
-            times = read(step, self._graphs, wait_ms, self._host_ns())
-        except RuntimeError:
-            # A mark that was recorded on another stream can lag behind the last one.
-            for event in step.events:
-                event.synchronize()
-            times = read(step, self._graphs, wait_ms, self._host_ns())
-        self._pool.give(step.events if step.owns_end else step.events[:-1])
-        self._emit(times)
+    def _read(self) -> None:
+        finished, self._finished = self._finished, []
+        for step in finished:
+            events = [event for _, event, _ in step.marks]
+            try:
+                times = read(step, self._graphs)
+            except RuntimeError:
+                # A mark that was recorded on another stream can lag behind the last one.
+                for event in events:
+                    event.synchronize()
+                times = read(step, self._graphs)
+            self._free.extend(events if step.owns_end else events[:-1])
+            self._emit(times)
 
     def _fail(self, error: Exception) -> None:
         self.tell_once("A step could not be timed and is left out: %r", error)
         self._pending.clear()
-        self._open = Marks([], [], [])
+        self._finished.clear()
+        self._open = []
         self._timing, self.label = False, None

@@ -1,6 +1,7 @@
 """A timer at work on one model: from the attaching of its hooks to their removal."""
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ class Session:
         model: The model that is timed.
         optimizers: The optimizers whose updates are timed.
         measurement: Gets the steps of training.
+        every_n_steps: One step in so many is timed, the last of them.
         options: Those of `Boundaries`.
     """
 
@@ -28,26 +30,48 @@ class Session:
         model: nn.Module,
         optimizers: Sequence[Any],
         measurement: Measurement | None = None,
+        every_n_steps: int = 1,
         **options: Any,
     ) -> None:
         self.recorder = recorder
         self._measurement = measurement
+        self._every_n_steps = every_n_steps
+        self._thread = -1
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
-    def begin(self) -> None:
-        """Starts a step here, in the calling thread. What the open one held is dropped."""
+    def is_here(self) -> bool:
+        """Tells whether the calling thread is the one that is timed."""
+        return get_ident() == self._thread
+
+    def begin(self, number: int) -> None:
+        """Starts the step `number` here, in the calling thread. What is open is dropped."""
+        self._thread = get_ident()
         self.boundaries.step_ended()
-        self.recorder.begin()
+        self._begin(number)
 
     def end_step(self, number: int) -> None:
-        """Ends the open step under `number`."""
-        boundaries = self.boundaries
-        skipped_update = bool(boundaries.optimizers) and not boundaries.updates
-        self.recorder.end_step(number, skipped_update=skipped_update)
-        boundaries.step_ended()
-        if self._measurement is not None:
-            self._measurement.step_ended(number)
+        """Ends the open step under `number`, and begins the next one."""
+        every, measurement, boundaries = self._every_n_steps, self._measurement, self.boundaries
+        is_due = measurement is not None and measurement.is_due(number)
+        if every == 1 or (number + 1) % every == 0:
+            skipped_update = boundaries.step_ended() == 0
+            self.recorder.end_step(number, skipped_update, is_due)
+        else:
+            boundaries.step_ended(timed=False)
+            if number % every == 0:
+                self.recorder.drain()  # A step ago one was timed.
+        if every > 1:
+            self._begin(number + 1)
+        if is_due and measurement is not None:
+            measurement.compare_at_log()
+
+    def _begin(self, number: int) -> None:
+        every = self._every_n_steps
+        if every == 1 or (number + 1) % every == 0:
+            self.recorder.begin()
+        else:
+            self.recorder.rest()
 
     def sync(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
@@ -59,6 +83,6 @@ class Session:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         deactivate(self.recorder)
         self.boundaries.remove()
-        self.recorder.stop()
+        self.recorder.rest()
         if self._measurement is not None:
             self._measurement.end()

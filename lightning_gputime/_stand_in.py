@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_gputime._untraced import untraced
+
 
 class Listener(Protocol):
     """Who wants to know."""
@@ -53,8 +55,7 @@ def listen(owner: Any, name: str, listener: Listener) -> StandIn:
 
 
 def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
-    tell_before = torch.compiler.disable(_before)
-    tell_after = torch.compiler.disable(_after)
+    tell_before, tell_after = untraced(_before), untraced(_after)
 
     # Without the attributes of a compiled function: torch would take this for that function.
     @functools.wraps(call, updated=())

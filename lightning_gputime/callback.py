@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_modules, check_options
+from lightning_gputime._arguments import check_int, check_modules, check_options
 from lightning_gputime._evaluation import Evaluation
 from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
@@ -81,6 +81,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
             `backward/<name>`: dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read.
@@ -107,15 +108,19 @@ class GPUPhaseTimer(Readings, pl.Callback):
         summary: bool = True,
         modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
+        every_n_steps: int = 1,
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
+        check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
         self._prefix = prefix
         self._lag = lag
-        self._warmup_steps = warmup_steps
+        # Of these steps every n-th is timed.
+        self._warmup_steps = warmup_steps // every_n_steps
+        self._every_n_steps = every_n_steps
         self._history = history
         self._prog_bar = prog_bar
         self._print_summary = summary
@@ -128,7 +133,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._clock = clock
         self._evaluation: Evaluation | None = None
-        self._results = Results(history, warmup_steps)
+        self._results = Results(history, self._warmup_steps)
         self._session: Session | None = None
         self._next_fetch: _NextFetch | None = None
         self._in_batch = self._tried_update = False
@@ -154,17 +159,21 @@ class GPUPhaseTimer(Readings, pl.Callback):
         self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
         publish = functools.partial(_publish, trainer)
+        on_step = [] if self._on_step is None else [self._on_step]
+        if self._prog_bar:
+            on_step.append(functools.partial(_show_on_bar, trainer))
         measurement = Measurement(
             self._results,
             PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
             sync_ranks=self._sync_ranks,
             lag=self._lag,
-            on_step=self._on_step,
+            on_step=on_step,
         )
         recorder = Recorder(
             clock,
             lag=self._lag,
-            emit=functools.partial(self._emit, trainer, measurement),
+            emit=measurement.add,
+            batch=measurement.batch,
             annotate=Annotator() if self._annotate else None,
         )
         self._session = Session(
@@ -172,6 +181,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
             pl_module,
             [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
             measurement=measurement,
+            every_n_steps=self._every_n_steps,
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,
@@ -183,7 +193,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
         # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
         self._in_batch = False
         if self._session is not None:
-            self._session.begin()
+            self._session.begin(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @_never_raises
     def on_train_batch_start(self, *_: Any) -> None:
@@ -310,14 +320,6 @@ class GPUPhaseTimer(Readings, pl.Callback):
         boundaries = session.boundaries
         return boundaries.updates > 0 or self._tried_update or not boundaries.optimizers
 
-    def _emit(self, trainer: pl.Trainer, measurement: Measurement, times: StepTimes) -> None:
-        measurement.add(times)
-        if self._prog_bar:
-            shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
-            text = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
-            bar: dict[str, Any] = trainer.progress_bar_metrics
-            bar["phase_ms"] = text
-
     def _report(self, trainer: pl.Trainer) -> None:
         if self._print_summary and trainer.is_global_zero:
             show(self.summary())
@@ -406,6 +408,12 @@ def _lightning_optimizers(pl_module: pl.LightningModule) -> list[Any]:
         return []
     optimizers = pl_module.optimizers()
     return optimizers if isinstance(optimizers, list) else [optimizers]
+
+
+def _show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
+    shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
+    bar: dict[str, Any] = trainer.progress_bar_metrics
+    bar["phase_ms"] = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

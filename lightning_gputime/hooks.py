@@ -49,6 +49,7 @@ class GPUPhaseHooks(Readings):
         modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
             dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read.
@@ -85,12 +86,14 @@ class GPUPhaseHooks(Readings):
         log_every_n_steps: int = 50,
         modules: Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
+        every_n_steps: int = 1,
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
+        check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
@@ -109,11 +112,13 @@ class GPUPhaseHooks(Readings):
         self._wrap_backward = wrap_backward
         self._prefix = prefix
         self._lag = lag
-        self._warmup_steps = warmup_steps
+        # Of these steps every n-th is timed.
+        self._warmup_steps = warmup_steps // every_n_steps
+        self._every_n_steps = every_n_steps
         self._history = history
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
-        self._results = Results(history, warmup_steps)
+        self._results = Results(history, self._warmup_steps)
         self._session: Session | None = None
         self._step = self._micro_batches = 0
 
@@ -128,21 +133,28 @@ class GPUPhaseHooks(Readings):
             PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
             sync_ranks=self._sync_ranks,
             lag=self._lag,
-            on_step=self._on_step,
+            on_step=[] if self._on_step is None else [self._on_step],
         )
         self._step = self._micro_batches = 0
         annotate = Annotator() if self._annotate else None
-        recorder = Recorder(clock, lag=self._lag, emit=measurement.add, annotate=annotate)
+        recorder = Recorder(
+            clock,
+            lag=self._lag,
+            emit=measurement.add,
+            batch=measurement.batch,
+            annotate=annotate,
+        )
         self._session = Session(
             recorder,
             self._model,
             self._optimizers,
             measurement=measurement,
+            every_n_steps=self._every_n_steps,
             pause_evaluation=bool(self._optimizers),
             parts=self._modules,
             backward=self._wrap_backward,
         )
-        self._session.begin()
+        self._session.begin(self._step)
         return self
 
     def remove(self) -> None:
@@ -180,7 +192,7 @@ class GPUPhaseHooks(Readings):
         Raises:
             RuntimeError: If the timer is not attached.
         """
-        self._attached("steps()").begin()
+        self._attached("steps()").begin(self._step)
         self._micro_batches = 0
         for item in iterable:
             if self._session is not None:
@@ -197,15 +209,17 @@ class GPUPhaseHooks(Readings):
         Raises:
             RuntimeError: If the timer is not attached.
         """
-        session = self._attached("step()")
-        if not session.recorder.is_here():
+        session = self._session or self._attached("step()")
+        if not session.is_here():
             # The loop runs in another thread than the one that attached the timer.
-            session.begin()
+            session.begin(self._step)
             return
-        self._micro_batches += 1
-        if self._micro_batches < self._accumulate_grad_batches and not session.boundaries.updates:
-            session.recorder.mark(DATA)
-            return
+        if self._accumulate_grad_batches > 1:
+            self._micro_batches += 1
+            is_last = self._micro_batches == self._accumulate_grad_batches
+            if not is_last and not session.boundaries.updates:
+                session.recorder.mark(DATA)
+                return
         session.end_step(self._step)
         self._step += 1
         self._micro_batches = 0

@@ -5,7 +5,7 @@ import torch
 from fake_gpu import FakeGPU
 
 from lightning_gputime import Clock
-from lightning_gputime._events import DeviceClock, EventPool, HostClock, clock_for
+from lightning_gputime._events import DeviceClock, HostClock, clock_for
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -86,14 +86,6 @@ def test_the_host_clock_times_the_host() -> None:
         pass
     end.record()
     assert 2.0 <= start.elapsed_time(end) < 200.0
-
-
-def test_a_pool_makes_an_event_only_when_it_has_none(gpu: FakeGPU) -> None:
-    pool = EventPool(gpu)
-    first, second = pool.take(), pool.take()
-    pool.give([first, second])
-    assert {pool.take(), pool.take()} == {first, second}
-    assert gpu.created == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")

@@ -342,6 +342,7 @@ def test_a_mark_on_a_stream_that_lags_is_waited_for(gpu: FakeGPU, run: Recorded)
     gpu.free_at = gpu.now  # the rest of the step runs on another stream, which is idle
     gpu.host_work(10.0)
     run.recorder.end_step(0)
+    run.recorder.drain()
     assert [times.step for times in run.emitted] == [0]
     assert run.emitted[0].phase_ms["forward"] == 50.0
 
@@ -366,7 +367,7 @@ def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
 
 
 def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.stop()
+    run.recorder.rest()
     created = gpu.created
     run.step(0)
     run.recorder.enter("augment")
