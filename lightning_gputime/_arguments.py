@@ -32,7 +32,7 @@ def check_options(
             f" log) or False, got {sync_ranks!r}"
         )
     if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be a function of a StepTimes, got {on_step!r}")
+        raise TypeError(f"on_step must be a function of a StepTimes, or a metric, got {on_step!r}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:

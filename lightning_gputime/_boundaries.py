@@ -64,11 +64,10 @@ class Boundaries:
             for optimizer in (*optimizers, *optimizer_wrappers):
                 self._keep(ZeroGradBoundary(recorder, optimizer))
             if backward:
-                communication = (
-                    CommunicationBoundary(recorder, model if wrapper is None else wrapper)
-                    if is_distributed()
-                    else None
-                )
+                communication = None
+                if is_distributed():
+                    called = model if wrapper is None else wrapper
+                    communication = self._keep(CommunicationBoundary(recorder, called))
                 self._keep(BackwardBoundary(recorder, self._model, self.optimizers, communication))
         except BaseException:
             self.remove()

@@ -1,17 +1,21 @@
-"""The part of a backward in which a rank only waits for the others, as marks."""
+"""The parts of a step in which a rank only waits for the others, as marks."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._phases import COMM
+from lightning_gputime._modules import Removable, before
+from lightning_gputime._phases import BACKWARD, COMM, PHASES
 from lightning_gputime._recorder import Recorder
 
 
 class CommunicationBoundary:
     """`backward/comm`: from the end of this rank's own work in a backward to the end of backward.
+
+    And `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin of DDP.
 
     The autograd engine calls what was queued in a backward when its work is done, in the order in
     which it was queued. DDP and FSDP2 queue their last waits there, from hooks on parameters and
@@ -28,11 +32,23 @@ class CommunicationBoundary:
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
         self._handles: list[Any] = []
+        self._module_handles: list[Removable] = []
+        for module in self._synced:
+            self._module_handles.append(before(module, self._enter_sync, first=False))
+            self._module_handles.append(before(module.module, self._leave_sync))
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules. Safe to call twice."""
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles.clear()
 
     def begin(self, tensors: Any) -> None:
         """Must be called before a backward of `tensors`."""
         if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
             return  # a micro-batch inside `no_sync`
+        if _is_autograd_compiled():
+            return  # It would trace the hook.
         # Not over a generator, which the backward needs itself.
         for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -48,6 +64,17 @@ class CommunicationBoundary:
             handle.remove()
         self._handles.clear()
 
+    def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
+        # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
+        label = self._recorder.label
+        if label is not None and label in PHASES and module.will_sync_module_buffers():
+            self._recorder.mark(f"{label}/{COMM}")
+
+    def _leave_sync(self, *values: Any) -> None:
+        phase, _, part = (self._recorder.label or "").partition("/")
+        if part == COMM and phase != BACKWARD:
+            self._recorder.mark(phase)
+
     def _queue(self, _: Tensor) -> None:
         # Once a backward: the first of several losses is the one.
         if self._handles:
@@ -61,7 +88,12 @@ class CommunicationBoundary:
         self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
 
     def _mark(self) -> None:
-        self._recorder.mark_in_backward(COMM)
+        self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
+
+
+def _is_autograd_compiled() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
 def _call_first(tensor: Tensor, hook_id: int) -> None:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch.distributed
-from torch._C._distributed_c10d import PrefixStore
 
 from lightning_gputime._events import log
 from lightning_gputime._ranks import Totals
@@ -30,6 +29,9 @@ class Exchange:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float = 30.0) -> None:
+        # Not at the top: torch can be built without it.
+        from torch._C._distributed_c10d import PrefixStore
+
         self._store = PrefixStore(f"lightning_gputime/{next(_runs)}", store)
         self._rank = rank
         self._others = range(1, world_size)
@@ -37,6 +39,7 @@ class Exchange:
         self._gone = 0
         self._timeout_s = timeout_s
         self._window = 0
+        self._deleted = 0
         if rank:
             self._store.set(f"here/{rank}", "")
 
@@ -50,11 +53,14 @@ class Exchange:
         store = self._store
         if self._rank:
             store.set(f"{window}/{self._rank}", json.dumps(totals))
-            if window > 1:
-                store.delete_key(f"{window - 2}/{self._rank}")
+            # What rank zero has read by now is no longer needed.
+            for old in range(self._deleted, min(store.add("read", 0), window)):
+                store.delete_key(f"{old}/{self._rank}")
+                self._deleted = old + 1
             return {}
         ranks = self._wait_for(window)
         values = store.multi_get([f"{window}/{rank}" for rank in ranks]) if ranks else []
+        store.add("read", 1)
         return {0: totals, **{r: json.loads(v) for r, v in zip(ranks, values, strict=True)}}
 
     def leave(self) -> None:
@@ -65,8 +71,15 @@ class Exchange:
 
     def _wait_for(self, window: int) -> list[int]:
         if self._present is None:
-            # Who has no timer is seen here: with one, each rank is there before its first step.
-            self._present = set(self._those("here", [*self._others], time.monotonic() + 5.0))
+            # With a timer each rank is there before its first step, which the ranks of DDP end
+            # together.
+            self._present = set(self._those("here", [*self._others], time.monotonic() + 1.0))
+            if absent := [rank for rank in self._others if rank not in self._present]:
+                log.warning(
+                    "These ranks have no timer, or attached fewer timers than rank 0 before this"
+                    " one; they are not compared: %s",
+                    ", ".join(map(str, absent)),
+                )
         ranks = sorted(self._present)
         there = self._those(str(window), ranks, time.monotonic() + self._timeout_s)
         if missing := self._present.difference(there):

@@ -42,21 +42,20 @@ class PhaseLog:
         self._newest: int | None = None
         self._failed = False
 
-    def is_due(self, step: int) -> bool:
-        """Tells whether the means are logged under the number `step`."""
-        return bool(self._every_n_steps) and step >= 0 and not (step + 1) % self._every_n_steps
+    def is_due(self, step: int, before: int) -> bool:
+        """Tells whether the means are logged under the number `step`, if `before` is the last."""
+        every = self._every_n_steps
+        return bool(every) and (step + 1) // every > (before + 1) // every
 
     def add(self, times: StepTimes) -> bool:
         """Takes the times of the next step, and logs if it is one that is due. Tells if it did."""
-        every = self._every_n_steps
-        if not every:
+        if not self._every_n_steps:
             return False
-        before = times.step if self._newest is None else self._newest + 1
+        before = times.step - 1 if self._newest is None else self._newest
         self._newest = times.step
         self._sum(times.phase_ms)
         self._sum({"step": times.step_ms, "host_wait": times.host_wait_ms})
-        is_due = (times.step + 1) // every > before // every
-        if is_due:
+        if is_due := self.is_due(times.step, before):
             self.log()
         return is_due
 

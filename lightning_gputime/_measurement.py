@@ -36,7 +36,10 @@ class Measurement:
         self._results = results
         self._log = phase_log
         self._lag = lag
-        self._on_step = list(on_step)
+        # The number of the last step that ended, and of the last that `sync` has compared.
+        self._newest: int | None = None
+        self._synced = -1
+        self._on_step = [getattr(one, "update", one) for one in on_step]
         self._at_logs = sync_ranks == "log"
         # What this rank had measured at each log whose turn to be compared has not come.
         self._cuts: list[Totals] = []
@@ -58,6 +61,11 @@ class Measurement:
         """Whether there are other ranks, and they are compared."""
         return self._exchange is not None
 
+    @property
+    def compares_at_logs(self) -> bool:
+        """Whether they are compared at each log."""
+        return self._at_logs and self._exchange is not None
+
     def add(self, times: StepTimes) -> None:
         """Takes the times of the next step."""
         self._results.add(times)
@@ -71,19 +79,24 @@ class Measurement:
                 self._on_step.remove(call)
 
     def is_due(self, number: int) -> bool:
-        """Tells whether, when the step `number` ends, one is finished that is to be logged."""
-        return self._log.is_due(number - self._lag)
+        """Is told that the step `number` ends; tells whether one is finished that is logged now."""
+        before, self._newest = self._newest, number
+        if before is None:
+            before = number - 1
+        return self._log.is_due(number - self._lag, before - self._lag)
 
     def compare_at_log(self) -> None:
         """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
         # By now every rank has read the step `lag` before. Not when a step is read: one rank may
         # read it a step later than another, and wait there for the other.
-        if self._at_logs and self._exchange is not None:
+        if self._exchange is not None and (self._newest or 0) - self._lag > self._synced:
             self._compare(self._cuts.pop(0) if self._cuts else self._results.totals())
 
     def sync(self) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it."""
         self._cuts.clear()
+        if self._newest is not None:
+            self._synced = self._newest
         self._compare(self._results.totals())
 
     def end(self) -> None:

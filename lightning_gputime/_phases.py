@@ -13,8 +13,8 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
 
-COMM = "backward/comm"
-"""The part of backward in which a rank only waits for the others."""
+COMM = "comm"
+"""The sub-phase in which a rank only waits for the others: `backward/comm`."""
 
 PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
@@ -28,8 +28,8 @@ EXCLUDED = "<excluded>"
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 """What the code after a phase is, when the phase was named by hand."""
 
-# `step_ms` and `host_wait_ms` stand beside the phases' own keys.
-_RESERVED = ("step", "host_wait")
+# `step_ms`, `host_wait_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
+_RESERVED = ("step", "host_wait", "local")
 _NAME = re.compile(r"[^/<>]+(/[^/<>]+)*")
 
 

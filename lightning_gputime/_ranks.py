@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_gputime._phases import BACKWARD, COMM, in_order
+from lightning_gputime._phases import COMM, in_order
 
 Totals = Mapping[str, tuple[float, int]]
 """What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
@@ -12,6 +12,7 @@ and the number of steps in which it ran."""
 
 STEP = "step"
 LOCAL = "local"
+_WAIT = f"/{COMM}"
 
 NAMED_FROM = 0.05
 """A rank is named when it is slower than the others by this part of their step."""
@@ -38,7 +39,8 @@ class RankStats:
 class RankSummary:
     """The times of all ranks beside each other.
 
-    A rank's local time is its step without `backward/comm`, in which it waits for the others.
+    A rank's local time is its step without `backward/comm` and the like, in which it waits for the
+    others.
 
     Attributes:
         rows: For each phase that ran, for "step" and for "local".
@@ -60,7 +62,7 @@ class RankSummary:
         """Says which rank is slow, and in what; empty where none is."""
         if self.slowest is None:
             return ""
-        where = "backward compute" if self.phase == BACKWARD and COMM in self.rows else self.phase
+        where = f"{self.phase} compute" if f"{self.phase}{_WAIT}" in self.rows else self.phase
         return (
             f"rank {self.slowest} is {self.behind_ms:.3g} ms a step slower than the median,"
             f" in {where}"
@@ -128,7 +130,8 @@ def since(now: Totals, before: Totals) -> Totals:
 
 def _with_local(totals: Totals) -> Totals:
     step_ms, steps = totals[STEP]
-    return {**totals, LOCAL: (step_ms - totals.get(COMM, (0.0, 0))[0], steps)}
+    waits_ms = sum(ms for name, (ms, _) in totals.items() if name.endswith(_WAIT))
+    return {**totals, LOCAL: (step_ms - waits_ms, steps)}
 
 
 def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
@@ -146,8 +149,9 @@ def _own_times(totals: Totals) -> dict[str, float]:
     """Returns the time a step of each top-level phase, without the waits for other ranks."""
     steps = totals[STEP][1]
     own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}
-    if COMM in totals:
-        own[BACKWARD] -= totals[COMM][0] / steps
+    for name, (ms, _) in totals.items():
+        if name.endswith(_WAIT):
+            own[name.removesuffix(_WAIT)] -= ms / steps
     return own
 
 

@@ -63,8 +63,11 @@ class Session:
                 self.recorder.drain()  # A step ago one was timed.
         if every > 1:
             self._begin(number + 1)
-        if is_due and measurement is not None:
+        if is_due and measurement is not None and measurement.compares_at_logs:
+            # The exchange is no part of the step that has begun.
+            self.recorder.pause()
             measurement.compare_at_log()
+            self.recorder.resume()
 
     def _begin(self, number: int) -> None:
         every = self._every_n_steps

@@ -84,7 +84,8 @@ class GPUPhaseTimer(Readings, pl.Callback):
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
-        on_step: Is called with the times of every step, when they are read.
+        on_step: Is called with the times of every step, when they are read; or a metric of
+            torchmetrics, which is updated with them.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
@@ -110,7 +111,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
         annotate: bool = False,
         every_n_steps: int = 1,
         sync_ranks: SyncRanks = True,
-        on_step: Callable[[StepTimes], object] | None = None,
+        on_step: Any = None,
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:

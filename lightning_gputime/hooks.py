@@ -1,6 +1,6 @@
 """The timer for a plain PyTorch loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,7 +13,7 @@ from lightning_gputime._events import Clock, HostClock, clock_for
 from lightning_gputime._log import MetricsLogger, PhaseLog
 from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
-from lightning_gputime._phases import DATA, OTHER, StepTimes
+from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
@@ -52,7 +52,8 @@ class GPUPhaseHooks(Readings):
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
-        on_step: Is called with the times of every step, when they are read.
+        on_step: Is called with the times of every step, when they are read; or a metric of
+            torchmetrics, which is updated with them.
         wrap_backward: Whether to stand in for `torch.autograd.backward`. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
@@ -88,7 +89,7 @@ class GPUPhaseHooks(Readings):
         annotate: bool = False,
         every_n_steps: int = 1,
         sync_ranks: SyncRanks = True,
-        on_step: Callable[[StepTimes], object] | None = None,
+        on_step: Any = None,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:

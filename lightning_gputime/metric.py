@@ -6,18 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gputime._phases import COMM, PHASES, StepTimes, check_name
+from lightning_gputime._phases import BACKWARD, COMM, PHASES, StepTimes, check_name
 from lightning_gputime._ranks import STEP, compare
 
 
 class PhaseTimeMetric(Metric):
     """Mean time of each phase, and between which bounds it lies on the ranks.
 
-    It takes the steps that a timer has read: `GPUPhaseTimer(on_step=metric.update)`.
+    It takes the steps that a timer has read: `GPUPhaseTimer(on_step=metric)`.
 
     Each state has one number for each phase, and is kept apart by rank when it is synchronized:
-    stacked, with shape (ranks, phases).
+    stacked, with shape (ranks, phases). The states stay on the CPU, in their precision, wherever a
+    model that holds the metric is moved: what comes from the host must not make it wait for the
+    device. A checkpoint holds those of the rank that wrote it.
 
     Args:
         phases: The phases that are counted. Your own must be among them.
@@ -28,7 +31,7 @@ class PhaseTimeMetric(Metric):
 
     Example:
         >>> metric = PhaseTimeMetric()
-        >>> with GPUPhaseHooks(model, optimizer, on_step=metric.update) as timer:
+        >>> with GPUPhaseHooks(model, optimizer, on_step=metric) as timer:
         ...     train(model, timer.steps(loader))
         >>> metric.compute()["backward_ms"]
     """
@@ -40,8 +43,10 @@ class PhaseTimeMetric(Metric):
     sums_ms: Tensor
     counts: Tensor
 
-    def __init__(self, phases: Sequence[str] = (*PHASES, COMM), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, phases: Sequence[str] = (*PHASES, f"{BACKWARD}/{COMM}"), **kwargs: Any
+    ) -> None:
+        super().__init__(**{"dist_sync_fn": _gather, **kwargs})
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
         self._names = (*(check_name(name) for name in phases), STEP)
@@ -64,8 +69,10 @@ class PhaseTimeMetric(Metric):
                 f" PhaseTimeMetric(phases={[*self._names[:-1], *sorted(unknown)]})"
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
-        self.sums_ms += torch.tensor([ms.get(name, 0.0) for name in self._names]).to(self.sums_ms)
-        self.counts += torch.tensor([name in ms for name in self._names]).to(self.counts)
+        # Not in place: a state that was loaded is the checkpoint's, too.
+        added_ms = [ms.get(name, 0.0) for name in self._names]
+        self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
+        self.counts = self.counts + torch.tensor([int(name in ms) for name in self._names])
 
     def compute(self) -> dict[str, Tensor]:
         """Returns the means of the phases that ran, of `step`, and of `local`, as scalars.
@@ -93,7 +100,30 @@ class PhaseTimeMetric(Metric):
             values[f"{name}_max_ms"] = row.max_ms
             values[f"{name}_slowest"] = row.slowest
         values["slowest"] = -1 if ranks.slowest is None else ranks.slowest
-        return {key: torch.tensor(value, device=self.device) for key, value in values.items()}
+        return {key: torch.tensor(value) for key, value in values.items()}
+
+    def _apply(self, fn: Any, exclude_state: Sequence[str] = "") -> "PhaseTimeMetric":
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        loaded = state_dict.get(f"{prefix}counts")
+        if loaded is not None and loaded.shape[-1] != len(self._names):
+            raise ValueError(
+                f"the checkpoint has {loaded.shape[-1] - 1} phases, and the metric"
+                f" {len(self._names) - 1}: create it with the same phases={[*self._names[:-1]]}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _gather(state: Tensor, group: Any) -> list[Tensor]:
+    """Gathers a state of all ranks, on the device that the group's backend works on."""
+    device = torch.device("cpu")
+    if torch.distributed.get_backend(group) not in ("gloo", "mpi"):
+        device = torch.accelerator.current_accelerator() or device
+    gathered = gather_all_tensors(state.to(device), group)
+    return [one.cpu() for one in gathered]
 
 
 def _keep_ranks(states: Tensor) -> Tensor:

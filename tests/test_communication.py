@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
 from fake_lightning import Model, fit
 from test_hooks import Loop, hooks
@@ -98,6 +99,53 @@ def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[
             loop.train(x)
     # The mark comes after all work of backward.
     assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
+
+
+class Normed(nn.Module):
+    """A layer with a buffer, which DDP broadcasts before each forward."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.layer = Layer(gpu, 4.0, 7.75)
+        self.linear = self.layer.linear
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_the_broadcast_of_buffers_is_a_wait_in_forward(
+    two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(gpu)
+    model = parallel(Normed(gpu))
+    monkeypatch.setattr(model, "_sync_buffers", lambda: gpu.work(5.0))
+    loop.model = model  # type: ignore[assignment]
+    before = installed(*model.modules())
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    expected = {"forward": 9.0, "forward/comm": 5.0, "backward/comm": 0.0}
+    assert steps(timer) == [{**STEP_MS, **expected}] * 3
+    assert installed(*model.modules()) == before
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgraph: bool) -> None:
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = nn.Linear(2, 2)
+    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+        compiler = torch.compile(backend=counter, fullgraph=fullgraph)
+        with compiled_autograd._enable(compiler):
+            net(torch.ones(1, 2)).sum().backward()
+        timer.step()
+    assert counter.frame_count == 1
+    assert "backward/comm" not in steps(timer)[0]
 
 
 def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -> None:

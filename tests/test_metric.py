@@ -1,14 +1,16 @@
 """`PhaseTimeMetric`: alone, in collections, across ranks, and from a checkpoint."""
 
+import pickle
 from typing import Any
 
 import pytest
+import torch
 from fake_gpu import FakeGPU
 from test_hooks import Loop, hooks
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_gputime import PhaseTimeMetric, StepTimes
+from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 
 def times(forward_ms: float, backward_ms: float = 8.0, comm_ms: float | None = None) -> StepTimes:
@@ -84,7 +86,7 @@ def test_forward_adds_a_step_once() -> None:
 def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
-    with hooks(loop, on_step=collection.update) as timer:
+    with hooks(loop, on_step=collection) as timer:
         for x in timer.steps(loop.batches(5)):
             loop.train(x)
     values = collection.compute()
@@ -104,6 +106,9 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     resumed.load_state_dict(state)
     resumed.update(times(5.0))
     assert resumed.compute()["forward_ms"].item() == 4.0
+    assert metric.compute()["forward_ms"].item() == 3.0
+    with pytest.raises(ValueError, match="the checkpoint has 7 phases, and the metric 1"):
+        PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 
 
 def test_phases_of_ones_own_are_named_before() -> None:
@@ -122,7 +127,8 @@ def test_phases_of_ones_own_are_named_before() -> None:
 
 def test_a_million_steps_are_added_exactly() -> None:
     metric = PhaseTimeMetric()
-    metric.sums_ms += 1e9
+    metric.to(torch.bfloat16).half()
+    metric.sums_ms = metric.sums_ms + 1e9
     before = metric.sums_ms.clone()
     metric.update(times(0.001, 0.001))
     assert (metric.sums_ms - before).max().item() == pytest.approx(0.002, rel=1e-3)
@@ -139,3 +145,29 @@ def test_an_on_step_that_raises_ends_itself_and_nothing_else(
     assert caplog.text.count("are not counted") == 1
     with pytest.raises(TypeError, match="on_step must be a function"):
         hooks(loop, on_step=3)
+
+
+def test_a_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
+    timer = pickle.loads(pickle.dumps(GPUPhaseTimer(on_step=PhaseTimeMetric())))
+    assert isinstance(timer._on_step, PhaseTimeMetric)
+
+
+def test_the_states_stay_on_the_host_in_their_precision() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = PhaseTimeMetric()
+
+    holder = Holder().to("meta", torch.bfloat16)
+    holder.metric.update(times(3.0))
+    assert holder.metric.sums_ms.device.type == "cpu"
+    assert holder.metric.sums_ms.dtype == torch.float64
+
+
+def test_a_metric_that_was_reset_in_an_evaluation_goes_on() -> None:
+    metric = PhaseTimeMetric()
+    with torch.inference_mode():
+        metric.update(times(1.0))
+        metric.reset()
+    metric.update(times(3.0))
+    assert metric.compute()["forward_ms"].item() == 3.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import FakeGPU
+from fake_gpu import STEP_MS, FakeGPU, steps
 from test_hooks import Loop, hooks
 from torch._C._distributed_c10d import HashStore
 
@@ -156,6 +156,23 @@ def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
     ]
 
 
+def test_a_rank_that_runs_far_ahead_loses_no_window() -> None:
+    zero, one = exchanges(2, timeout_s=0.1)
+    for n in range(1, 11):
+        one.gather(totals(steps=n))
+    one.leave()
+    for n in range(1, 11):
+        assert zero.gather(totals())[1]["step"][1] == n
+
+
+def test_ranks_without_a_timer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    zero = Exchange(store, 0, 3)
+    for _ in range(2):
+        assert set(zero.gather(totals())) == {0}
+    assert caplog.text.count("they are not compared: 1, 2") == 1
+
+
 def test_what_is_sent_and_stored_does_not_grow_with_the_steps() -> None:
     zero, one = exchanges(2)
     store = one._store
@@ -163,7 +180,7 @@ def test_what_is_sent_and_stored_does_not_grow_with_the_steps() -> None:
         one.gather(totals(steps=10 ** (window + 1)))
         zero.gather(totals())
         assert len(store.get(f"{window}/1")) < 300
-    assert [store.check([f"{window}/1"]) for window in range(5)] == [False] * 3 + [True] * 2
+    assert [store.check([f"{window}/1"]) for window in range(5)] == [False] * 4 + [True]
 
 
 def test_a_thousand_ranks() -> None:
@@ -191,8 +208,10 @@ class FakeExchange:
         self.others = others
         self.sent: list[Totals] = []
         self.left = 0
+        self.on_gather: Callable[[], None] = lambda: None
 
     def gather(self, own: Totals) -> dict[int, Totals]:
+        self.on_gather()
         self.sent.append(own)
         others = {rank: other(own) for rank, other in enumerate(self.others, start=1)}
         return {0: own, **others}
@@ -263,6 +282,30 @@ def test_with_log_every_window_is_compared_whatever_was_read(
         metrics["phase_time/ranks/forward_max_ms"] == pytest.approx(7.0)
         for _, metrics in logger.of_ranks()
     )
+
+
+def test_with_log_the_exchange_is_in_no_step_and_the_end_of_an_epoch_is_compared_once(
+    gpu: FakeGPU, exchange: FakeExchange
+) -> None:
+    loop = Loop(gpu)
+    exchange.on_gather = lambda: gpu.host_work(50.0)
+    with hooks(loop, sync_ranks="log", log_every_n_steps=3) as timer:
+        for _ in range(2):
+            for x in timer.steps(loop.batches(6)):
+                loop.train(x)
+    assert [sent["step"][1] for sent in exchange.sent] == [3, 6, 9, 12, 12]
+    assert steps(timer) == [STEP_MS] * 12
+
+
+def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -> None:
+    # As in Lightning, where a manual optimization does not update in every batch.
+    loop = Loop(gpu)
+    timer = hooks(loop, sync_ranks="log", log_every_n_steps=4).attach()
+    assert timer._session is not None
+    for number in range(1, 20, 2):
+        timer._session.end_step(number)
+    assert [sent["step"][1] for sent in exchange.sent] == [2, 4, 6, 8]
+    timer.remove()
 
 
 def test_without_sync_ranks_nothing_is_sent(gpu: FakeGPU, exchange: FakeExchange) -> None:
