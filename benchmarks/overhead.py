@@ -1,112 +1,146 @@
 """Measures what timing a step costs: added time per step, against no timer at all.
 
-All ways of timing run in one process, interleaved in random order over several rounds. "no timer"
-runs twice; the difference between the two is the noise.
+All ways of timing run in one process, interleaved in random order over several rounds, in a
+Lightning loop and in a plain one. "no timer" runs twice; the difference of the two is the noise.
+Packages that are not installed are reported as absent.
 
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
 """
 
 import argparse
+import contextlib
+import io
 import json
+import logging
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
+import lightning.pytorch as pl
+import peers
 import torch
-from models import Batch, Task, load
+from models import Batch, Repeat, Task, load
 from torch import nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-STEPS = {"mlp": 400, "gpt4": 150, "gpt12": 60, "resnet50": 60}
-BOUNDARIES = 5  # begin, after forward, after loss, after backward, after the update
+STEPS = {"mlp": 400, "gpt4": 80, "gpt12": 40, "resnet50": 25, "gpt12 compiled": 40}
+WARMUP = 10
 
-
-class Nothing:
-    """No timer."""
-
-    def __init__(self, task: Task, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-    def boundary(self, i: int) -> None:
-        """Is called at each boundary of a step."""
-
-    def end_step(self) -> None:
-        """Is called at the end of each step."""
-
-    def remove(self) -> None:
-        """Is called at the end of the measurement."""
+NONE, AGAIN = "no timer", "no timer, again"
 
 
-class FiveEvents(Nothing):
-    """The floor: five bare events a step, read one step late."""
-
-    def __init__(self, task: Task, optimizer: torch.optim.Optimizer) -> None:
-        self._sets = [
-            [torch.Event(device="cuda", enable_timing=True) for _ in range(BOUNDARIES)]
-            for _ in range(2)
-        ]
-        self._step = 0
-
-    def boundary(self, i: int) -> None:
-        self._sets[self._step % 2][i].record()
-
-    def end_step(self) -> None:
-        self._step += 1
-        if self._step > 1:
-            events = self._sets[self._step % 2]
-            events[-1].synchronize()
-            for i in range(BOUNDARIES - 1):
-                events[i].elapsed_time(events[i + 1])
+def _timer(**options: Any) -> dict[str, Any]:
+    return {"callbacks": [GPUPhaseTimer(summary=False, **options)]}
 
 
-class FourSynchronize(Nothing):
-    """The host's clock, after waiting for the device at each boundary."""
-
-    def __init__(self, task: Task, optimizer: torch.optim.Optimizer) -> None:
-        self.times = [0.0] * BOUNDARIES
-
-    def boundary(self, i: int) -> None:
-        if i > 0:
-            torch.cuda.synchronize()
-        self.times[i] = time.perf_counter()
-
-
-class Hooks(Nothing):
-    """This package."""
-
-    lag = 1
-
-    def __init__(self, task: Task, optimizer: torch.optim.Optimizer) -> None:
-        self._timer = GPUPhaseHooks(task.net, optimizer, lag=self.lag).attach()
-        self.end_step = self._timer.step  # type: ignore[method-assign]
-        self.remove = self._timer.remove  # type: ignore[method-assign]
-
-
-class HooksLag0(Hooks):
-    """This package, with every step read when it ends."""
-
-    lag = 0
-
-
-WAYS: dict[str, type[Nothing]] = {
-    "no timer": Nothing,
-    "no timer, again": Nothing,
-    "five events": FiveEvents,
-    "GPUPhaseHooks()": Hooks,
-    "GPUPhaseHooks(lag=0)": HooksLag0,
-    "four synchronize": FourSynchronize,
+# What each way passes to the Trainer.
+IN_LIGHTNING: dict[str, Callable[[], dict[str, Any]]] = {
+    NONE: dict,
+    AGAIN: dict,
+    "callback that does nothing": lambda: {"callbacks": [pl.Callback()]},
+    "five events": lambda: {"callbacks": [peers.FiveEvents()]},
+    "GPUPhaseTimer()": _timer,
+    "GPUPhaseTimer(lag=0)": lambda: _timer(lag=0),
+    "GPUPhaseTimer(every_n_steps=10)": lambda: _timer(every_n_steps=10),
+    "four synchronize": lambda: {"callbacks": [peers.FourSynchronize()]},
+    "Lightning SimpleProfiler": lambda: {"profiler": "simple"},
+    "Lightning ThroughputMonitor": lambda: {
+        "callbacks": [peers.throughput_monitor()],
+        "logger": pl.loggers.logger.DummyLogger(),
+    },
+    "Lightning PyTorchProfiler": lambda: {"profiler": "pytorch"},
+    "TraceML": lambda: {"callbacks": [peers.traceml()]},
+    "Alloc": lambda: {"callbacks": [peers.alloc()]},
+    "TorchTNT Timer(cuda_sync=True)": lambda: {"callbacks": [peers.TorchTNT()]},
+    "DeepSpeed timers": lambda: {"callbacks": [peers.DeepSpeed()]},
 }
+# What stays in the process when they end (patches, threads, CUPTI) slows whatever runs after them:
+# they are measured last, against runs without a timer among them.
+STICKY = ("Lightning PyTorchProfiler", "TraceML", "Alloc")
 
 
-def run(task: Task, batch: Batch, optimizer: Any, way: Nothing, steps: int) -> None:
-    """Trains for some steps."""
+class Stopwatch(pl.Callback):
+    """Takes the time of the steps after the warm-up."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._start = 0.0
+        self.ms = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        batch_idx = args[-1]
+        if batch_idx == WARMUP:
+            torch.cuda.synchronize()
+            self._start = time.perf_counter()
+        elif batch_idx == WARMUP + self._steps:
+            torch.cuda.synchronize()
+            self.ms = (time.perf_counter() - self._start) / self._steps * 1e3
+
+
+def fit(task: Task, batch: Batch, options: dict[str, Any], steps: int) -> float:
+    """Returns the time of a step in Lightning (in milliseconds)."""
+    stopwatch = Stopwatch(steps)
+    callbacks = [stopwatch, *options.pop("callbacks", [])]
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "gpu",
+            "devices": 1,
+            "precision": "bf16-mixed",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "callbacks": callbacks,
+            **options,
+        }
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(task, Repeat(batch, WARMUP + steps + 1))
+    return stopwatch.ms
+
+
+class PlainFloor:
+    """Five bare events a step, read one step late."""
+
+    def __init__(self) -> None:
+        self._events = peers.FiveEvents()
+        self.boundary = self._events.record
+        self.end_step = self._events.on_train_batch_end
+
+
+def plain(task: Task, batch: Batch, way: str, steps: int) -> float:
+    """Returns the time of a step in a plain loop (in milliseconds)."""
+    task.cuda()  # A Trainer takes the model back to the CPU when it ends.
+    optimizer = task.configure_optimizers()
     x, y = batch
-    boundary: Callable[[int], None] = way.boundary
-    for _ in range(steps):
+    boundary: Callable[[int], None] = lambda i: None  # noqa: E731
+    end_step: Callable[[], None] = lambda: None  # noqa: E731
+    timer = None
+    if way == "five events":
+        floor = PlainFloor()
+        boundary, end_step = floor.boundary, floor.end_step
+    elif way == "four synchronize":
+        four = peers.FourSynchronize()
+
+        def boundary(i: int) -> None:
+            four.synchronize() if i else four.on_train_batch_start()
+
+        end_step = four.synchronize
+    elif way.startswith("GPUPhaseHooks"):
+        timer = GPUPhaseHooks(task.net, optimizer, lag=0 if "lag=0" in way else 1).attach()
+        end_step = timer.step
+    start = 0.0
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
         boundary(0)
         with torch.autocast("cuda", torch.bfloat16):
             out = task.net(x)
@@ -117,52 +151,115 @@ def run(task: Task, batch: Batch, optimizer: Any, way: Nothing, steps: int) -> N
         loss.backward()
         boundary(3)
         optimizer.step()
-        boundary(4)
-        way.end_step()
+        end_step()
+    torch.cuda.synchronize()
+    ms = (time.perf_counter() - start) / steps * 1e3
+    if timer is not None:
+        timer.remove()
+    return ms
 
 
-def measure(model: str, rounds: int) -> dict[str, list[float]]:
-    """Returns the time per step of each way in each round (in milliseconds)."""
-    task, batch = load(model, torch.device("cuda"))
-    optimizer = task.configure_optimizers()
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
-    run(task, batch, optimizer, Nothing(task, optimizer), 20)
-    for _ in range(rounds):
-        for name in random.sample(list(WAYS), len(WAYS)):
-            way = WAYS[name](task, optimizer)
-            run(task, batch, optimizer, way, 10)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run(task, batch, optimizer, way, STEPS[model])
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) / STEPS[model] * 1e3)
-            way.remove()
+IN_PLAIN = (
+    NONE,
+    AGAIN,
+    "five events",
+    "GPUPhaseHooks()",
+    "GPUPhaseHooks(lag=0)",
+    "four synchronize",
+)
+
+
+Times = dict[str, list[float]]
+
+
+def prepared(model: str) -> tuple[Task, Batch]:
+    """Returns a model, compiled if its name says so, and its batch."""
+    name, _, compiled = model.partition(" ")
+    task, batch = load(name, torch.device("cuda"))
+    if compiled:
+        task.net.compile()
+    fit(task, batch, {}, STEPS[model])
+    return task, batch
+
+
+def measure(
+    model: str, task: Task, batch: Batch, runs: list[tuple[str, str]], rounds: int
+) -> dict[str, Times]:
+    """Returns the time per step of each run in each round (in milliseconds), for both loops."""
+    steps = STEPS[model]
+    found: dict[str, Times] = {}
+    for i in range(rounds):
+        for loop, way in random.sample(runs, len(runs)):
+            times = found.setdefault(loop, {}).setdefault(way, [])
+            if loop == "plain":
+                times.append(plain(task, batch, way, steps))
+                continue
+            try:
+                options = IN_LIGHTNING[way]()
+            except ImportError as error:
+                print(f"{way} is absent: {error}", flush=True)
+                continue
+            times.append(fit(task, batch, options, steps))
+        print(f"{model}: round {i + 1} of {rounds}", flush=True)
     return found
+
+
+def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns the medians of each way, and of its ratio to no timer in the same round."""
+    base = [(a + b) / 2 for a, b in zip(times[NONE], times[AGAIN], strict=True)]
+    rows: dict[str, Any] = {}
+    for way, of_rounds in times.items():
+        if not of_rounds:
+            rows[way] = "absent"
+            continue
+        against = times[NONE] if way == AGAIN else base
+        ratios = [ms / none for ms, none in zip(of_rounds, against, strict=False)]
+        rows[way] = {
+            "median_ms": statistics.median(of_rounds),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+    return rows
 
 
 def main(models: list[str], rounds: int) -> dict[str, Any]:
     """Measures every way on every model; returns what was found."""
-    results = {}
-    for model in models:
-        found = measure(model, rounds)
-        base = statistics.median(found["no timer"])
-        results[model] = {
-            name: {
-                "median_ms": statistics.median(ms),
-                "min_ms": min(ms),
-                "max_ms": max(ms),
-                "ratio": statistics.median(ms) / base,
-            }
-            for name, ms in found.items()
-        }
-        for name, row in results[model].items():
-            print(f"{model:9} {name:22} {row['median_ms']:8.4f} ms {row['ratio']:8.4f}", flush=True)
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    start = time.monotonic()
+    tasks = {model: prepared(model) for model in models}
+    clean = [("plain", way) for way in IN_PLAIN]
+    clean += [("lightning", way) for way in IN_LIGHTNING if way not in STICKY]
+    sticky = [("lightning", way) for way in (NONE, AGAIN, *STICKY)]
+    results: dict[str, dict[str, Any]] = {}
+    for model, (task, batch) in tasks.items():
+        found = measure(model, task, batch, clean, rounds)
+        results[model] = {loop: summarize(times) for loop, times in found.items()}
+    for model, (task, batch) in tasks.items():
+        found = measure(model, task, batch, sticky, 3)
+        rows = summarize(found["lightning"])
+        results[model]["lightning"].update({way: rows[way] for way in STICKY})
+        results[model]["lightning, after these"] = {way: rows[way] for way in (NONE, AGAIN)}
+    for model, loops in results.items():
+        for loop, rows in loops.items():
+            for way, row in sorted(rows.items()):
+                text = (
+                    row
+                    if row == "absent"
+                    else f"{row['median_ms']:9.4f} ms {(row['ratio'] - 1) * 100:+7.2f} %"
+                    f" ({(row['ratio_min'] - 1) * 100:+.2f} .. {(row['ratio_max'] - 1) * 100:+.2f})"
+                )
+                print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": f"python benchmarks/overhead.py --rounds {rounds} --models {' '.join(models)}",
+        "lightning": lightning.__version__,
+        "command": "python benchmarks/overhead.py",
         "rounds": rounds,
         "steps": {model: STEPS[model] for model in models},
+        "seconds": round(time.monotonic() - start),
         "results": results,
     }
 
@@ -170,7 +267,7 @@ def main(models: list[str], rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     measured = main(arguments.models, arguments.rounds)
