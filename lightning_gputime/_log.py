@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._events import log
-from lightning_gputime._phases import StepTimes
+from lightning_gputime._raw import RawStep, Sums
 
 
 class MetricsLogger(Protocol):
@@ -37,8 +37,7 @@ class PhaseLog:
         self._every_n_steps = every_n_steps
         self._loggers = loggers
         self._publish = publish
-        # For each phase, the step and the wait: the sum of its times, and how many they are.
-        self._sums: dict[str, list[float]] = {}
+        self._sums = Sums()
         self._newest: int | None = None
         self._failed = False
 
@@ -47,34 +46,30 @@ class PhaseLog:
         every = self._every_n_steps
         return bool(every) and (step + 1) // every > (before + 1) // every
 
-    def add(self, times: StepTimes) -> bool:
-        """Takes the times of the next step, and logs if it is one that is due. Tells if it did."""
+    def add(self, steps: Sequence[RawStep]) -> bool:
+        """Takes the next steps, and logs where one is due. Tells if it did."""
         if not self._every_n_steps:
             return False
-        before = times.step - 1 if self._newest is None else self._newest
-        self._newest = times.step
-        self._sum(times.phase_ms)
-        self._sum({"step": times.step_ms, "host_wait": times.host_wait_ms})
-        if is_due := self.is_due(times.step, before):
-            self.log()
-        return is_due
-
-    def _sum(self, values: Mapping[str, float]) -> None:
-        sums = self._sums
-        for name, ms in values.items():
-            if name in sums:
-                sums[name][0] += ms
-                sums[name][1] += 1
-            else:
-                sums[name] = [ms, 1]
+        logged = False
+        first = 0
+        for i, step in enumerate(steps):
+            before = step.number - 1 if self._newest is None else self._newest
+            self._newest = step.number
+            if self.is_due(step.number, before):
+                self._sums.add(steps[first : i + 1])
+                self.log()
+                first, logged = i + 1, True
+        self._sums.add(steps[first:])
+        return logged
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
-        if not self._sums:
-            return
-        means = {f"{name}_ms": ms / n for name, (ms, n) in self._sums.items()}
-        self._sums.clear()
-        self.log_now(means)
+        sums, self._sums = self._sums, Sums()
+        n = sums.step.n
+        if n:
+            means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
+            means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
+            self.log_now({f"{name}_ms": ms for name, ms in means.items()})
 
     def log_now(self, values: Mapping[str, float]) -> None:
         """Logs `values` under the number of the newest step, if there is one."""

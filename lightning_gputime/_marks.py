@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_gputime._events import TimingEvent
-from lightning_gputime._phases import StepTimes, Timeline, settle
+from lightning_gputime._raw import RawStep
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
@@ -26,8 +26,8 @@ class Marks:
     """Whether the last event is this step's alone, and not also the first of the next."""
 
 
-def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> StepTimes:
-    """Returns the times of a step that the device has finished.
+def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
+    """Reads the events of a step that the device has finished.
 
     Args:
         step: Its marks.
@@ -40,20 +40,14 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> StepTimes:
     for graph in graphs:
         marks = _with_replay(marks, graph)
     labels, events, host_ns = zip(*marks, strict=True)
-    settled = settle(labels[:-1])
-    device_ms = [start.elapsed_time(end) for start, end in pairwise(events)]
-    phase_ms: dict[str, float] = {}
-    host_ms: dict[str, float] = {}
-    step_ms = 0.0
-    for names, ms, (start, end) in zip(settled, device_ms, pairwise(host_ns), strict=True):
-        if names:
-            step_ms += ms
-        for name in names:
-            phase_ms[name] = phase_ms.get(name, 0.0) + ms
-            host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
-    timeline = Timeline(settled, device_ms, host_ns, step.read_ns)
-    return StepTimes(
-        step.number, phase_ms, host_ms, step.wait_ms, step_ms, step.skipped_update, timeline
+    return RawStep(
+        step.number,
+        labels[:-1],
+        tuple([start.elapsed_time(end) for start, end in pairwise(events)]),
+        host_ns,
+        step.wait_ms,
+        step.read_ns,
+        step.skipped_update,
     )
 
 

@@ -8,6 +8,7 @@ from lightning_gputime._exchange import Exchange, open_exchange
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._ranks import Totals, compare, since
+from lightning_gputime._raw import RawStep
 from lightning_gputime._results import Results
 
 SyncRanks = bool | Literal["log"]
@@ -66,14 +67,15 @@ class Measurement:
         """Whether they are compared at each log."""
         return self._at_logs and self._exchange is not None
 
-    def add(self, times: StepTimes) -> None:
-        """Takes the times of the next step."""
-        self._results.add(times)
-        if self._log.add(times) and self._at_logs and self._exchange is not None:
+    def add(self, steps: list[RawStep]) -> None:
+        """Takes the next steps."""
+        self._results.add(steps)
+        if self._log.add(steps) and self._at_logs and self._exchange is not None:
             self._cuts.append(self._results.totals())
         for call in [*self._on_step]:
             try:
-                call(times)
+                for step in steps:
+                    call(step.times())
             except Exception as error:
                 log.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)

@@ -6,7 +6,8 @@ from threading import get_ident
 
 from lightning_gputime._events import Clock, TimingEvent, log
 from lightning_gputime._marks import Mark, Marks, read
-from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY, StepTimes
+from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY
+from lightning_gputime._raw import RawStep
 
 
 class Recorder:
@@ -24,7 +25,7 @@ class Recorder:
         clock: Where events and host times come from.
         lag: How many ended steps may be pending.
         batch: How many finished steps are read together.
-        emit: Called with the times of each step, in order, in the training thread.
+        emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
     """
 
@@ -33,7 +34,7 @@ class Recorder:
         clock: Clock,
         *,
         lag: int,
-        emit: Callable[[StepTimes], object],
+        emit: Callable[[list[RawStep]], object],
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
     ) -> None:
@@ -275,17 +276,19 @@ class Recorder:
 
     def _read(self) -> None:
         finished, self._finished = self._finished, []
+        steps = []
         for step in finished:
             events = [event for _, event, _ in step.marks]
             try:
-                times = read(step, self._graphs)
+                steps.append(read(step, self._graphs))
             except RuntimeError:
                 # A mark that was recorded on another stream can lag behind the last one.
                 for event in events:
                     event.synchronize()
-                times = read(step, self._graphs)
+                steps.append(read(step, self._graphs))
             self._free.extend(events if step.owns_end else events[:-1])
-            self._emit(times)
+        if steps:
+            self._emit(steps)
 
     def _fail(self, error: Exception) -> None:
         self.tell_once("A step could not be timed and is left out: %r", error)

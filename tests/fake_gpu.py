@@ -7,11 +7,13 @@ graph is captured breaks the capture.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gputime._raw import RawStep
 from lightning_gputime._readings import Readings
 
 MS = 1_000_000
@@ -193,6 +195,14 @@ def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) ->
         gpu.host_work(host_ms)
         gpu.work(copy_ms)
         yield torch.ones(1, 2)
+
+
+def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> RawStep:
+    """A step that was read, whose phases took the host as long as the device."""
+    ends = accumulate((round(ms * MS) for ms in phase_ms.values()), initial=0)
+    return RawStep(
+        number, tuple(phase_ms), tuple(phase_ms.values()), tuple(ends), host_wait_ms, 0, False
+    )
 
 
 STEP_MS = {

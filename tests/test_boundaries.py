@@ -21,7 +21,9 @@ class Timed:
     def __init__(self, gpu: FakeGPU, model: nn.Module, *optimizers: Any, **options: Any) -> None:
         self.steps: list[dict[str, float]] = []
         self.recorder = Recorder(
-            gpu, lag=0, emit=lambda times: self.steps.append(dict(times.phase_ms))
+            gpu,
+            lag=0,
+            emit=lambda steps: self.steps.extend(dict(s.times().phase_ms) for s in steps),
         )
         self.boundaries = Boundaries(self.recorder, model, optimizers, **options)
         self.recorder.begin("other")

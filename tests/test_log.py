@@ -2,8 +2,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from fake_gpu import raw
 
-from lightning_gputime import StepTimes
 from lightning_gputime._log import PhaseLog
 
 
@@ -17,15 +17,11 @@ class Logger:
         self.calls.append((step, metrics))
 
 
-def times(step: int, host_wait_ms: float = 0.0, **phase_ms: float) -> StepTimes:
-    return StepTimes(step, phase_ms, phase_ms, host_wait_ms, sum(phase_ms.values()))
-
-
 def test_the_mean_since_the_last_log_is_logged_every_n_steps_in_one_call() -> None:
     logger = Logger()
     log = PhaseLog("phase_time", 2, [logger])
     for step in range(4):
-        log.add(times(step, 1.0, forward=float(step), backward=2.0))
+        log.add([raw(step, 1.0, forward=float(step), backward=2.0)])
     assert logger.calls == [
         (
             step,
@@ -44,7 +40,7 @@ def test_a_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> No
     logger = Logger()
     log = PhaseLog("p", 3, [logger])
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
-        log.add(times(step, **phases))
+        log.add([raw(step, **phases)])
     [(_, metrics)] = logger.calls
     assert metrics["p/ema_ms"] == 5.0
     assert metrics["p/forward_ms"] == 1.0
@@ -56,8 +52,8 @@ def test_what_is_left_is_logged_under_the_number_of_the_newest_step() -> None:
     log = PhaseLog("p", 50, [logger])
     log.log()
     assert logger.calls == []
-    log.add(times(50, forward=1.0))
-    log.add(times(51, forward=3.0))
+    log.add([raw(50, forward=1.0)])
+    log.add([raw(51, forward=3.0)])
     log.log()
     log.log()
     assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [(51, 2.0)]
@@ -67,7 +63,7 @@ def test_a_number_that_is_due_and_skipped_is_made_up_for_at_the_next() -> None:
     logger = Logger()
     log = PhaseLog("p", 5, [logger])
     for step in (101, 103, 105, 107, 109, 111):
-        log.add(times(step, forward=1.0))
+        log.add([raw(step, forward=1.0)])
     assert [step for step, _ in logger.calls] == [105, 109]
 
 
@@ -77,7 +73,7 @@ def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
     def publish(metrics: Mapping[str, float]) -> None:
         published.update(metrics)
 
-    PhaseLog("p", 1, [slash, dash], publish).add(times(0, forward=1.0))
+    PhaseLog("p", 1, [slash, dash], publish).add([raw(0, forward=1.0)])
     assert "p/forward_ms" in slash.calls[0][1]
     assert "p-forward_ms" in dash.calls[0][1]
     assert "p/forward_ms" in published
@@ -86,7 +82,7 @@ def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
 def test_every_zero_steps_logs_nothing() -> None:
     logger = Logger()
     log = PhaseLog("p", 0, [logger])
-    log.add(times(0, forward=1.0))
+    log.add([raw(0, forward=1.0)])
     log.log()
     assert logger.calls == []
 
@@ -101,7 +97,7 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
     other = Logger()
     log = PhaseLog("p", 1, [Full(), other])
     for step in range(3):
-        log.add(times(step, forward=1.0))
+        log.add([raw(step, forward=1.0)])
     assert [step for step, _ in other.calls] == [0, 1, 2]
     assert [record.message for record in caplog.records] == [
         "Phase times could not be logged: OSError('disk full')"

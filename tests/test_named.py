@@ -13,7 +13,9 @@ class Timed:
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.emitted: list[StepTimes] = []
-        self.recorder = Recorder(gpu, lag=0, emit=self.emitted.append)
+        self.recorder = Recorder(
+            gpu, lag=0, emit=lambda steps: self.emitted.extend(s.times() for s in steps)
+        )
 
     def __enter__(self) -> "Timed":
         _named.activate(self.recorder)

@@ -13,7 +13,9 @@ class Recorded:
     def __init__(self, gpu: FakeGPU, lag: int = 1) -> None:
         self.gpu = gpu
         self.emitted: list[StepTimes] = []
-        self.recorder = Recorder(gpu, lag=lag, emit=self.emitted.append)
+        self.recorder = Recorder(
+            gpu, lag=lag, emit=lambda steps: self.emitted.extend(s.times() for s in steps)
+        )
 
     def step(self, number: int, forward_ms: float = 4.0, backward_ms: float = 6.0) -> None:
         self.recorder.mark("forward")

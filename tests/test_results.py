@@ -4,26 +4,21 @@ import math
 
 import numpy as np
 import pytest
+from fake_gpu import raw
 
-from lightning_gputime import StepTimes
+from lightning_gputime._raw import RawStep
 from lightning_gputime._results import Results
 
 
-def times(step: int, host_wait_ms: float = 0.0, **phase_ms: float) -> StepTimes:
-    host_ms = dict(phase_ms)
-    top_level = sum(ms for name, ms in phase_ms.items() if "/" not in name)
-    return StepTimes(step, phase_ms, host_ms, host_wait_ms, top_level)
-
-
-def filled(*steps: StepTimes, capacity: int = 100, warmup_steps: int = 0) -> Results:
+def filled(*steps: RawStep, capacity: int = 100, warmup_steps: int = 0) -> Results:
     results = Results(capacity, warmup_steps)
     for step in steps:
-        results.add(step)
+        results.add([step])
     return results
 
 
 def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
-    results = filled(times(3, 0.5, forward=2.0), times(4, data=1.0, forward=3.0))
+    results = filled(raw(3, 0.5, forward=2.0), raw(4, data=1.0, forward=3.0))
     history = results.history()
     assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
     assert history["step"].tolist() == [3, 4]
@@ -35,9 +30,9 @@ def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
 
 
 def test_history_keeps_the_newest_steps() -> None:
-    results = filled(*(times(step, forward=1.0) for step in range(10)), capacity=3)
+    results = filled(*(raw(step, forward=1.0) for step in range(10)), capacity=3)
     assert results.history()["step"].tolist() == [7, 8, 9]
-    assert results.last == times(9, forward=1.0)
+    assert results.last == raw(9, forward=1.0).times()
 
 
 def test_an_empty_history_has_no_rows() -> None:
@@ -48,7 +43,7 @@ def test_an_empty_history_has_no_rows() -> None:
 
 def test_a_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
     summary = filled(
-        times(0, 1.0, forward=2.0, backward=6.0), times(1, 3.0, forward=4.0, backward=8.0)
+        raw(0, 1.0, forward=2.0, backward=6.0), raw(1, 3.0, forward=4.0, backward=8.0)
     ).summary()
     forward = summary.rows["forward"]
     assert (forward.n, forward.mean_ms, forward.p50_ms, forward.max_ms) == (2, 3.0, 3.0, 4.0)
@@ -61,24 +56,24 @@ def test_a_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
 
 
 def test_shares_of_the_phases_add_up_to_one() -> None:
-    summary = filled(times(0, data=1.0, forward=2.0), times(1, forward=4.0, other=3.0)).summary()
+    summary = filled(raw(0, data=1.0, forward=2.0), raw(1, forward=4.0, other=3.0)).summary()
     assert sum(row.share for row in summary.rows.values()) == pytest.approx(1.0)
 
 
 def test_a_phase_that_ran_in_some_steps_is_averaged_over_those() -> None:
-    summary = filled(times(0, forward=2.0, ema=5.0), times(1, forward=2.0)).summary()
+    summary = filled(raw(0, forward=2.0, ema=5.0), raw(1, forward=2.0)).summary()
     assert (summary.rows["ema"].n, summary.rows["ema"].mean_ms) == (1, 5.0)
 
 
 def test_warm_up_steps_are_left_out_and_counted() -> None:
-    steps = [times(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
+    steps = [raw(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
     summary = filled(*steps, warmup_steps=2).summary()
     assert (summary.steps, summary.warmup_steps) == (3, 2)
     assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
 
 
 def test_a_run_shorter_than_the_warm_up_has_no_statistics_and_says_so() -> None:
-    summary = filled(times(0, forward=1.0), warmup_steps=5).summary()
+    summary = filled(raw(0, forward=1.0), warmup_steps=5).summary()
     assert (summary.steps, summary.warmup_steps, summary.rows) == (0, 1, {})
     assert str(summary) == "No step was timed (1 warm-up step left out)."
     assert math.isnan(summary.step.mean_ms)
@@ -86,21 +81,21 @@ def test_a_run_shorter_than_the_warm_up_has_no_statistics_and_says_so() -> None:
 
 
 def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history() -> None:
-    steps = [times(step, forward=float(step)) for step in range(10)]
+    steps = [raw(step, forward=float(step)) for step in range(10)]
     forward = filled(*steps, capacity=3, warmup_steps=1).summary().rows["forward"]
     assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
 
 
 def test_to_dict_is_ready_for_json() -> None:
-    summary = filled(times(0, forward=2.0)).summary()
+    summary = filled(raw(0, forward=2.0)).summary()
     read_back = json.loads(json.dumps(summary.to_dict()))
     assert read_back["rows"]["forward"]["mean_ms"] == 2.0
     assert read_back["steps"] == 1
 
 
 def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
-    step = {"other": 0.5, "backward": 6.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
-    text = str(filled(times(0, 1.5, **step)).summary())
+    step = {"other": 0.5, "backward": 5.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
+    text = str(filled(raw(0, 1.5, **step)).summary())
     assert text.splitlines() == [
         "Time per step in ms over 1 step (0 warm-up steps left out)",
         "",
@@ -119,7 +114,7 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
 
 
 def test_numbers_of_the_summary_are_plain_floats() -> None:
-    row = filled(times(0, forward=2.0)).summary().rows["forward"]
+    row = filled(raw(0, forward=2.0)).summary().rows["forward"]
     assert not isinstance(row.p50_ms, np.floating)
 
 
@@ -134,14 +129,14 @@ def test_numbers_of_the_summary_are_plain_floats() -> None:
 def test_the_verdict_says_what_bounds_the_training_and_why(
     host_wait_ms: float, data_ms: float, verdict: str
 ) -> None:
-    step = times(0, host_wait_ms, data=data_ms, forward=17.0 - data_ms)
+    step = raw(0, host_wait_ms, data=data_ms, forward=17.0 - data_ms)
     assert filled(step).summary().verdict.startswith(verdict)
 
 
 def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
-    summary = filled(StepTimes(0, device, host, 0.01, 9.1)).summary()
+    summary = filled(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)).summary()
     assert summary.verdict == (
         "mixed: for 6 of 9.1 ms a step the GPU ran behind the host, which worked or waited in"
         " `loss`"
@@ -151,23 +146,23 @@ def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
 def test_many_phases_that_each_run_a_little_long_on_the_host_are_not_named() -> None:
     device = {"forward": 10.0, **{f"p{i}": 0.1 for i in range(30)}}
     host = {"forward": 1.0, **{f"p{i}": 0.4 for i in range(30)}}
-    summary = filled(StepTimes(0, device, host, 0.0, 13.0)).summary()
+    summary = filled(raw(0, **device)._replace(host_ns=raw(0, **host).host_ns)).summary()
     assert summary.verdict == "GPU-bound: for 9 of 13 ms a step the GPU ran behind the host"
 
 
 def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> None:
-    assert filled(times(0, 1.0, forward=19.0)).summary().verdict.startswith("launch-bound")
+    assert filled(raw(0, 1.0, forward=19.0)).summary().verdict.startswith("launch-bound")
 
 
 def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
     results = Results(10, 0, on_host_clock=True)
-    results.add(times(0, forward=2.0))
+    results.add([raw(0, forward=2.0)])
     assert results.summary().verdict == ""
     assert "bound" not in str(results.summary())
 
 
 def test_a_notebook_shows_a_table_with_every_number() -> None:
-    text = filled(times(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
+    text = filled(raw(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
     assert text.count("<tr>") == 4
     assert "<td>forward</td><td>2.000</td>" in text
     assert "<th>step</th><th>2.250</th>" in text
@@ -178,7 +173,7 @@ def test_rich_shows_the_same_table() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(filled(times(0, 1.5, forward=2.0)).summary())
+    console.print(filled(raw(0, 1.5, forward=2.0)).summary())
     text = console.export_text()
     assert "forward" in text
     assert "GPU-bound" in text
