@@ -13,7 +13,9 @@ import io
 import json
 import logging
 import random
+import shlex
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-STEPS = {"mlp": 400, "gpt4": 80, "gpt12": 40, "resnet50": 25, "gpt12 compiled": 40}
+STEPS = {"mlp": 300, "gpt4": 60, "gpt12": 40, "resnet50": 40, "gpt12 compiled": 40}
 WARMUP = 10
 
 NONE, AGAIN = "no timer", "no timer, again"
@@ -63,6 +65,12 @@ IN_LIGHTNING: dict[str, Callable[[], dict[str, Any]]] = {
 # What stays in the process when they end (patches, threads, CUPTI) slows whatever runs after them:
 # they are measured last, against runs without a timer among them.
 STICKY = ("Lightning PyTorchProfiler", "TraceML", "Alloc")
+PEERS = (
+    "Lightning SimpleProfiler",
+    "Lightning ThroughputMonitor",
+    "TorchTNT Timer(cuda_sync=True)",
+    "DeepSpeed timers",
+)
 
 
 class Stopwatch(pl.Callback):
@@ -223,7 +231,7 @@ def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
-def main(models: list[str], rounds: int) -> dict[str, Any]:
+def main(models: list[str], rounds: int, with_peers: bool) -> dict[str, Any]:
     """Measures every way on every model; returns what was found."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -231,14 +239,15 @@ def main(models: list[str], rounds: int) -> dict[str, Any]:
     start = time.monotonic()
     tasks = {model: prepared(model) for model in models}
     clean = [("plain", way) for way in IN_PLAIN]
-    clean += [("lightning", way) for way in IN_LIGHTNING if way not in STICKY]
+    ways = [way for way in IN_LIGHTNING if way not in STICKY and (with_peers or way not in PEERS)]
+    clean += [("lightning", way) for way in ways]
     sticky = [("lightning", way) for way in (NONE, AGAIN, *STICKY)]
     results: dict[str, dict[str, Any]] = {}
     for model, (task, batch) in tasks.items():
         found = measure(model, task, batch, clean, rounds)
         results[model] = {loop: summarize(times) for loop, times in found.items()}
-    for model, (task, batch) in tasks.items():
-        found = measure(model, task, batch, sticky, 3)
+    for model, (task, batch) in tasks.items() if with_peers else ():
+        found = measure(model, task, batch, sticky, 2)
         rows = summarize(found["lightning"])
         results[model]["lightning"].update({way: rows[way] for way in STICKY})
         results[model]["lightning, after these"] = {way: rows[way] for way in (NONE, AGAIN)}
@@ -256,7 +265,7 @@ def main(models: list[str], rounds: int) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
-        "command": "python benchmarks/overhead.py",
+        "command": shlex.join(["python", *sys.argv]),
         "rounds": rounds,
         "steps": {model: STEPS[model] for model in models},
         "seconds": round(time.monotonic() - start),
@@ -267,9 +276,10 @@ def main(models: list[str], rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    measured = main(arguments.models, arguments.rounds)
+    measured = main(arguments.models, arguments.rounds, not arguments.no_peers)
     if arguments.out:
         arguments.out.write_text(json.dumps(measured, indent=2) + "\n")

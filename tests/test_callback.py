@@ -527,3 +527,11 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
     with_timer = weights_and_losses(GPUPhaseTimer(summary=False))
     assert len(without) == 24 + 4
     assert all(map(torch.equal, without, with_timer))
+
+
+def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, every_n_steps=4)
+    runner = trainer(timer, max_epochs=2, val_check_interval=3)
+    runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))
+    assert timer.history()["step"].tolist() == [3, 7, 11]
+    assert [{**step, "data": 1.0} for step in steps(timer)] == [STEP_MS] * 3

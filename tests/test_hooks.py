@@ -1,5 +1,6 @@
 import copy
 import pickle
+import sys
 import threading
 from typing import Any
 
@@ -394,3 +395,97 @@ def train(timed: bool) -> list[Tensor]:
 
 def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
     assert all(map(torch.equal, train(timed=False), train(timed=True)))
+
+
+def test_a_hundred_thousand_steps_are_all_counted(gpu: FakeGPU) -> None:
+    timer = hooks(Loop(gpu)).attach()
+    for _ in range(100_000):
+        gpu.work(0.25, host_ms=0.125)
+        timer.step()
+    timer.remove()
+    summary = timer.summary()
+    assert summary.steps == 100_000
+    # The first step also waits for its own launch.
+    assert summary.step.mean_ms == pytest.approx((0.375 + 99_999 * 0.25) / 100_000, rel=1e-12)
+    assert timer.history()["step"].tolist() == list(range(90_000, 100_000))
+    assert gpu.created < 50
+
+
+class Wide(nn.Module):
+    """A model of many modules, in depth and side by side."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(n)))
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x) * self.weight
+        return result
+
+
+def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 400) -> float:
+    """How many functions of the package run in a step, on average.
+
+    Finished steps are read 16 at a time and logs come every 50 steps: 400 hold whole numbers of both.
+    """
+    model = Wide(modules)
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    package = "/lightning_gputime/"
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and package in frame.f_code.co_filename
+
+    with GPUPhaseHooks(model, optimizer, clock=gpu) as timer:
+        for i, x in enumerate(timer.steps(batches(gpu, after_steps + 400))):
+            if i == after_steps:
+                sys.setprofile(count)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sys.setprofile(None)
+    return calls / 400
+
+
+def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU) -> None:
+    cost = calls_in_a_step(gpu, 10)
+    assert 0 < cost < 100
+    assert calls_in_a_step(gpu, 1000) == pytest.approx(cost, abs=1.0)
+    assert calls_in_a_step(gpu, 10, after_steps=4000) == pytest.approx(cost, abs=1.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
+    loop, logger = Loop(gpu), Logger()
+    options = {"lag": lag, "logger": logger, "log_every_n_steps": 10}
+    with hooks(loop, every_n_steps=5, **options) as timer:
+        for x in timer.steps(loop.batches(32)):
+            loop.train(x)
+    assert timer.history()["step"].tolist() == [4, 9, 14, 19, 24, 29]
+    assert steps(timer) == [STEP_MS] * 6
+    assert [step for step, _ in logger.calls] == [9, 19, 29]
+    assert len(gpu.waits) <= 6
+    assert gpu.created < 25
+    assert timer.summary().skipped_updates == 0
+
+
+def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, every_n_steps=1000) as timer:
+        for x in timer.steps(loop.batches(998)):
+            loop.train(x)
+        assert gpu.created == 0
+        assert gpu.waits == []
+        assert timer.last is None
+
+
+def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, every_n_steps=5, warmup_steps=12) as timer:
+        for x in timer.steps(loop.batches(30)):
+            loop.train(x)
+    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
+    with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
+        hooks(loop, every_n_steps=0)
