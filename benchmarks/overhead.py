@@ -231,8 +231,8 @@ def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
-def main(models: list[str], rounds: int, with_peers: bool) -> dict[str, Any]:
-    """Measures every way on every model; returns what was found."""
+def main(models: list[str], rounds: int, with_peers: bool, out: Path | None) -> None:
+    """Measures every way on every model, and saves what was found after each of them."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -246,11 +246,13 @@ def main(models: list[str], rounds: int, with_peers: bool) -> dict[str, Any]:
     for model, (task, batch) in tasks.items():
         found = measure(model, task, batch, clean, rounds)
         results[model] = {loop: summarize(times) for loop, times in found.items()}
+        save(out, results, rounds, start)
     for model, (task, batch) in tasks.items() if with_peers else ():
         found = measure(model, task, batch, sticky, 2)
         rows = summarize(found["lightning"])
         results[model]["lightning"].update({way: rows[way] for way in STICKY})
         results[model]["lightning, after these"] = {way: rows[way] for way in (NONE, AGAIN)}
+        save(out, results, rounds, start)
     for model, loops in results.items():
         for loop, rows in loops.items():
             for way, row in sorted(rows.items()):
@@ -261,25 +263,29 @@ def main(models: list[str], rounds: int, with_peers: bool) -> dict[str, Any]:
                     f" ({(row['ratio_min'] - 1) * 100:+.2f} .. {(row['ratio_max'] - 1) * 100:+.2f})"
                 )
                 print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
-    return {
+
+
+def save(out: Path | None, results: dict[str, Any], rounds: int, start: float) -> None:
+    """Writes what was found, and on what, to a file."""
+    found = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "command": shlex.join(["python", *sys.argv]),
         "rounds": rounds,
-        "steps": {model: STEPS[model] for model in models},
+        "steps": {model: STEPS[model] for model in results},
         "seconds": round(time.monotonic() - start),
         "results": results,
     }
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    measured = main(arguments.models, arguments.rounds, not arguments.no_peers)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
+    main(arguments.models, arguments.rounds, not arguments.no_peers, arguments.out)

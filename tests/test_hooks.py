@@ -427,7 +427,7 @@ class Wide(nn.Module):
 def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 400) -> float:
     """How many functions of the package run in a step, on average.
 
-    Finished steps are read 16 at a time and logs come every 50 steps: 400 hold whole numbers of both.
+    Finished steps are read 16 at a time and logs come every 50 steps: 400 hold both evenly.
     """
     model = Wide(modules)
     optimizer = Adder(model.parameters(), gpu, 2.0)
