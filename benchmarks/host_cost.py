@@ -1,20 +1,26 @@
-"""Measures what timing a step costs the host: Python alone, with events that do nothing.
+"""Measures what timing a step costs the host.
 
-The floor is five bare events, recorded in one step and read in the next. The times are those of a
-step that does next to nothing, in a warm cache; inside a real training they are larger. The counts
-are exact: how many of Python's instructions, and of its functions, the package runs in a step.
+Without `--cuda` the events do nothing, so that what is left is Python's own cost; with it they are
+those of the GPU, in a stream that is empty, as it is where training is bound by launches. The floor
+is five bare events, recorded in one step and read in the next. The times are those of a step that
+does next to nothing, in a warm cache. The counts are exact: how many of Python's instructions, and
+of its functions, the package runs in a step.
 
     python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+    python benchmarks/host_cost.py --cuda --out benchmarks/results/host_cost_cuda.json
 """
 
 import argparse
 import json
+import logging
 import os
 import platform
 import random
+import shlex
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +30,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from models import Batch, Repeat
+from peers import FiveEvents
 from torch import Tensor, nn
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._events import Clock, clock_for
 
 PACKAGE = os.path.dirname(lightning_gputime.__file__)
 STEPS = 1000
@@ -65,6 +73,16 @@ class NoClock:
 
     def for_graphs(self) -> None:
         """Returns None."""
+
+
+def new_event(cuda: bool) -> Any:
+    """Returns an event of the GPU, or one that does nothing."""
+    return torch.Event(device="cuda", enable_timing=True) if cuda else NoEvent()
+
+
+def clock(cuda: bool) -> Clock:
+    """Returns the clock that has these events."""
+    return clock_for(torch.device("cuda"), tell=False) if cuda else NoClock()
 
 
 class Net(nn.Module):
@@ -125,7 +143,7 @@ def no_backward() -> Iterator[None]:
 class Nothing:
     """No timer."""
 
-    def __init__(self, net: Net, optimizer: NoUpdate) -> None:
+    def __init__(self, net: Net, optimizer: NoUpdate, cuda: bool) -> None:
         pass
 
     def boundary(self, i: int) -> None:
@@ -141,26 +159,17 @@ class Nothing:
 class Floor(Nothing):
     """Five bare events a step, read one step late."""
 
-    def __init__(self, net: Net, optimizer: NoUpdate) -> None:
-        self._sets = [[NoEvent() for _ in range(5)] for _ in range(2)]
-        self._step = 0
-
-    def boundary(self, i: int) -> None:
-        self._sets[self._step % 2][i].record()
-
-    def end_step(self) -> None:
-        self._step += 1
-        events = self._sets[self._step % 2]
-        events[-1].synchronize()
-        for i in range(4):
-            events[i].elapsed_time(events[i + 1])
+    def __init__(self, net: Net, optimizer: NoUpdate, cuda: bool) -> None:
+        self._events = FiveEvents(lambda: new_event(cuda))
+        self.boundary = self._events.record  # type: ignore[method-assign]
+        self.end_step = self._events.read  # type: ignore[method-assign]
 
 
 class Hooks(Nothing):
     """This package."""
 
-    def __init__(self, net: Net, optimizer: NoUpdate) -> None:
-        self.timer = GPUPhaseHooks(net, optimizer, clock=NoClock()).attach()
+    def __init__(self, net: Net, optimizer: NoUpdate, cuda: bool) -> None:
+        self.timer = GPUPhaseHooks(net, optimizer, clock=clock(cuda)).attach()
         self.end_step = self.timer.step  # type: ignore[method-assign]
         self.remove = self.timer.remove  # type: ignore[method-assign]
 
@@ -182,20 +191,31 @@ def plain_loop(net: Net, optimizer: NoUpdate, way: Nothing, steps: int) -> None:
         way.end_step()
 
 
-def fit(timer: GPUPhaseTimer | None, steps: int) -> float:
+IN_LIGHTNING: dict[str, Callable[[bool], list[pl.Callback]]] = {
+    "none": lambda cuda: [],
+    "callback that does nothing": lambda cuda: [pl.Callback()],
+    "floor": lambda cuda: [FiveEvents(lambda: new_event(cuda))],
+    "GPUPhaseTimer": lambda cuda: [GPUPhaseTimer(clock=clock(cuda), summary=False)],
+    "GPUPhaseTimer(every_n_steps=10)": lambda cuda: [
+        GPUPhaseTimer(clock=clock(cuda), summary=False, every_n_steps=10)
+    ],
+}
+
+
+def fit(callbacks: list[pl.Callback]) -> float:
     """Returns the time of a step in Lightning (in microseconds)."""
 
-    class Clock(pl.Callback):
+    class Stopwatch(pl.Callback):
         started = ended = 0.0
 
         def on_train_batch_start(self, *args: Any) -> None:
-            if args[-1] == 20:
+            if args[-1] == 50:
                 self.started = time.perf_counter()
 
         def on_train_end(self, *args: Any) -> None:
             self.ended = time.perf_counter()
 
-    clock = Clock()
+    stopwatch = Stopwatch()
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -203,40 +223,44 @@ def fit(timer: GPUPhaseTimer | None, steps: int) -> float:
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[clock, *([timer] if timer else [])],
+        callbacks=[stopwatch, *callbacks],
     )
     batch = torch.zeros(1), torch.zeros(1)
-    trainer.fit(Task(), Repeat(batch, steps + 20))
-    return (clock.ended - clock.started) / steps * 1e6
+    trainer.fit(Task(), Repeat(batch, STEPS + 50))
+    return (stopwatch.ended - stopwatch.started) / STEPS * 1e6
 
 
-def time_hooks(rounds: int, modules: int = 10) -> dict[str, float]:
-    """Returns the added time a step of each way (in microseconds), the median of all rounds."""
+def time_hooks(rounds: int, cuda: bool, modules: int = 10) -> dict[str, float]:
+    """Returns the added time a step of each way in a plain loop (in microseconds)."""
     net = Net(modules)
     optimizer = NoUpdate(net)
     ways = {"none": Nothing, "floor": Floor, "GPUPhaseHooks": Hooks}
     found: dict[str, list[float]] = {name: [] for name in ways}
-    with no_backward():
-        for _ in range(rounds):
-            for name in random.sample(list(ways), len(ways)):
-                way = ways[name](net, optimizer)
-                plain_loop(net, optimizer, way, 50)
-                start = time.perf_counter()
-                plain_loop(net, optimizer, way, STEPS)
-                found[name].append((time.perf_counter() - start) / STEPS * 1e6)
-                way.remove()
-    base = statistics.median(found.pop("none"))
-    return {name: statistics.median(times) - base for name, times in found.items()}
+    for _ in range(rounds):
+        for name in random.sample(list(ways), len(ways)):
+            way = ways[name](net, optimizer, cuda)
+            plain_loop(net, optimizer, way, 50)
+            start = time.perf_counter()
+            plain_loop(net, optimizer, way, STEPS)
+            found[name].append((time.perf_counter() - start) / STEPS * 1e6)
+            way.remove()
+    return added(found)
 
 
-def time_callback(rounds: int) -> float:
-    """Returns the added time a step of the callback (in microseconds)."""
-    with_timer, without = [], []
-    with no_backward():
-        for _ in range(rounds):
-            with_timer.append(fit(GPUPhaseTimer(clock=NoClock(), summary=False), STEPS))
-            without.append(fit(None, STEPS))
-    return statistics.median(with_timer) - statistics.median(without)
+def time_callbacks(rounds: int, cuda: bool) -> dict[str, float]:
+    """Returns the added time a step of each way in Lightning (in microseconds)."""
+    found: dict[str, list[float]] = {name: [] for name in IN_LIGHTNING}
+    for _ in range(rounds):
+        for name in random.sample(list(IN_LIGHTNING), len(IN_LIGHTNING)):
+            found[name].append(fit(IN_LIGHTNING[name](cuda)))
+    return added(found)
+
+
+def added(found: dict[str, list[float]]) -> dict[str, float]:
+    """Returns the first quartile of each way less that of none."""
+    quiet = {name: statistics.quantiles(times)[0] for name, times in found.items()}
+    base = quiet.pop("none")
+    return {name: round(us - base, 2) for name, us in quiet.items()}
 
 
 class Counter:
@@ -270,33 +294,40 @@ def count_hooks(steps: int = 400) -> dict[str, float]:
     """Returns what the package runs in a step of a plain loop."""
     net = Net()
     optimizer, counter = NoUpdate(net), Counter()
-    with no_backward():
-        way = Hooks(net, optimizer)
-        plain_loop(net, optimizer, way, 50)
-        with counter.counting():
-            plain_loop(net, optimizer, way, steps)
-        way.remove()
+    way = Hooks(net, optimizer, cuda=False)
+    plain_loop(net, optimizer, way, 50)
+    with counter.counting():
+        plain_loop(net, optimizer, way, steps)
+    way.remove()
     return {"instructions": counter.instructions / steps, "functions": counter.functions / steps}
 
 
-def main(rounds: int) -> dict[str, Any]:
+def main(rounds: int, cuda: bool) -> dict[str, Any]:
     """Measures everything; returns what was found."""
-    added = time_hooks(rounds)
-    added["GPUPhaseTimer"] = time_callback(max(rounds // 4, 1))
-    results: dict[str, Any] = {
-        "added_us": added,
-        "ratio_to_floor": {name: us / added["floor"] for name, us in added.items()},
-        "by_modules_us": {
-            modules: time_hooks(rounds, modules)["GPUPhaseHooks"] for modules in (10, 100, 1000)
-        },
-        "counts": count_hooks(),
-    }
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with no_backward():
+        plain, lightning = time_hooks(rounds, cuda), time_callbacks(rounds, cuda)
+        results: dict[str, Any] = {
+            "added_us": {"plain": plain, "lightning": lightning},
+            "ratio_to_floor": {
+                "plain": round(plain["GPUPhaseHooks"] / plain["floor"], 2),
+                "lightning": round(lightning["GPUPhaseTimer"] / lightning["floor"], 2),
+            },
+            "by_modules_us": {
+                modules: time_hooks(rounds, cuda, modules)["GPUPhaseHooks"]
+                for modules in (10, 100, 1000)
+            },
+            "counts": count_hooks(),
+        }
     print(json.dumps(results, indent=2))
     return {
+        "events": torch.cuda.get_device_name() if cuda else "none",
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": f"python benchmarks/host_cost.py --rounds {rounds}",
+        "command": shlex.join(["python", *sys.argv]),
         **results,
     }
 
@@ -304,8 +335,9 @@ def main(rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cuda", action="store_true", help="take the events of the GPU")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    measured = main(arguments.rounds)
+    measured = main(arguments.rounds, arguments.cuda)
     if arguments.out:
         arguments.out.write_text(json.dumps(measured, indent=2) + "\n")

@@ -93,7 +93,7 @@ def _resnet50() -> tuple[nn.Module, Batch]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "mlp": _mlp,
     "gpt4": lambda: _gpt(4, 512, 8),
-    "gpt12": lambda: _gpt(12, 768, 8),
+    "gpt12": lambda: _gpt(12, 768, 10),
     "resnet50": _resnet50,
 }
 

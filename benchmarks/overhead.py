@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-STEPS = {"mlp": 300, "gpt4": 60, "gpt12": 40, "resnet50": 40, "gpt12 compiled": 40}
+STEPS = {"mlp": 200, "gpt4": 80, "gpt12": 60, "resnet50": 40, "gpt12 compiled": 60}
 WARMUP = 10
+# Steps that are timed together: ours reads the finished steps 16 at a time.
+BLOCK = 20
 
 NONE, AGAIN = "no timer", "no timer, again"
 
@@ -73,27 +76,37 @@ PEERS = (
 )
 
 
-class Stopwatch(pl.Callback):
-    """Takes the time of the steps after the warm-up."""
+class Blocks:
+    """Times blocks of steps: an event before each, which every way of timing gets alike."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._start = 0.0
-        self.ms = 0.0
+    def __init__(self) -> None:
+        self._events: list[torch.Event] = []
+
+    def start_step(self, step: int) -> None:
+        """Is called at the start of each step."""
+        if step >= WARMUP and (step - WARMUP) % BLOCK == 0:
+            self._events.append(torch.Event(device="cuda", enable_timing=True))
+            self._events[-1].record()
+
+    def times(self) -> list[float]:
+        """Returns the time of a step in each block (in milliseconds)."""
+        self._events[-1].synchronize()
+        return [start.elapsed_time(end) / BLOCK for start, end in pairwise(self._events)]
+
+
+class Stopwatch(pl.Callback):
+    """Times blocks of steps in Lightning."""
+
+    def __init__(self) -> None:
+        self.blocks = Blocks()
 
     def on_train_batch_start(self, *args: Any) -> None:
-        batch_idx = args[-1]
-        if batch_idx == WARMUP:
-            torch.cuda.synchronize()
-            self._start = time.perf_counter()
-        elif batch_idx == WARMUP + self._steps:
-            torch.cuda.synchronize()
-            self.ms = (time.perf_counter() - self._start) / self._steps * 1e3
+        self.blocks.start_step(args[-1])
 
 
-def fit(task: Task, batch: Batch, options: dict[str, Any], steps: int) -> float:
-    """Returns the time of a step in Lightning (in milliseconds)."""
-    stopwatch = Stopwatch(steps)
+def fit(task: Task, batch: Batch, options: dict[str, Any], steps: int) -> list[float]:
+    """Returns the time of a step in Lightning, in each block of steps (in milliseconds)."""
+    stopwatch = Stopwatch()
     callbacks = [stopwatch, *options.pop("callbacks", [])]
     trainer = pl.Trainer(
         **{
@@ -111,20 +124,11 @@ def fit(task: Task, batch: Batch, options: dict[str, Any], steps: int) -> float:
     )
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(task, Repeat(batch, WARMUP + steps + 1))
-    return stopwatch.ms
+    return stopwatch.blocks.times()
 
 
-class PlainFloor:
-    """Five bare events a step, read one step late."""
-
-    def __init__(self) -> None:
-        self._events = peers.FiveEvents()
-        self.boundary = self._events.record
-        self.end_step = self._events.on_train_batch_end
-
-
-def plain(task: Task, batch: Batch, way: str, steps: int) -> float:
-    """Returns the time of a step in a plain loop (in milliseconds)."""
+def plain(task: Task, batch: Batch, way: str, steps: int) -> list[float]:
+    """Returns the time of a step in a plain loop, in each block of steps (in milliseconds)."""
     task.cuda()  # A Trainer takes the model back to the CPU when it ends.
     optimizer = task.configure_optimizers()
     x, y = batch
@@ -132,8 +136,13 @@ def plain(task: Task, batch: Batch, way: str, steps: int) -> float:
     end_step: Callable[[], None] = lambda: None  # noqa: E731
     timer = None
     if way == "five events":
-        floor = PlainFloor()
-        boundary, end_step = floor.boundary, floor.end_step
+        floor = peers.FiveEvents()
+        boundary = floor.record
+
+        def end_step() -> None:
+            floor.record(4)
+            floor.read()
+
     elif way == "four synchronize":
         four = peers.FourSynchronize()
 
@@ -144,11 +153,9 @@ def plain(task: Task, batch: Batch, way: str, steps: int) -> float:
     elif way.startswith("GPUPhaseHooks"):
         timer = GPUPhaseHooks(task.net, optimizer, lag=0 if "lag=0" in way else 1).attach()
         end_step = timer.step
-    start = 0.0
-    for step in range(WARMUP + steps):
-        if step == WARMUP:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
+    blocks = Blocks()
+    for step in range(WARMUP + steps + 1):
+        blocks.start_step(step)
         boundary(0)
         with torch.autocast("cuda", torch.bfloat16):
             out = task.net(x)
@@ -160,11 +167,9 @@ def plain(task: Task, batch: Batch, way: str, steps: int) -> float:
         boundary(3)
         optimizer.step()
         end_step()
-    torch.cuda.synchronize()
-    ms = (time.perf_counter() - start) / steps * 1e3
     if timer is not None:
         timer.remove()
-    return ms
+    return blocks.times()
 
 
 IN_PLAIN = (
@@ -193,40 +198,40 @@ def prepared(model: str) -> tuple[Task, Batch]:
 def measure(
     model: str, task: Task, batch: Batch, runs: list[tuple[str, str]], rounds: int
 ) -> dict[str, Times]:
-    """Returns the time per step of each run in each round (in milliseconds), for both loops."""
+    """Returns the time per step in each block of all rounds (in milliseconds), for both loops."""
     steps = STEPS[model]
     found: dict[str, Times] = {}
     for i in range(rounds):
         for loop, way in random.sample(runs, len(runs)):
             times = found.setdefault(loop, {}).setdefault(way, [])
             if loop == "plain":
-                times.append(plain(task, batch, way, steps))
+                times += plain(task, batch, way, steps)
                 continue
             try:
                 options = IN_LIGHTNING[way]()
             except ImportError as error:
                 print(f"{way} is absent: {error}", flush=True)
                 continue
-            times.append(fit(task, batch, options, steps))
+            times += fit(task, batch, options, steps)
         print(f"{model}: round {i + 1} of {rounds}", flush=True)
     return found
 
 
 def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Returns the medians of each way, and of its ratio to no timer in the same round."""
-    base = [(a + b) / 2 for a, b in zip(times[NONE], times[AGAIN], strict=True)]
+    """Returns quartiles of each way, and the ratio of its first one to that without a timer.
+
+    A shared host slows whole blocks at random. The first quartile is that of the quiet blocks.
+    """
     rows: dict[str, Any] = {}
-    for way, of_rounds in times.items():
-        if not of_rounds:
+    for way, blocks in times.items():
+        if not blocks:
             rows[way] = "absent"
             continue
-        against = times[NONE] if way == AGAIN else base
-        ratios = [ms / none for ms, none in zip(of_rounds, against, strict=False)]
+        base = times[NONE] if way == AGAIN else times[NONE] + times[AGAIN]
+        quartiles = statistics.quantiles(blocks)
         rows[way] = {
-            "median_ms": statistics.median(of_rounds),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
+            "quartiles_ms": [round(ms, 5) for ms in quartiles],
+            "ratio": round(quartiles[0] / statistics.quantiles(base)[0], 6),
         }
     return rows
 
@@ -256,13 +261,19 @@ def main(models: list[str], rounds: int, with_peers: bool, out: Path | None) -> 
     for model, loops in results.items():
         for loop, rows in loops.items():
             for way, row in sorted(rows.items()):
-                text = (
-                    row
-                    if row == "absent"
-                    else f"{row['median_ms']:9.4f} ms {(row['ratio'] - 1) * 100:+7.2f} %"
-                    f" ({(row['ratio_min'] - 1) * 100:+.2f} .. {(row['ratio_max'] - 1) * 100:+.2f})"
-                )
+                text = row
+                if row != "absent":
+                    first, second, third = row["quartiles_ms"]
+                    text = (
+                        f"{(row['ratio'] - 1) * 100:+7.2f} % {first:9.3f} {second:.3f} {third:.3f}"
+                    )
                 print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
+
+
+def host() -> str:
+    """Returns the name of the processor: it decides where steps are bound by launches."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 def save(out: Path | None, results: dict[str, Any], rounds: int, start: float) -> None:
@@ -271,6 +282,7 @@ def save(out: Path | None, results: dict[str, Any], rounds: int, start: float) -
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
+        "host": host(),
         "command": shlex.join(["python", *sys.argv]),
         "rounds": rounds,
         "steps": {model: STEPS[model] for model in results},

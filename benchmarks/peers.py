@@ -4,6 +4,7 @@ Each is used as its documentation says. A package that is not installed raises I
 """
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,18 +12,29 @@ import lightning.pytorch as pl
 import torch
 
 
+def _cuda_event() -> torch.Event:
+    return torch.Event(device="cuda", enable_timing=True)
+
+
 class FiveEvents(pl.Callback):
     """The floor: five bare events a step, read one step late."""
 
-    def __init__(self) -> None:
-        self._sets = [
-            [torch.Event(device="cuda", enable_timing=True) for _ in range(5)] for _ in range(2)
-        ]
+    def __init__(self, new_event: Callable[[], Any] = _cuda_event) -> None:
+        self._sets = [[new_event() for _ in range(5)] for _ in range(2)]
         self._step = 0
 
     def record(self, i: int) -> None:
         """Records the event of a boundary."""
         self._sets[self._step % 2][i].record()
+
+    def read(self) -> None:
+        """Ends the step, and reads the one before."""
+        self._step += 1
+        if self._step > 1:
+            events = self._sets[self._step % 2]
+            events[-1].synchronize()
+            for start, end in pairwise(events):
+                start.elapsed_time(end)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.record(0)
@@ -38,12 +50,7 @@ class FiveEvents(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.record(4)
-        self._step += 1
-        if self._step > 1:
-            events = self._sets[self._step % 2]
-            events[-1].synchronize()
-            for start, end in pairwise(events):
-                start.elapsed_time(end)
+        self.read()
 
 
 class FourSynchronize(pl.Callback):
