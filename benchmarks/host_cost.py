@@ -319,8 +319,9 @@ def main(rounds: int, cuda: bool) -> dict[str, Any]:
                 modules: time_hooks(rounds, cuda, modules)["GPUPhaseHooks"]
                 for modules in (10, 100, 1000)
             },
-            "counts": count_hooks(),
         }
+        if not cuda:
+            results["counts"] = count_hooks()
     print(json.dumps(results, indent=2))
     return {
         "events": torch.cuda.get_device_name() if cuda else "none",

@@ -4,7 +4,11 @@ All ways of timing run in one process, interleaved in random order over several 
 Lightning loop and in a plain one. "no timer" runs twice; the difference of the two is the noise.
 Packages that are not installed are reported as absent.
 
+What leaves something in the process when it ends (patches, threads, CUPTI) would slow whatever runs
+after it: with `--alone` each of these runs in a process of its own, after runs without a timer.
+
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
+    python benchmarks/overhead.py --alone --out benchmarks/results/overhead_alone.json
 """
 
 import argparse
@@ -12,13 +16,15 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import random
 import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,15 +65,14 @@ IN_LIGHTNING: dict[str, Callable[[], dict[str, Any]]] = {
         "callbacks": [peers.throughput_monitor()],
         "logger": pl.loggers.logger.DummyLogger(),
     },
-    "Lightning PyTorchProfiler": lambda: {"profiler": "pytorch"},
-    "TraceML": lambda: {"callbacks": [peers.traceml()]},
-    "Alloc": lambda: {"callbacks": [peers.alloc()]},
     "TorchTNT Timer(cuda_sync=True)": lambda: {"callbacks": [peers.TorchTNT()]},
     "DeepSpeed timers": lambda: {"callbacks": [peers.DeepSpeed()]},
 }
-# What stays in the process when they end (patches, threads, CUPTI) slows whatever runs after them:
-# they are measured last, against runs without a timer among them.
-STICKY = ("Lightning PyTorchProfiler", "TraceML", "Alloc")
+ALONE: dict[str, Callable[[], dict[str, Any]]] = {
+    "Lightning PyTorchProfiler": lambda: {"profiler": "pytorch"},
+    "TraceML": lambda: {"callbacks": [peers.traceml()]},
+    "Alloc": lambda: {"callbacks": [peers.alloc()]},
+}
 PEERS = (
     "Lightning SimpleProfiler",
     "Lightning ThroughputMonitor",
@@ -183,6 +188,7 @@ IN_PLAIN = (
 
 
 Times = dict[str, list[float]]
+Results = dict[str, dict[str, Any]]
 
 
 def prepared(model: str) -> tuple[Task, Batch]:
@@ -208,7 +214,7 @@ def measure(
                 times += plain(task, batch, way, steps)
                 continue
             try:
-                options = IN_LIGHTNING[way]()
+                options = {**IN_LIGHTNING, **ALONE}[way]()
             except ImportError as error:
                 print(f"{way} is absent: {error}", flush=True)
                 continue
@@ -236,28 +242,52 @@ def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
-def main(models: list[str], rounds: int, with_peers: bool, out: Path | None) -> None:
-    """Measures every way on every model, and saves what was found after each of them."""
+def together(models: list[str], rounds: int, with_peers: bool) -> Iterator[Results]:
+    """Measures the ways that leave nothing behind; yields what was found after each model."""
+    tasks = {model: prepared(model) for model in models}
+    runs = [("plain", way) for way in IN_PLAIN]
+    runs += [("lightning", way) for way in IN_LIGHTNING if with_peers or way not in PEERS]
+    results: Results = {}
+    for model, (task, batch) in tasks.items():
+        found = measure(model, task, batch, runs, rounds)
+        results[model] = {loop: summarize(times) for loop, times in found.items()}
+        yield results
+
+
+def each_alone(models: list[str], rounds: int) -> Iterator[Results]:
+    """Measures each of the others in a process of its own; yields what was found after each."""
+    context = multiprocessing.get_context("spawn")
+    results: Results = {model: {} for model in models}
+    for way in ALONE:
+        with ProcessPoolExecutor(1, context) as executor:
+            rows = executor.submit(alone, way, models, rounds).result()
+        for model in models:
+            results[model][f"lightning, {way}"] = rows[model]
+        yield results
+
+
+def alone(way: str, models: list[str], rounds: int) -> dict[str, Any]:
+    """Measures one way on every model, after runs without a timer on all of them."""
+    be_quiet()
+    tasks = {model: prepared(model) for model in models}
+    found: dict[str, Times] = {}
+    for ways in ((NONE, AGAIN), (way,)):
+        runs = [("lightning", one) for one in ways]
+        for model, (task, batch) in tasks.items():
+            times = measure(model, task, batch, runs, rounds)
+            found.setdefault(model, {}).update(times["lightning"])
+    return {model: summarize(times) for model, times in found.items()}
+
+
+def be_quiet() -> None:
+    """Silences what the Trainer says."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    start = time.monotonic()
-    tasks = {model: prepared(model) for model in models}
-    clean = [("plain", way) for way in IN_PLAIN]
-    ways = [way for way in IN_LIGHTNING if way not in STICKY and (with_peers or way not in PEERS)]
-    clean += [("lightning", way) for way in ways]
-    sticky = [("lightning", way) for way in (NONE, AGAIN, *STICKY)]
-    results: dict[str, dict[str, Any]] = {}
-    for model, (task, batch) in tasks.items():
-        found = measure(model, task, batch, clean, rounds)
-        results[model] = {loop: summarize(times) for loop, times in found.items()}
-        save(out, results, rounds, start)
-    for model, (task, batch) in tasks.items() if with_peers else ():
-        found = measure(model, task, batch, sticky, 2)
-        rows = summarize(found["lightning"])
-        results[model]["lightning"].update({way: rows[way] for way in STICKY})
-        results[model]["lightning, after these"] = {way: rows[way] for way in (NONE, AGAIN)}
-        save(out, results, rounds, start)
+
+
+def print_table(results: Results) -> None:
+    """Prints the ratio and the quartiles of each way."""
     for model, loops in results.items():
         for loop, rows in loops.items():
             for way, row in sorted(rows.items()):
@@ -276,7 +306,7 @@ def host() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
-def save(out: Path | None, results: dict[str, Any], rounds: int, start: float) -> None:
+def save(out: Path, results: Results, rounds: int, start: float) -> None:
     """Writes what was found, and on what, to a file."""
     found = {
         "gpu": torch.cuda.get_device_name(),
@@ -289,15 +319,30 @@ def save(out: Path | None, results: dict[str, Any], rounds: int, start: float) -
         "seconds": round(time.monotonic() - start),
         "results": results,
     }
-    if out is not None:
-        out.write_text(json.dumps(found, indent=2) + "\n")
+    out.write_text(json.dumps(found, indent=2) + "\n")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measures, saves after each model, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
+    parser.add_argument("--alone", action="store_true", help="measure those that leave something")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    main(arguments.models, arguments.rounds, not arguments.no_peers, arguments.out)
+    be_quiet()
+    models, rounds, start = arguments.models, arguments.rounds, time.monotonic()
+    results: Results = {}
+    for results in (
+        each_alone(models, rounds)
+        if arguments.alone
+        else together(models, rounds, not arguments.no_peers)
+    ):
+        if arguments.out:
+            save(arguments.out, results, rounds, start)
+    print_table(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -84,6 +84,11 @@ class DeviceClock:
             ) from error
         self.host_ns = time.perf_counter_ns
         self.is_capturing = getattr(module, "is_current_stream_capturing", _never)
+        if device.type == "cuda":
+            # Is asked at every mark: without the function in Python around it.
+            self.is_capturing = getattr(
+                torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing
+            )
         if device.type == "mps":
             # The first elapsed_time on MPS fails unless the device was synchronized once.
             torch.mps.synchronize()

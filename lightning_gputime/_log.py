@@ -50,17 +50,19 @@ class PhaseLog:
         """Takes the next steps, and logs where one is due. Tells if it did."""
         if not self._every_n_steps:
             return False
-        logged = False
+        before = steps[0].number - 1 if self._newest is None else self._newest
         first = 0
-        for i, step in enumerate(steps):
-            before = step.number - 1 if self._newest is None else self._newest
-            self._newest = step.number
-            if self.is_due(step.number, before):
-                self._sums.add(steps[first : i + 1])
-                self.log()
-                first, logged = i + 1, True
+        if self.is_due(steps[-1].number, before):
+            for i, step in enumerate(steps, 1):
+                if self.is_due(step.number, before):
+                    self._sums.add(steps[first:i])
+                    self._newest = step.number
+                    self.log()
+                    first = i
+                before = step.number
         self._sums.add(steps[first:])
-        return logged
+        self._newest = steps[-1].number
+        return first > 0
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""

@@ -168,9 +168,10 @@ class Recorder:
 
     def rest(self) -> None:
         """Ends recording until the next `begin`; until then every call does nothing."""
-        self._drop()
-        self._thread = -1
-        self._tell_annotator(None)
+        if self._thread != -1:
+            self._drop()
+            self._thread = -1
+            self._tell_annotator(None)
 
     def flush(self) -> None:
         """Waits for the ended steps that are unread, and emits them."""
@@ -278,7 +279,7 @@ class Recorder:
         finished, self._finished = self._finished, []
         steps = []
         for step in finished:
-            events = [event for _, event, _ in step.marks]
+            _, events, _ = zip(*step.marks, strict=True)
             try:
                 steps.append(read(step, self._graphs))
             except RuntimeError:
