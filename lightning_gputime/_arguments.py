@@ -35,6 +35,21 @@ def check_options(
         raise TypeError(f"on_step must be a function of a StepTimes, or a metric, got {on_step!r}")
 
 
+def check_probe(probe_every_n_steps: Any) -> None:
+    """Checks `probe_every_n_steps`.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it has an impossible value.
+    """
+    meaning = "one step in so many is probed, and the one after it not timed; 0 for none"
+    check_int("probe_every_n_steps", probe_every_n_steps, 0, meaning)
+    if 0 < probe_every_n_steps < 3:
+        raise ValueError(
+            f"probe_every_n_steps must be 0 or 3 or more ({meaning}), got {probe_every_n_steps}"
+        )
+
+
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
     """Checks an integer option.
 

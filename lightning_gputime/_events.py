@@ -53,6 +53,9 @@ class Clock(Protocol):
         Each replay of the graph records them again.
         """
 
+    # A clock may also have `spin(cycles)`, which keeps the device busy for so many cycles of some
+    # counter of its own. Without it steps cannot be probed.
+
 
 class DeviceClock:
     """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
@@ -89,6 +92,8 @@ class DeviceClock:
             self.is_capturing = getattr(
                 torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing
             )
+        if hasattr(module, "_sleep") and self._is_current:
+            self.spin = module._sleep
         if device.type == "mps":
             # The first elapsed_time on MPS fails unless the device was synchronized once.
             torch.mps.synchronize()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._events import log
+from lightning_gputime._phases import StepTimes
 from lightning_gputime._raw import RawStep, Sums
 
 
@@ -39,6 +40,8 @@ class PhaseLog:
         self._publish = publish
         self._sums = Sums()
         self._newest: int | None = None
+        self.busy: StepTimes | None = None
+        """The newest step that was probed; logged beside the means."""
         self._failed = False
 
     def is_due(self, step: int, before: int) -> bool:
@@ -71,6 +74,10 @@ class PhaseLog:
         if n:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
             means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
+            if self.busy is not None:
+                busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
+                gap_ms = max(means["step"] - busy["step"], 0.0)
+                means |= {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}
             self.log_now({f"{name}_ms": ms for name, ms in means.items()})
 
     def log_now(self, values: Mapping[str, float]) -> None:

@@ -21,6 +21,8 @@ class Marks:
     read_ns: int = 0
     """The host's time when it was known to be finished (in nanoseconds)."""
     skipped_update: bool = False
+    filled: bool | None = None
+    """Of a step that is probed, whether the device had not begun it when all of it was launched."""
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -48,6 +50,7 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
         step.wait_ms,
         step.read_ns,
         step.skipped_update,
+        step.filled,
     )
 
 

@@ -7,6 +7,7 @@ from lightning_gputime._events import log
 from lightning_gputime._exchange import Exchange, open_exchange
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import StepTimes
+from lightning_gputime._probe import Probe
 from lightning_gputime._ranks import Totals, compare, since
 from lightning_gputime._raw import RawStep
 from lightning_gputime._results import Results
@@ -23,6 +24,7 @@ class Measurement:
         sync_ranks: When the ranks are compared: never, at each `sync`, or also at each log.
         lag: That of the recorder.
         on_step: Are called with every step.
+        probe: Takes the steps that were probed; nobody else gets them.
     """
 
     def __init__(
@@ -33,8 +35,11 @@ class Measurement:
         sync_ranks: SyncRanks,
         lag: int,
         on_step: Sequence[Callable[[StepTimes], object]],
+        probe: Probe | None = None,
     ) -> None:
         self._results = results
+        self._results.probe = probe
+        self.probe = probe
         self._log = phase_log
         self._lag = lag
         # The number of the last step that ended, and of the last that `sync` has compared.
@@ -69,6 +74,10 @@ class Measurement:
 
     def add(self, steps: list[RawStep]) -> None:
         """Takes the next steps."""
+        if self.probe is not None:
+            steps = self._without_probed(steps, self.probe)
+            if not steps:
+                return
         self._results.add(steps)
         if self._log.add(steps) and self._at_logs and self._exchange is not None:
             self._cuts.append(self._results.totals())
@@ -79,6 +88,12 @@ class Measurement:
             except Exception as error:
                 log.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
+
+    def _without_probed(self, steps: list[RawStep], probe: Probe) -> list[RawStep]:
+        steps = probe.take(steps, self._results.sums)
+        if probe.newest is not None:
+            self._log.busy = probe.newest.times()
+        return steps
 
     def is_due(self, number: int) -> bool:
         """Is told that the step `number` ends; tells whether one is finished that is logged now."""

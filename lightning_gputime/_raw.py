@@ -23,6 +23,7 @@ class RawStep(NamedTuple):
         wait_ms: How long the host waited for it (in milliseconds).
         read_ns: Host time when it was known to be finished (in nanoseconds).
         skipped_update: Whether no optimizer ran its update.
+        filled: Of a step that was probed, whether the device's queue did not run empty in it.
     """
 
     number: int
@@ -32,6 +33,7 @@ class RawStep(NamedTuple):
     wait_ms: float
     read_ns: int
     skipped_update: bool
+    filled: bool | None = None
 
     def times(self) -> StepTimes:
         """Returns the times of its phases."""

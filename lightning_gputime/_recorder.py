@@ -136,7 +136,13 @@ class Recorder:
 
     # Steps
 
-    def end_step(self, number: int, skipped_update: bool = False, read: bool = False) -> None:
+    def end_step(
+        self,
+        number: int,
+        skipped_update: bool = False,
+        read: bool = False,
+        probed: bool = False,
+    ) -> None:
         """Ends the open step under `number`, and begins the next.
 
         This is the only place where the host may wait in a training loop.
@@ -145,6 +151,8 @@ class Recorder:
             number: Its number.
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
+            probed: Whether its second mark comes behind what fills the device's queue. Then the
+                host waits for its end, and all steps are read.
         """
         if get_ident() != self._thread:
             return
@@ -158,6 +166,8 @@ class Recorder:
         self._pending.append(Marks(self._open, number, skipped_update=skipped_update))
         self._open = self._open[-1:]
         try:
+            if probed:
+                self._finish_probed()
             # The next replay records a graph's events again, so they must be read before.
             if len(self._pending) > (0 if self._graphs else self._lag):
                 self._finish_oldest()
@@ -274,6 +284,15 @@ class Recorder:
             step.wait_ms = (self._host_ns() - start) / 1e6
         step.read_ns = self._host_ns()
         self._finished.append(self._pending.popleft())
+
+    def _finish_probed(self) -> None:
+        """Waits for the newest step, and reads all."""
+        marks = self._pending[-1].marks
+        self._pending[-1].filled = not marks[1][1].query()
+        marks[-1][1].synchronize()
+        while self._pending:
+            self._finish_oldest()
+        self._read()
 
     def _read(self) -> None:
         finished, self._finished = self._finished, []

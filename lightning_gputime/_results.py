@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._probe import Probe
 from lightning_gputime._ranks import STEP, RankSummary, Totals
 from lightning_gputime._raw import PhaseSum, RawStep, Sums
+from lightning_gputime._run_ahead import mean_run_ahead_ms
 from lightning_gputime._summary import PhaseStats, PhaseSummary
 
 
@@ -28,10 +30,13 @@ class Results:
         self._warmup_steps = warmup_steps
         self._newest: deque[RawStep] = deque(maxlen=capacity)
         self._seen = 0
-        self._sums = Sums()
+        self.sums = Sums()
+        """The sums over all steps but the warm-up."""
         self._skipped_updates = 0
         self.ranks: RankSummary | None = None
         """All ranks beside each other, as they were last compared."""
+        self.probe: Probe | None = None
+        """Has the steps that were probed."""
 
     @property
     def last(self) -> StepTimes | None:
@@ -48,11 +53,11 @@ class Results:
         warmup = max(self._warmup_steps - self._seen, 0)
         self._seen += len(steps)
         self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
-        self._sums.add(steps[warmup:])
+        self.sums.add(steps[warmup:])
 
     def totals(self) -> Totals:
         """Returns the sums over all steps but the warm-up, to be compared with other ranks."""
-        sums = {**self._sums.phases, STEP: self._sums.step}
+        sums = {**self.sums.phases, STEP: self.sums.step}
         return {name: (total.device_ms, total.n) for name, total in sums.items()}
 
     def history(self) -> npt.NDArray[Any]:
@@ -71,7 +76,8 @@ class Results:
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
-        measured, sums = self._after_warmup(), self._sums
+        measured, sums = self._after_warmup(), self.sums
+        busy = Sums() if self.probe is None else self.probe.busy
         steps, step_ms = sums.step.n, sums.step.device_ms
         return PhaseSummary(
             rows={
@@ -79,16 +85,20 @@ class Results:
                     sums.phases[name],
                     [times.phase_ms[name] for times in measured if name in times.phase_ms],
                     step_ms,
+                    busy.phases.get(name),
                 )
                 for name in in_order(list(sums.phases))
             },
-            step=_stats(sums.step, [times.step_ms for times in measured], step_ms),
+            step=_stats(sums.step, [times.step_ms for times in measured], step_ms, busy.step),
             steps=steps,
             warmup_steps=min(self._seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
             skipped_updates=self._skipped_updates + sums.skipped_updates,
             on_host_clock=self._on_host_clock,
             ranks=self.ranks,
+            run_ahead_mean_ms=mean_run_ahead_ms(measured),
+            probed_steps=busy.step.n,
+            probe_failure="" if self.probe is None else self.probe.failure,
         )
 
     def _after_warmup(self) -> list[StepTimes]:
@@ -96,7 +106,9 @@ class Results:
         return self.newest()[max(self._warmup_steps - forgotten, 0) :]
 
 
-def _stats(total: PhaseSum, newest_ms: Sequence[float], step_ms: float) -> PhaseStats:
+def _stats(
+    total: PhaseSum, newest_ms: Sequence[float], step_ms: float, busy: PhaseSum | None = None
+) -> PhaseStats:
     p50_ms, p95_ms = np.percentile(newest_ms, (50, 95)) if newest_ms else (math.nan, math.nan)
     return PhaseStats(
         n=total.n,
@@ -106,4 +118,5 @@ def _stats(total: PhaseSum, newest_ms: Sequence[float], step_ms: float) -> Phase
         max_ms=total.max_ms if total.n else math.nan,
         share=total.device_ms / step_ms if step_ms else math.nan,
         host_mean_ms=total.host_ms / total.n if total.n else math.nan,
+        busy_mean_ms=busy.device_ms / busy.n if busy is not None and busy.n else None,
     )

@@ -21,6 +21,8 @@ class PhaseStats:
         max_ms: Longest (in milliseconds).
         share: Part of the device time of all steps, from 0 to 1.
         host_mean_ms: Mean host time a step between the same marks (in milliseconds).
+        busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
+            which the device waited for launches (in milliseconds). None if none was probed.
     """
 
     n: int
@@ -30,6 +32,7 @@ class PhaseStats:
     max_ms: float
     share: float
     host_mean_ms: float
+    busy_mean_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class PhaseSummary:
         skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
         on_host_clock: Whether there was no device, and everything is the host's time.
         ranks: On rank zero of a distributed run, all ranks beside each other.
+        run_ahead_mean_ms: How far the host is ahead of the device, the mean over all boundaries of
+            the steps in the history (in milliseconds). None where the two clocks did not meet in
+            half of the steps, because the host did not have to wait.
+        probed_steps: Number of steps that were probed; they are in none of the other statistics.
+        probe_failure: Why none can be, if so.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -56,6 +64,9 @@ class PhaseSummary:
     skipped_updates: int = 0
     on_host_clock: bool = False
     ranks: RankSummary | None = None
+    run_ahead_mean_ms: float | None = None
+    probed_steps: int = 0
+    probe_failure: str = ""
 
     @property
     def verdict(self) -> str:
@@ -87,6 +98,22 @@ class PhaseSummary:
                 return f"GPU-bound: {grounds}"
             return f"mixed: {grounds}, which worked or waited in {', '.join(held_up)}"
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
+
+    @property
+    def gap_share(self) -> float | None:
+        """The part of the step in which the device waits for launches, from 0 to 1.
+
+        Not counted is what it waits for in `data`: that is the loader's. None if no step was
+        probed.
+        """
+        if not self.probed_steps or not self.steps:
+            return None
+        gaps_ms = (
+            row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
+            for name, row in self.rows.items()
+            if "/" not in name and name != "data" and row.busy_mean_ms is not None
+        )
+        return max(sum(gaps_ms) / self.step.mean_ms, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
@@ -152,16 +179,40 @@ class PhaseSummary:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
         body = [_cells(_indented(name), row) for name, row in self.rows.items()]
         lines = [header, *body, _cells("step", self.step)]
-        if self.ranks is None:
-            return lines
-        of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*self.rows, STEP)]
-        column = ["min - max (rank)", *of_ranks]
-        return [(*line, cell) for line, cell in zip(lines, column, strict=True)]
+        columns = []
+        if self.probed_steps:
+            columns.append(["busy", *map(_busy, (*self.rows.values(), self.step))])
+        if self.ranks is not None:
+            of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*self.rows, STEP)]
+            columns.append(["min - max (rank)", *of_ranks])
+        return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
     def _sentences(self) -> list[str]:
+        ranks = self.ranks.sentence if self.ranks is not None else ""
         return [
-            sentence for sentence in (self.verdict, self.ranks and self.ranks.sentence) if sentence
+            sentence
+            for sentence in (
+                self.verdict,
+                self._lead_sentence(),
+                self._gap_sentence(),
+                self.probe_failure,
+                ranks,
+            )
+            if sentence
         ]
+
+    def _lead_sentence(self) -> str:
+        lead_ms = self.run_ahead_mean_ms
+        if lead_ms is None or self.on_host_clock or lead_ms < 0.05 * self.step.mean_ms:
+            return ""
+        return f"the host runs {lead_ms:.3g} ms ahead of the GPU"
+
+    def _gap_sentence(self) -> str:
+        share = self.gap_share
+        if share is None:
+            return ""
+        advice = ": batch more, use CUDA graphs or torch.compile" if share >= 0.1 else ""
+        return f"{share:.0%} of this step is launch gaps{advice}"
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -176,6 +227,10 @@ def _indented(name: str) -> str:
 def _cells(name: str, row: PhaseStats) -> tuple[str, ...]:
     times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
     return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
+
+
+def _busy(row: PhaseStats) -> str:
+    return "" if row.busy_mean_ms is None else f"{row.busy_mean_ms:.3f}"
 
 
 def _of_ranks(row: RankStats | None) -> str:

@@ -6,10 +6,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_gputime._phases import OTHER, StepTimes, Timeline
+from lightning_gputime._run_ahead import BLOCKED_MS
 
 _LANES = {1: "GPU", 2: "host"}
-# A wait shorter than this did not block: it found the step finished.
-_BLOCKED_MS = 0.02
 
 
 def trace(steps: Sequence[StepTimes]) -> str:
@@ -17,8 +16,8 @@ def trace(steps: Sequence[StepTimes]) -> str:
 
     A step is a slice with its phases inside, on one lane by the device's clock and on one by the
     host's; what no phase covers is `other`, and a validation inside it is `not timed`. Where the
-    host waited for a step, the clocks meet; a run of steps without a wait is placed as early as its
-    launches allow.
+    host waited for a step, the clocks meet, and a counter shows how far the host is ahead; a run of
+    steps without a wait is placed as early as its launches allow, and has none.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -28,11 +27,16 @@ def trace(steps: Sequence[StepTimes]) -> str:
     ]
     origin_ns = next((step.timeline.host_ns[0] for step in steps if step.timeline), 0)
     for run in _runs(steps):
+        has_met = any(step.host_wait_ms >= BLOCKED_MS for step, _ in run)
         for step, line, device_us in _placed(run):
             host_us = [(ns - origin_ns) / 1e3 for ns in line.host_ns]
             for lane, times in ((1, [us - origin_ns / 1e3 for us in device_us]), (2, host_us)):
                 events.append(_slice(lane, f"step {step.step}", times[0], times[-1]))
                 events.extend(_slices(lane, line, times))
+            if has_met:
+                # The end is the first mark of the next step.
+                lead_us = (us - ns / 1e3 for us, ns in zip(device_us, line.host_ns, strict=True))
+                events.extend(map(_counter, host_us[:-1], lead_us))
     return json.dumps({"traceEvents": events}, separators=(",", ":"))
 
 
@@ -65,7 +69,7 @@ def _placed(
     met = [
         line.read_ns / 1e3 - times[-1]
         for step, line, times in placed
-        if step.host_wait_ms > _BLOCKED_MS
+        if step.host_wait_ms >= BLOCKED_MS
     ]
     launched = max(
         host / 1e3 - device
@@ -82,6 +86,11 @@ def _slices(lane: int, line: Timeline, times: Sequence[float]) -> Iterator[dict[
         for name in names or ("not timed",):
             if name != OTHER and end > start:
                 yield _slice(lane, name, start, end)
+
+
+def _counter(host_us: float, lead_us: float) -> dict[str, Any]:
+    ms = round(lead_us / 1e3, 3)
+    return {"ph": "C", "pid": 2, "ts": round(host_us, 1), "name": "host ahead", "args": {"ms": ms}}
 
 
 def _slice(lane: int, name: str, start: float, end: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_int, check_modules, check_options
+from lightning_gputime._arguments import check_int, check_modules, check_options, check_probe
 from lightning_gputime._evaluation import Evaluation
 from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
@@ -16,6 +16,7 @@ from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
 from lightning_gputime._plot import new_axes
+from lightning_gputime._probe import Probe
 from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
@@ -82,6 +83,9 @@ class GPUPhaseTimer(Readings, pl.Callback):
             `backward/<name>`: dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
+        probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
+            busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
+            steps, and those after them, are in no other statistics.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
@@ -110,6 +114,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
         modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
+        probe_every_n_steps: int = 0,
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
         log_figure: bool = False,
@@ -117,11 +122,14 @@ class GPUPhaseTimer(Readings, pl.Callback):
     ) -> None:
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
+        check_probe(probe_every_n_steps)
         self._prefix = prefix
         self._lag = lag
         # Of these steps every n-th is timed.
         self._warmup_steps = warmup_steps // every_n_steps
         self._every_n_steps = every_n_steps
+        # In steps, of which `warmup_steps` are left alone.
+        self._probing = (probe_every_n_steps, warmup_steps) if probe_every_n_steps else None
         self._history = history
         self._prog_bar = prog_bar
         self._print_summary = summary
@@ -163,12 +171,14 @@ class GPUPhaseTimer(Readings, pl.Callback):
         on_step = [] if self._on_step is None else [self._on_step]
         if self._prog_bar:
             on_step.append(functools.partial(_show_on_bar, trainer))
+        probe = Probe(clock, *self._probing) if self._probing else None
         measurement = Measurement(
             self._results,
             PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
             sync_ranks=self._sync_ranks,
             lag=self._lag,
             on_step=on_step,
+            probe=probe,
         )
         recorder = Recorder(
             clock,
@@ -183,6 +193,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
             [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
             measurement=measurement,
             every_n_steps=self._every_n_steps,
+            probe=probe,
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_int, check_modules, check_options
+from lightning_gputime._arguments import check_int, check_modules, check_options, check_probe
 from lightning_gputime._events import Clock, HostClock, clock_for
 from lightning_gputime._log import MetricsLogger, PhaseLog
 from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import DATA, OTHER
+from lightning_gputime._probe import Probe
 from lightning_gputime._readings import Readings
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._results import Results
@@ -50,6 +51,9 @@ class GPUPhaseHooks(Readings):
             dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
+        probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
+            busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
+            steps, and those after them, are in no other statistics.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
@@ -88,6 +92,7 @@ class GPUPhaseHooks(Readings):
         modules: Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
+        probe_every_n_steps: int = 0,
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
         wrap_backward: bool = True,
@@ -95,6 +100,7 @@ class GPUPhaseHooks(Readings):
     ) -> None:
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
+        check_probe(probe_every_n_steps)
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
@@ -116,6 +122,8 @@ class GPUPhaseHooks(Readings):
         # Of these steps every n-th is timed.
         self._warmup_steps = warmup_steps // every_n_steps
         self._every_n_steps = every_n_steps
+        # In steps, of which `warmup_steps` are left alone.
+        self._probing = (probe_every_n_steps, warmup_steps) if probe_every_n_steps else None
         self._history = history
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
@@ -129,12 +137,14 @@ class GPUPhaseHooks(Readings):
             return self
         clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
         self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
+        probe = Probe(clock, *self._probing) if self._probing else None
         measurement = Measurement(
             self._results,
             PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
             sync_ranks=self._sync_ranks,
             lag=self._lag,
             on_step=[] if self._on_step is None else [self._on_step],
+            probe=probe,
         )
         self._step = self._micro_batches = 0
         annotate = Annotator() if self._annotate else None
@@ -151,6 +161,7 @@ class GPUPhaseHooks(Readings):
             self._optimizers,
             measurement=measurement,
             every_n_steps=self._every_n_steps,
+            probe=probe,
             pause_evaluation=bool(self._optimizers),
             parts=self._modules,
             backward=self._wrap_backward,

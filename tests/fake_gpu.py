@@ -27,6 +27,7 @@ class FakeGPU:
         self.free_at = 0
         self.created = 0
         self.waits: list[float] = []
+        self.spins: list[float] = []
         self.capturing = False
         self.capture_broken = False
         self.graph: list[float | FakeEvent] = []
@@ -55,6 +56,12 @@ class FakeGPU:
             self.graph.append(device_ms)
             return
         self.free_at = max(self.free_at, self.now) + round(device_ms * MS)
+
+    def spin(self, cycles: int) -> None:
+        """Keeps the device busy, at a rate of a gigahertz."""
+        assert not self.capturing
+        self.spins.append(cycles / MS)
+        self.work(cycles / MS)
 
     def host_work(self, ms: float) -> None:
         """Lets the host be busy, while the device goes on."""

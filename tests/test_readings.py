@@ -68,9 +68,11 @@ def load_trace(timer: GPUPhaseHooks, path: Path, **options: Any) -> dict[str, li
             lanes[event["pid"]] = event["args"]["name"]
     slices: dict[str, list[Any]] = {name: [] for name in lanes.values()}
     for event in trace["traceEvents"]:
-        if event["ph"] != "M":
-            assert set(event) == {"ph", "pid", "tid", "ts", "dur", "name"}
+        if event["ph"] == "C":
+            assert set(event) == {"ph", "pid", "ts", "name", "args"}
+        elif event["ph"] != "M":
             assert event["ph"] == "X"
+            assert set(event) == {"ph", "pid", "tid", "ts", "dur", "name"}
             assert event["dur"] >= 0
             slices[lanes[event["pid"]]].append((event["name"], event["ts"], event["dur"]))
     return slices
@@ -104,7 +106,39 @@ def test_slices_of_a_trace_lie_inside_their_step_and_the_gpu_is_not_before_the_h
     assert gpu["step 3"] - host["step 3"] == pytest.approx(15_625 + 18_625, abs=1)
 
 
-def test_a_trace_of_the_newest_steps_is_less_than_a_kilobyte_a_step(
+def test_a_trace_counts_how_far_the_host_is_ahead(timer: GPUPhaseHooks, tmp_path: Path) -> None:
+    timer.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    counts = [event["args"]["ms"] for event in trace["traceEvents"] if event["ph"] == "C"]
+    # At the last step's first mark two steps are queued. Then the host waits for the older one,
+    # and has queued the other when it passes the next marks.
+    assert counts[-7:] == [34.25, 16.625, 16.75, 20.75, 21.25, 29.25, 31.25]
+
+
+def test_the_summary_tells_how_far_the_host_is_ahead(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, warmup_steps=3) as timer:
+        for x in timer.steps(loop.batches(10)):
+            loop.train(x)
+    summary = timer.summary()
+    # At each mark the host has queued a whole step and what comes before the mark; where a step
+    # begins, before it waits, two steps.
+    marks = [31.25, 16.625, 16.75, 20.75, 21.25, 29.25, 31.25, 31.25]
+    assert summary.run_ahead_mean_ms == sum(marks) / len(marks)
+    assert "the host runs 24.8 ms ahead of the GPU" in str(summary)
+
+
+def test_a_host_that_never_waits_is_not_said_to_be_ahead(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(10)):
+            gpu.host_work(50.0)
+            loop.train(x)
+    assert timer.summary().run_ahead_mean_ms is None
+    assert "ahead" not in str(timer.summary())
+
+
+def test_a_trace_of_the_newest_steps_is_less_than_two_kilobytes_a_step(
     gpu: FakeGPU, tmp_path: Path
 ) -> None:
     loop = Loop(gpu)
@@ -115,7 +149,7 @@ def test_a_trace_of_the_newest_steps_is_less_than_a_kilobyte_a_step(
     path = tmp_path / "trace.json"
     lanes = load_trace(timer, path, steps=100)
     assert sum("step" in name for name, _, _ in lanes["GPU"]) == 100
-    assert path.stat().st_size < 100 * 1000
+    assert path.stat().st_size < 100 * 2000
     for slices in lanes.values():
         # As floats add them up, slices lie side by side or inside each other.
         ends = sorted(((ts, ts + dur) for _, ts, dur in slices), key=lambda end: (end[0], -end[1]))
