@@ -1,10 +1,14 @@
 """The contract of a clock, for the fake one, the host's and a real device's."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from fake_gpu import FakeGPU
+from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
+from test_hooks import Loop
 
-from lightning_gputime import Clock
+from lightning_gputime import Clock, GPUPhaseHooks
 from lightning_gputime._events import DeviceClock, HostClock, clock_for
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -97,3 +101,34 @@ def test_a_device_that_is_not_here_is_refused_with_its_name() -> None:
 def test_a_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(clock_for(torch.device("cpu"), tell=True), HostClock)
     assert "host's clock" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])  # NPU is a private one.
+def test_another_accelerator_is_timed_by_changing_nothing_but_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGPU()
+    asked = []
+
+    def event(device: torch.device, enable_timing: bool) -> FakeEvent:
+        assert enable_timing
+        asked.append(device.type)
+        return FakeEvent(gpu)
+
+    def device_module(device: torch.device) -> Any:
+        assert device.type == name
+        return SimpleNamespace(device_count=lambda: 1)
+
+    monkeypatch.setattr(torch, "Event", event)
+    monkeypatch.setattr(torch, "get_device_module", device_module)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    if name == "cuda":
+        monkeypatch.setattr(
+            torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False
+        )
+    loop = Loop(gpu)
+    with GPUPhaseHooks(loop.model, loop.optimizer, device=name, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 5
+    assert set(asked) == {name}

@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
 
 pytestmark = pytest.mark.gpu
 
@@ -325,6 +325,44 @@ def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
         "optimizer",
     }
     assert len(timer.history()) == 20
+
+
+def probe(net: nn.Module, x: Tensor, wait: bool = False) -> PhaseSummary:
+    optimizer = torch.optim.AdamW(net.parameters())
+    with GPUPhaseHooks(net, optimizer, warmup_steps=10, probe_every_n_steps=5) as timer:
+        for _ in timer.steps(range(100)):
+            loss = net(x).pow(2).mean()
+            if wait:
+                loss.item()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return timer.summary()
+
+
+def test_a_net_of_small_layers_is_mostly_launch_gaps() -> None:
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    summary = probe(nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda"))
+    assert summary.probed_steps >= 10
+    assert summary.gap_share is not None
+    assert summary.gap_share > 0.5
+
+
+def test_a_net_of_large_layers_has_no_launch_gaps() -> None:
+    net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda()
+    summary = probe(net, torch.randn(4096, 4096, device="cuda"))
+    assert summary.probed_steps >= 10
+    assert summary.gap_share is not None
+    assert summary.gap_share < 0.05
+    busy_ms = summary.rows["forward"].busy_mean_ms
+    assert busy_ms == pytest.approx(summary.rows["forward"].mean_ms, rel=0.1)
+
+
+def test_a_step_with_a_host_wait_cannot_be_probed() -> None:
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+    summary = probe(net, torch.randn(512, 512, device="cuda"), wait=True)
+    assert summary.probed_steps == 0
+    assert "the host waits for the GPU inside them, in `loss`" in summary.probe_failure
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "deepspeed"])

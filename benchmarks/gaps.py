@@ -1,0 +1,66 @@
+"""How much of a step is launch gaps: each model as it runs, and with a full queue.
+
+python benchmarks/gaps.py --out benchmarks/results/gaps.json
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import load
+from torch import nn
+
+from lightning_gputime import GPUPhaseHooks
+
+STEPS = {"mlp": 300, "gpt4": 100, "gpt12": 60}
+
+
+def measure(model: str) -> dict[str, Any]:
+    """Returns the times of a step, and what is said of them."""
+    task, (x, y) = load(model, torch.device("cuda"))
+    optimizer = task.configure_optimizers()
+    with GPUPhaseHooks(task.net, optimizer, warmup_steps=10, probe_every_n_steps=5) as timer:
+        for _ in timer.steps(range(STEPS[model])):
+            with torch.autocast("cuda", torch.bfloat16):
+                out = task.net(x)
+                loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    summary = timer.summary()
+    print(model, summary, sep="\n", flush=True)
+    rows = {**summary.rows, "step": summary.step}
+    return {
+        "as_run_ms": {name: round(row.mean_ms, 4) for name, row in rows.items()},
+        "busy_ms": {
+            name: round(row.busy_mean_ms, 4)
+            for name, row in rows.items()
+            if row.busy_mean_ms is not None
+        },
+        "gap_share": summary.gap_share,
+        "probed_steps": summary.probed_steps,
+        "probe_failure": summary.probe_failure,
+    }
+
+
+def main(out: Path | None) -> None:
+    """Measures every model."""
+    results = {model: measure(model) for model in STEPS}
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *sys.argv]),
+        "results": results,
+    }
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    main(parser.parse_args().out)

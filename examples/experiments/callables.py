@@ -1,0 +1,113 @@
+"""Times a callable: on the host's clock, on the device's, and as the steps of a timer.
+
+The timer needs no loop of its own kind: what a measurement of a kernel wants is said in the loop.
+
+- Warm-up: `warmup_steps`.
+- A full queue, where the kernels are shorter than their launches: `probe_every_n_steps`.
+- Inputs that no cache holds: iterate over fresh ones.
+- A cold L2 cache: overwrite it, in a phase with a name.
+- A CUDA graph: call what was captured.
+
+    python examples/experiments/callables.py
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from common import find_device, show, synchronize
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks
+
+L2_BYTES = 256 * 2**20
+"""More than the L2 cache of any GPU of today."""
+
+
+def time_on_the_host(model: nn.Module, x: Tensor, n: int, warmup: int) -> float:
+    """Returns the mean time of a call, with one wait at the end (in milliseconds)."""
+    for _ in range(warmup):
+        model(x)
+    synchronize(x.device)
+    start = time.perf_counter()
+    for _ in range(n):
+        model(x)
+    synchronize(x.device)
+    return (time.perf_counter() - start) / n * 1e3
+
+
+def time_on_the_device(model: nn.Module, x: Tensor, n: int, warmup: int) -> float:
+    """Returns the mean time of a call between two events (in milliseconds)."""
+    for _ in range(warmup):
+        model(x)
+    start, end = (torch.Event(device=x.device, enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(n):
+        model(x)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / n
+
+
+class Replay(nn.Module):
+    """The calls of a model, captured in a CUDA graph."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.x = x.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.y: Tensor = model(self.x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Copies the input to where the graph reads it, and replays."""
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.y
+
+
+def time_as_steps(
+    model: nn.Module, inputs: Iterable[Tensor], warmup: int, probe: int = 0, flush: bool = False
+) -> dict[str, float]:
+    """Returns the mean time of a call, and of its work alone if it is probed (in milliseconds)."""
+    device = find_device()
+    cache = torch.empty(L2_BYTES if flush else 0, dtype=torch.int8, device=device)
+    with GPUPhaseHooks(
+        model, device=device, warmup_steps=warmup, probe_every_n_steps=probe
+    ) as timer:
+        for x in timer.steps(inputs):
+            with timer.phase("flush") if flush else nullcontext():
+                cache.zero_()
+            model(x)
+    row = timer.summary().rows["forward"]
+    times = {"as run": row.mean_ms}
+    if row.busy_mean_ms is not None:
+        times["the work alone"] = row.busy_mean_ms
+    return times
+
+
+@torch.inference_mode()
+def main(width: int = 512, batch: int = 64, n: int = 100) -> dict[str, dict[str, float]]:
+    """Measures and prints."""
+    device, warmup = find_device(), n // 10
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)).to(device)
+    x = torch.randn(batch, width, device=device)
+    fresh = torch.randn(n + warmup, batch, width, device=device)
+    same = [x] * (n + warmup)
+
+    rows = {"host's clock": {"as run": time_on_the_host(model, x, n, warmup)}}
+    if device.type != "cpu":
+        rows["device's clock"] = {"as run": time_on_the_device(model, x, n, warmup)}
+    rows["steps"] = time_as_steps(model, same, warmup)
+    rows["full queue"] = time_as_steps(model, same, warmup, probe=3)
+    rows["fresh inputs"] = time_as_steps(model, fresh, warmup, probe=3)
+    rows["cold L2 cache"] = time_as_steps(model, same, warmup, probe=3, flush=True)
+    if device.type == "cuda":
+        rows["CUDA graph"] = time_as_steps(Replay(model, x), same, warmup, probe=3)
+    show("One call", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What the experiments share."""
+
+import torch
+
+
+def find_device() -> torch.device:
+    """Returns the accelerator of this machine, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+    """Prints a table: a line for each row, times in milliseconds."""
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    width = max(map(len, rows))
+    print(f"\n{title} (ms)\n")
+    print(" " * width, *(f"{name:>20}" for name in columns))
+    for name, row in rows.items():
+        cells = (f"{row[column]:20.4f}" if column in row else " " * 20 for column in columns)
+        print(f"{name:{width}}", *cells)

@@ -1,0 +1,114 @@
+"""A training loop with a body and a head: four synchronizes a step, against one wait.
+
+python examples/experiments/four_synchronizes.py
+"""
+
+import random
+import statistics
+import time
+
+import torch
+from common import find_device, show, synchronize
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks
+
+PARTS = ("body forward", "head forward", "loss", "head backward")
+
+
+class Training:
+    """A body that is not trained, and a head that is."""
+
+    def __init__(self, width: int, batch: int, layers: int) -> None:
+        self.device = device = find_device()
+        body = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())]
+        head = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.body = nn.Sequential(*body).to(device).requires_grad_(False)
+        self.head = nn.Sequential(*head).to(device)
+        self.inputs = torch.randn(batch, width, device=device)
+        self.targets = torch.randn(batch, width, device=device)
+        self.optimizer = torch.optim.SGD(self.head.parameters(), lr=1e-3)
+
+    def update(self) -> None:
+        """Ends a step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Returns the loss of the head's outputs."""
+        return nn.functional.mse_loss(outputs, self.targets)
+
+    def without_a_timer(self, n: int) -> dict[str, float]:
+        """Trains, and returns nothing."""
+        for _ in range(n):
+            self.loss(self.head(self.body(self.inputs))).backward()
+            self.update()
+        return {}
+
+    def with_four_synchronizes(self, n: int) -> dict[str, float]:
+        """Trains, and returns the time of each part on the host's clock (in milliseconds)."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for _ in range(n):
+            start = time.perf_counter()
+            hidden = self.body(self.inputs)
+            synchronize(self.device)
+            seconds["body forward"] += time.perf_counter() - start
+
+            start = time.perf_counter()
+            outputs = self.head(hidden)
+            synchronize(self.device)
+            seconds["head forward"] += time.perf_counter() - start
+
+            start = time.perf_counter()
+            loss = self.loss(outputs)
+            synchronize(self.device)
+            seconds["loss"] += time.perf_counter() - start
+
+            start = time.perf_counter()
+            loss.backward()
+            synchronize(self.device)
+            seconds["head backward"] += time.perf_counter() - start
+            self.update()
+        return {name: total / n * 1e3 for name, total in seconds.items()}
+
+    def with_one_wait(self, n: int) -> dict[str, float]:
+        """Trains, and returns the time of each part on the device's clock (in milliseconds)."""
+        models = {"body": self.body, "head": self.head}
+        with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer, modules=models) as timer:
+            for _ in timer.steps(range(n)):
+                self.loss(self.head(self.body(self.inputs))).backward()
+                self.update()
+        rows = timer.summary().rows
+        phases = ("forward/body", "forward/head", "loss", "backward")
+        return {part: rows[phase].mean_ms for part, phase in zip(PARTS, phases, strict=True)}
+
+
+def main(
+    width: int = 4096, batch: int = 512, layers: int = 4, n: int = 50, rounds: int = 5
+) -> dict[str, dict[str, float]]:
+    """Measures, in random order over several rounds, and prints."""
+    training = Training(width, batch, layers)
+    ways = {
+        "no timer": training.without_a_timer,
+        "four synchronizes": training.with_four_synchronizes,
+        "one wait": training.with_one_wait,
+    }
+    training.without_a_timer(5)
+    parts: dict[str, dict[str, float]] = {}
+    loops: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name in random.sample(list(ways), len(ways)):
+            synchronize(training.device)
+            start = time.perf_counter()
+            parts[name] = ways[name](n)
+            synchronize(training.device)
+            loops[name].append((time.perf_counter() - start) * 1e3)
+    rows = {
+        name: {**parts[name], "the whole loop": statistics.median(loops[name])} for name in ways
+    }
+    show(f"A step of training, and the whole loop of {n}", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The experiments of the articles that this project came from, on whatever is here."""
+
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
+Rows = dict[str, dict[str, float]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+
+    def run(name: str, **options: Any) -> Rows:
+        rows: Rows = runpy.run_path(str(EXPERIMENTS / f"{name}.py"))["main"](**options)
+        printed = capsys.readouterr().out
+        for row, cells in rows.items():
+            assert row in printed
+            for column, ms in cells.items():
+                assert column in printed
+                assert math.isfinite(ms)
+                assert f"{ms:.4f}" in printed
+        return rows
+
+    return run
+
+
+def test_launch_time(run: Any) -> None:
+    rows = run("launch_time", dim=32, repeat=4)
+    for row in rows.values():
+        launch, waited, events = row.values()
+        # On the CPU the launch is the work; on a device it is the shorter part.
+        assert launch <= waited
+        assert events <= waited * 1.01
+
+
+@pytest.mark.gpu
+def test_the_launch_time_is_not_the_time_of_the_work(run: Any) -> None:
+    rows = run("launch_time")
+    launch, waited, events = rows["with a warm-up"].values()
+    assert launch < 0.2 * events
+    assert waited == pytest.approx(events, rel=0.05)
+    assert rows["without a warm-up"]["launch (B - A)"] > launch
+
+
+def test_inference(run: Any) -> None:
+    rows = run("inference", width=8, size=32, batch=4, n=20)
+    assert list(rows) == ["1. time stamps", "2. synchronize", "3. events"]
+    assert all(row["inference"] > 0 for row in rows.values())
+
+
+def test_pipeline(run: Any) -> None:
+    rows = run("pipeline", width=16, size=64, batch=4, cpu_size=64, n=20)
+    for name in ("synchronize", "events"):
+        assert rows[name]["part0"] + rows[name]["part1"] < rows[name]["whole, per iteration"]
+
+
+@pytest.mark.gpu
+def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
+    rows = run("pipeline")
+    whole = {name: row["whole, per iteration"] for name, row in rows.items()}
+    assert whole["synchronize"] > 1.1 * whole["no timer"]
+    assert whole["events"] < 1.05 * whole["no timer"]
+
+
+def test_beside_the_profiler(run: Any) -> None:
+    rows = run("beside_the_profiler", large=256, n_small=100, n_large=5, vectors=20)
+    assert len(rows) == 4
+    looped, vectorized = list(rows.values())[2:]
+    assert looped["our host"] > vectorized["our host"]
+    if not torch.cuda.is_available():
+        assert all(
+            row["our device"] == pytest.approx(row["our host"], rel=0.2) for row in (looped,)
+        )
+
+
+def test_four_synchronizes(run: Any) -> None:
+    rows = run("four_synchronizes", width=64, batch=16, layers=2, n=20, rounds=2)
+    parts = ["body forward", "head forward", "loss", "head backward", "the whole loop"]
+    assert list(rows["four synchronizes"]) == list(rows["one wait"]) == parts
+    assert list(rows["no timer"]) == ["the whole loop"]
+    for name in ("four synchronizes", "one wait"):
+        *of_parts, whole = rows[name].values()
+        assert 0 < sum(of_parts) * 20 < whole * 1.5
+
+
+def test_callables(run: Any) -> None:
+    rows = run("callables", width=64, batch=16, n=40)
+    assert {"host's clock", "steps", "full queue", "fresh inputs", "cold L2 cache"} <= set(rows)
+    for row in rows.values():
+        assert row["as run"] > 0
+
+
+@pytest.mark.gpu
+def test_a_full_queue_takes_the_launches_out_of_a_callable(run: Any) -> None:
+    rows = run("callables")
+    for name in ("full queue", "CUDA graph"):
+        assert rows[name]["the work alone"] < rows[name]["as run"]
