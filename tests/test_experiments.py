@@ -55,7 +55,7 @@ def test_inference(run: Any) -> None:
 
 
 def test_pipeline(run: Any) -> None:
-    rows = run("pipeline", width=16, size=64, batch=4, cpu_size=64, n=20)
+    rows = run("pipeline", width=16, size=64, batch=4, cpu_size=64, n=20, rounds=2)
     for name in ("synchronize", "events"):
         assert rows[name]["part0"] + rows[name]["part1"] < rows[name]["whole, per iteration"]
 

@@ -6,6 +6,8 @@ the device does.
     python examples/experiments/pipeline.py
 """
 
+import random
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,20 +63,22 @@ class Waiting:
         synchronize(self._device)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
-    def mean_ms(self, name: str, warmup: int) -> float:
-        """Returns the mean (in milliseconds)."""
-        return float(np.mean(self.seconds[name][warmup:])) * 1e3
-
 
 @torch.inference_mode()
 def main(
-    width: int = 512, size: int = 224, batch: int = 32, cpu_size: int = 512, n: int = 50
+    width: int = 512,
+    size: int = 224,
+    batch: int = 32,
+    cpu_size: int = 512,
+    n: int = 20,
+    rounds: int = 5,
 ) -> dict[str, dict[str, float]]:
-    """Measures and prints."""
+    """Measures, in random order over several rounds, and prints."""
     device = find_device()
     part0, part1 = (part.eval().to(device) for part in models(width))
     images = torch.randn(batch, 3, size, size, device=device)
-    warmup = n // 10
+    waiting = Waiting(device)
+    timer = GPUPhaseHooks(nn.ModuleList([part0, part1]))
 
     def run(part: Callable[[str], AbstractContextManager[Any]]) -> None:
         with part("part0"):
@@ -83,40 +87,33 @@ def main(
         with part("part1"):
             part1(hidden)
 
-    def whole(loop: Callable[[], None]) -> float:
-        """Returns the time of the whole loop, per iteration (in milliseconds)."""
-        synchronize(device)
-        start = time.perf_counter()
-        loop()
-        synchronize(device)
-        return (time.perf_counter() - start) / n * 1e3
-
-    def untimed() -> None:
+    def without_a_timer() -> None:
         for _ in range(n):
             run(lambda name: nullcontext())
-
-    waiting = Waiting(device)
 
     def with_waits() -> None:
         for _ in range(n):
             run(waiting.part)
-
-    timer = GPUPhaseHooks(nn.ModuleList([part0, part1]), warmup_steps=warmup)
 
     def with_events() -> None:
         with timer:
             for _ in timer.steps(range(n)):
                 run(timer.phase)
 
-    untimed()  # The first run is slower.
-    total = "whole, per iteration"
-    no_timer = {total: whole(untimed)}
-    waits = {total: whole(with_waits)}
-    events = {total: whole(with_events)}
+    ways = {"no timer": without_a_timer, "synchronize": with_waits, "events": with_events}
+    whole: dict[str, list[float]] = {name: [] for name in ways}
+    without_a_timer()  # The first run is slower.
+    for _ in range(rounds):
+        for name in random.sample(list(ways), len(ways)):
+            synchronize(device)
+            start = time.perf_counter()
+            ways[name]()
+            synchronize(device)
+            whole[name].append((time.perf_counter() - start) / n * 1e3)
+    rows = {name: {"whole, per iteration": statistics.median(whole[name])} for name in ways}
     for name in ("part0", "part1"):
-        waits[name] = waiting.mean_ms(name, warmup)
-        events[name] = timer.summary().rows[name].mean_ms
-    rows = {"no timer": no_timer, "synchronize": waits, "events": events}
+        rows["synchronize"][name] = statistics.mean(waiting.seconds[name]) * 1e3
+        rows["events"][name] = timer.summary().rows[name].mean_ms
     show("Two models, and the CPU between them", rows)
     return rows
 
