@@ -118,7 +118,7 @@ class Readings:
     def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
         """Writes the newest steps as a trace that Perfetto and chrome://tracing open.
 
-        It has a lane for the GPU and one for the host; less than 1 kB a step.
+        It has a lane for the GPU and one for the host; less than 2 kB a step.
 
         Args:
             path: The file, such as "trace.json"; it is replaced whole.

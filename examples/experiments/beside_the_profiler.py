@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from common import find_device, show, synchronize
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_gputime import GPUPhaseHooks
@@ -52,7 +51,7 @@ def measure(function: Callable[[], object], n: int) -> dict[str, float]:
     device_us = sum(
         event.self_device_time_total
         for event in events
-        if event.device_type != DeviceType.CPU and not event.is_user_annotation
+        if event.device_type.name != "CPU" and not event.is_user_annotation
     )
     return {
         "self CPU": cpu_us / 1e3,

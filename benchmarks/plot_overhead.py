@@ -1,0 +1,42 @@
+"""Draws what `overhead.py` measured: the added time per step of each way, in Lightning.
+
+python benchmarks/plot_overhead.py benchmarks/results/overhead.json examples/images/overhead.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+# Where the GPU is the bottleneck: elsewhere the host's noise is larger than most of the bars.
+MODELS = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F00")}
+LEFT_OUT = ("no timer", "callback that does nothing")
+
+
+def main(source: Path, target: Path) -> None:
+    """Draws the figure."""
+    found = json.loads(source.read_text())
+    rows = {model: found["results"][model]["lightning"] for model in MODELS}
+    ways = [way for way in rows["gpt12"] if way not in LEFT_OUT]
+    ways.sort(key=lambda way: max(rows[model][way]["ratio"] for model in MODELS))
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    ax = figure.add_subplot()
+    for i, (model, (label, colour)) in enumerate(MODELS.items()):
+        percent = [(rows[model][way]["ratio"] - 1) * 100 for way in ways]
+        places = [y + 0.2 - 0.4 * i for y in range(len(ways))]
+        step_ms = rows[model]["no timer"]["quartiles_ms"][0]
+        bars = ax.barh(places, percent, 0.38, color=colour, label=f"{label}, {step_ms:.1f} ms")
+        ax.bar_label(bars, [f"{value:+.2f} %" for value in percent], padding=3, fontsize=8)
+    ax.set_yticks(range(len(ways)), ways)
+    ax.margins(x=0.12)
+    ax.set(xlabel="added time per step (%)", title=f"What timing a step costs on an {found['gpu']}")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower right")
+    figure.savefig(target, dpi=120)
+
+
+if __name__ == "__main__":
+    mpl.use("agg")
+    main(*map(Path, sys.argv[1:3]))
