@@ -1,5 +1,6 @@
 """Probing: a step that is launched while the device is kept busy has no launch gaps."""
 
+import math
 from collections.abc import Sequence
 
 from lightning_gputime._events import Clock, log
@@ -28,12 +29,20 @@ class Probe:
         clock: That of the timer. Needs `spin`.
         every_n_steps: One step in so many is probed.
         warmup_steps: How many of the first steps are not.
+        log_every_n_steps: How often the loop logs. It then waits for what it logs, at the start of
+            the next step: those are not probed, where that can be avoided.
     """
 
-    def __init__(self, clock: Clock, every_n_steps: int, warmup_steps: int) -> None:
+    def __init__(
+        self, clock: Clock, every_n_steps: int, warmup_steps: int, log_every_n_steps: int
+    ) -> None:
         self._clock = clock
         self._spin = getattr(clock, "spin", None)
         self._every_n_steps = every_n_steps
+        self._first = every_n_steps // 2
+        common = math.gcd(every_n_steps, log_every_n_steps)
+        if common > 1 and self._first % common == 0:
+            self._first += 1
         self._warmup_steps = warmup_steps
         self._cycles_per_ms = _CYCLES_PER_MS
         self._margin = _MARGIN
@@ -54,7 +63,7 @@ class Probe:
     def is_due(self, number: int) -> bool:
         """Tells whether the step `number` is to be probed."""
         return (
-            number % self._every_n_steps == self._every_n_steps // 2
+            number % self._every_n_steps == self._first
             and self._seen > self._warmup_steps
             and not self.failure
         )
@@ -114,6 +123,7 @@ class Probe:
             self._cycles_per_ms *= self._asked_ms / spun_ms
         if step.filled:
             self._misses = 0
+            self._margin = max(0.75 * self._margin, _MARGIN)
             self.busy.add([step])
             self.newest = step
         elif not was_short:

@@ -225,15 +225,24 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
-    assert timer.history()["step"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert timer.history()["step"].tolist() == [0, 1, 2, 5, 6, 9, 10, 13, 14]
     assert summary.probed_steps == 4
     assert summary.probe_failure == ""
     assert {name: row.busy_mean_ms for name, row in summary.rows.items()} == STEP_MS
     assert runner.callback_metrics["phase_time/forward_busy_ms"] == STEP_MS["forward"]
 
 
+@pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 75, 100, 150, 1000])
+def test_steps_after_a_log_are_not_probed(every: int) -> None:
+    probe = Probe(FakeGPU(), every, 0, 50)
+    probe.enter(0)
+    due = [number for number in range(10 * every) if probe.is_due(number)]
+    assert len(due) == 10
+    assert [number for number in due if number % 50 == 0] == []
+
+
 def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
-    probe, normal = Probe(FakeGPU(), 5, 0), Sums()
+    probe, normal = Probe(FakeGPU(), 5, 0, 50), Sums()
     normal.add([raw(0, forward=1.0, loss=1.0)])
     probe.number = 2
     for number in (2, 7, 12):
