@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_gputime._events import Clock, log
+from lightning_gputime._exchange import is_distributed
 from lightning_gputime._phases import EXCLUDED, in_order
 from lightning_gputime._raw import RawStep, Sums
 from lightning_gputime._recorder import Recorder
@@ -48,6 +49,7 @@ class Probe:
         self._margin = _MARGIN
         self._asked_ms = self._launch_ms = 0.0
         self._misses = self._seen = 0
+        self._has_others = self._spin is not None and is_distributed()
         self._left_ns: int | None = None
         self.number = -2
         """The step that was last probed; at first none, and neither is the one after it."""
@@ -62,11 +64,17 @@ class Probe:
 
     def is_due(self, number: int) -> bool:
         """Tells whether the step `number` is to be probed."""
-        return (
-            number % self._every_n_steps == self._first
-            and self._seen > self._warmup_steps
-            and not self.failure
-        )
+        return self._is_chosen(number) and not self.failure
+
+    def leaves_out(self, number: int) -> bool:
+        """Tells whether the step `number` is not probed, but disturbed by a probe."""
+        if number == self.number + 1:
+            return True
+        # Other ranks may still probe, when this one has found that it cannot.
+        return bool(self.failure) and self._has_others and self._is_chosen(number)
+
+    def _is_chosen(self, number: int) -> bool:
+        return number % self._every_n_steps == self._first and self._seen > self._warmup_steps
 
     def enter(self, number: int) -> None:
         """Must be called when the step `number` ends, before anything else."""

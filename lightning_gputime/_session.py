@@ -98,9 +98,9 @@ class Session:
 
     def _is_timed(self, number: int) -> bool:
         probe = self._probe
-        if probe is not None and number in (probe.number, probe.number + 1):
-            return number == probe.number  # After one that is probed the queue is empty.
-        is_probed = probe is not None and probe.is_due(number)
+        if probe is not None and probe.leaves_out(number):
+            return False
+        is_probed = probe is not None and (number == probe.number or probe.is_due(number))
         return is_probed or (number + 1) % self._every_n_steps == 0
 
     def sync(self) -> None:

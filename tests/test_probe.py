@@ -7,7 +7,7 @@ from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _probe
 from lightning_gputime._events import HostClock
 from lightning_gputime._probe import Probe
 from lightning_gputime._raw import Sums
@@ -143,6 +143,16 @@ def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
     assert told in caplog.text
     assert f"no step can be probed: {told}" in str(summary)
     assert all(row.busy_mean_ms is None for row in summary.rows.values())
+
+
+def test_steps_that_other_ranks_may_probe_are_left_out(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_probe, "is_distributed", lambda: True)
+    timer = run(Loop(gpu), 25, wait_in_loss=True, sync_ranks=False)
+    assert len(gpu.spins) == 3
+    kept = [n for n in range(25) if n % 5 != 2 and n not in (3, 8, 13)]
+    assert timer.history()["step"].tolist() == kept
 
 
 def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
