@@ -26,7 +26,7 @@ def check_options(
         "warmup_steps", warmup_steps, 0, "the number of first steps to leave out of the summary"
     )
     check_int("history", history, 1, "the number of newest steps to keep")
-    if sync_ranks not in (True, False, "log"):
+    if sync_ranks is not True and sync_ranks is not False and sync_ranks != "log":
         raise ValueError(
             "sync_ranks must be True (compare the ranks at the end of each epoch), 'log' (at every"
             f" log) or False, got {sync_ranks!r}"
@@ -48,6 +48,28 @@ def check_probe(probe_every_n_steps: Any) -> None:
         raise ValueError(
             f"probe_every_n_steps must be 0 or 3 or more ({meaning}), got {probe_every_n_steps}"
         )
+
+
+def check_bools(**options: Any) -> None:
+    """Checks options that are switches.
+
+    Raises:
+        TypeError: If one is neither True nor False.
+    """
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_clock(clock: Any) -> None:
+    """Checks what takes the place of the device's clock.
+
+    Raises:
+        TypeError: If it lacks a method.
+    """
+    methods = ("event", "host_ns", "is_capturing", "for_graphs")
+    if clock is not None and not all(callable(getattr(clock, name, None)) for name in methods):
+        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {clock!r}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 from lightning_gputime._events import log
 from lightning_gputime._exchange import Exchange, open_exchange
 from lightning_gputime._log import PhaseLog
-from lightning_gputime._phases import StepTimes
+from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER, TRAINING_STEP, StepTimes
 from lightning_gputime._probe import Probe
 from lightning_gputime._ranks import Totals, compare, since
 from lightning_gputime._raw import RawStep
@@ -119,6 +119,9 @@ class Measurement:
     def end(self) -> None:
         """Logs what is left over, and waits for no rank any more."""
         self._log.log()
+        ran = self._results.sums.phases
+        if BACKWARD in ran and OPTIMIZER in ran and not {FORWARD, TRAINING_STEP} & ran.keys():
+            log.warning("No call of the model was seen: is it the module that the loop calls?")
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             try:

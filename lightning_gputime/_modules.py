@@ -10,7 +10,7 @@ from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 
 from lightning_gputime._events import log
-from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS, OTHER
+from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS, OTHER, TRAINING_STEP
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import listen
 
@@ -137,7 +137,7 @@ class CompiledStep:
     Forward and loss cannot be told apart inside, and nothing is hooked there.
     """
 
-    name = "training_step"
+    name = TRAINING_STEP
     was_called = True
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:

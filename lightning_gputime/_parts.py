@@ -114,7 +114,7 @@ def resolve(
     named = dict(inner.named_modules())
     for name in modules:
         if not name or name not in named:
-            known = ", ".join(name for name, _ in inner.named_children())
+            known = ", ".join(name for name, _ in inner.named_children()) or "none inside"
             raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
     return {name: named[name] for name in modules}
 

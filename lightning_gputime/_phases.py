@@ -13,6 +13,9 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
 
+TRAINING_STEP = "training_step"
+"""The phase in place of `forward` and `loss` where both were compiled as one."""
+
 COMM = "comm"
 """The sub-phase in which a rank only waits for the others: `backward/comm`."""
 

@@ -8,7 +8,14 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_int, check_modules, check_options, check_probe
+from lightning_gputime._arguments import (
+    check_bools,
+    check_clock,
+    check_int,
+    check_modules,
+    check_options,
+    check_probe,
+)
 from lightning_gputime._evaluation import Evaluation
 from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import PhaseLog
@@ -123,6 +130,8 @@ class GPUPhaseTimer(Readings, pl.Callback):
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
         check_probe(probe_every_n_steps)
+        check_bools(prog_bar=prog_bar, summary=summary, annotate=annotate, log_figure=log_figure)
+        check_clock(clock)
         self._prefix = prefix
         self._lag = lag
         # Of these steps every n-th is timed.

@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_int, check_modules, check_options, check_probe
-from lightning_gputime._events import Clock, HostClock, clock_for
+from lightning_gputime._arguments import (
+    check_bools,
+    check_clock,
+    check_int,
+    check_modules,
+    check_options,
+    check_probe,
+)
+from lightning_gputime._events import Clock, HostClock, clock_for, log
 from lightning_gputime._log import MetricsLogger, PhaseLog
 from lightning_gputime._measurement import Measurement, SyncRanks
 from lightning_gputime._parts import resolve
@@ -101,6 +108,8 @@ class GPUPhaseHooks(Readings):
         check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
         check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
         check_probe(probe_every_n_steps)
+        check_bools(annotate=annotate, wrap_backward=wrap_backward)
+        check_clock(clock)
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
@@ -175,6 +184,11 @@ class GPUPhaseHooks(Readings):
             self.flush()
             self._session.sync()
             self._detach()
+            if not self._step:
+                log.warning(
+                    "No step has ended: iterate over steps(loader), or call step() at the end of"
+                    " the loop's body."
+                )
 
     def __enter__(self) -> Self:
         return self.attach()

@@ -8,8 +8,20 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gputime._phases import BACKWARD, COMM, PHASES, StepTimes, check_name
+from lightning_gputime._events import log
+from lightning_gputime._phases import (
+    BACKWARD,
+    COMM,
+    FORWARD,
+    OTHER,
+    PHASES,
+    StepTimes,
+    check_name,
+)
 from lightning_gputime._ranks import STEP, compare
+
+
+_COUNTED = (*PHASES, *(f"{phase}/{COMM}" for phase in (FORWARD, BACKWARD, OTHER)))
 
 
 class PhaseTimeMetric(Metric):
@@ -23,7 +35,7 @@ class PhaseTimeMetric(Metric):
     device. A checkpoint holds those of the rank that wrote it.
 
     Args:
-        phases: The phases that are counted. Your own must be among them.
+        phases: The phases that are counted. Name your own, and sub-phases, if you want them.
         kwargs: Those of `torchmetrics.Metric`, such as `sync_on_compute`.
 
     Raises:
@@ -44,11 +56,14 @@ class PhaseTimeMetric(Metric):
     counts: Tensor
 
     def __init__(
-        self, phases: Sequence[str] = (*PHASES, f"{BACKWARD}/{COMM}"), **kwargs: Any
+        self,
+        phases: Sequence[str] = _COUNTED,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**{"dist_sync_fn": _gather, **kwargs})
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
+        self._told: set[str] = set()
         self._names = (*(check_name(name) for name in phases), STEP)
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
             zeros = torch.zeros(len(self._names), dtype=dtype)
@@ -59,14 +74,13 @@ class PhaseTimeMetric(Metric):
 
         Args:
             times: Those of a step that a timer has read.
-
-        Raises:
-            ValueError: If it has a phase that is not counted.
         """
-        if unknown := times.phase_ms.keys() - {*self._names}:
-            raise ValueError(
-                f"phases {sorted(unknown)} are not counted: name them,"
-                f" PhaseTimeMetric(phases={[*self._names[:-1], *sorted(unknown)]})"
+        if unknown := times.phase_ms.keys() - {*self._names} - self._told:
+            self._told |= unknown
+            log.warning(
+                "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
+                sorted(unknown),
+                [*self._names[:-1], *sorted(unknown)],
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
         # Not in place: a state that was loaded is the checkpoint's, too.
@@ -79,7 +93,7 @@ class PhaseTimeMetric(Metric):
 
         `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
         `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
-        `<phase>_slowest` is the rank of the greatest. `local` is the step without `backward/comm`.
+        `<phase>_slowest` is the rank of the greatest. `local` is the step without its `comm`.
         `slowest` is the rank whose local time is 5 % of a step or more above the others', else -1.
         """
         shape = (-1, len(self._names))

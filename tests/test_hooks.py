@@ -363,6 +363,10 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"prefix": "/"}, "prefix must be a key .* got '/'"),
         ({"device": "gpu"}, "device 'gpu' is unknown"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be timed here"),
+        ({"annotate": "yes"}, "annotate must be True or False, got 'yes'"),
+        ({"wrap_backward": 1}, "wrap_backward must be True or False, got 1"),
+        ({"sync_ranks": 1}, "sync_ranks must be True .* got 1"),
+        ({"clock": 3}, "clock must have the methods event, .* got 3"),
         ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
     ],
 )
@@ -371,6 +375,23 @@ def test_a_bad_argument_fails_in_the_constructor_with_the_value(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
+
+
+def test_a_loop_that_ends_no_step_is_told_what_to_do(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop):
+        for x in loop.batches(3):
+            loop.train(x)
+    assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
+
+
+def test_a_model_that_is_not_called_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    other = nn.Linear(1, 1)
+    with GPUPhaseHooks(other, loop.optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert "No call of the model was seen" in caplog.text
 
 
 def train(timed: bool) -> list[Tensor]:
