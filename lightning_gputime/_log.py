@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._events import log
-from lightning_gputime._phases import StepTimes
+from lightning_gputime._phases import DATA, StepTimes
 from lightning_gputime._raw import RawStep, Sums
 
 
@@ -40,9 +40,15 @@ class PhaseLog:
         self._publish = publish
         self._sums = Sums()
         self._newest: int | None = None
+        self._before: int | None = None
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
+
+    def start(self, before: int) -> None:
+        """Must be told the number of the step before the first."""
+        if self._before is None:
+            self._before = before
 
     def is_due(self, step: int, before: int) -> bool:
         """Tells whether the means are logged under the number `step`, if `before` is the last."""
@@ -53,7 +59,7 @@ class PhaseLog:
         """Takes the next steps, and logs where one is due. Tells if it did."""
         if not self._every_n_steps:
             return False
-        before = steps[0].number - 1 if self._newest is None else self._newest
+        before = steps[0].number - 1 if self._before is None else self._before
         first = 0
         if self.is_due(steps[-1].number, before):
             for i, step in enumerate(steps, 1):
@@ -64,7 +70,7 @@ class PhaseLog:
                     first = i
                 before = step.number
         self._sums.add(steps[first:])
-        self._newest = steps[-1].number
+        self._newest = self._before = steps[-1].number
         return first > 0
 
     def log(self) -> None:
@@ -76,8 +82,10 @@ class PhaseLog:
             means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
             if self.busy is not None:
                 busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
-                gap_ms = max(means["step"] - busy["step"], 0.0)
-                means |= {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}
+                means |= {f"{name}_busy": ms for name, ms in busy.items()}
+                # What the device waits for in `data` is the loader's.
+                as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
+                means["step_gap"] = max(as_run_ms - busy_ms, 0.0)
             self.log_now({f"{name}_ms": ms for name, ms in means.items()})
 
     def log_now(self, values: Mapping[str, float]) -> None:

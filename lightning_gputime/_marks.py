@@ -22,7 +22,9 @@ class Marks:
     """The host's time when it was known to be finished (in nanoseconds)."""
     skipped_update: bool = False
     filled: bool | None = None
-    """Of a step that is probed, whether the device had not begun it when all of it was launched."""
+    """See `RawStep`."""
+    after_spin: int = 0
+    """The index of the mark behind what keeps the device busy, in a step that is probed."""
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -41,16 +43,18 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
     for graph in graphs:
         marks = _with_replay(marks, graph)
     labels, events, host_ns = zip(*marks, strict=True)
+    # Without a loop in Python: this runs at every step.
+    device_ms = tuple(map(type(events[0]).elapsed_time, events, events[1:]))
     return RawStep(
         step.number,
         labels[:-1],
-        # Without a loop in Python: this runs at every step.
-        tuple(map(type(events[0]).elapsed_time, events, events[1:])),
+        device_ms,
         host_ns,
         step.wait_ms,
         step.read_ns,
         step.skipped_update,
         step.filled,
+        device_ms[step.after_spin - 1] if step.after_spin else 0.0,
     )
 
 

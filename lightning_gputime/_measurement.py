@@ -49,6 +49,10 @@ class Measurement:
         self._at_logs = sync_ranks == "log"
         # What this rank had measured at each log whose turn to be compared has not come.
         self._cuts: list[Totals] = []
+        # How many of these came too late for their turn.
+        self._late_cuts = 0
+        self.owes_log = False
+        """Whether a log was due, and the steps for it are not read."""
         self._before: dict[int, Totals] = {}
         self._exchange: Exchange | None = None
         if sync_ranks:
@@ -79,8 +83,12 @@ class Measurement:
             if not steps:
                 return
         self._results.add(steps)
-        if self._log.add(steps) and self._at_logs and self._exchange is not None:
-            self._cuts.append(self._results.totals())
+        if self._log.add(steps):
+            self.owes_log = False
+            if self._late_cuts:
+                self._late_cuts -= 1
+            elif self.compares_at_logs:
+                self._cuts.append(self._results.totals())
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -100,18 +108,24 @@ class Measurement:
         before, self._newest = self._newest, number
         if before is None:
             before = number - 1
-        return self._log.is_due(number - self._lag, before - self._lag)
+            self._log.start(before)
+        is_due = self._log.is_due(number - self._lag, before - self._lag)
+        self.owes_log |= is_due
+        return is_due
 
     def compare_at_log(self) -> None:
         """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
         # By now every rank has read the step `lag` before. Not when a step is read: one rank may
         # read it a step later than another, and wait there for the other.
         if self._exchange is not None and (self._newest or 0) - self._lag > self._synced:
+            if not self._cuts:
+                self._late_cuts += 1
             self._compare(self._cuts.pop(0) if self._cuts else self._results.totals())
 
     def sync(self) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it."""
         self._cuts.clear()
+        self._late_cuts = 0
         if self._newest is not None:
             self._synced = self._newest
         self._compare(self._results.totals())

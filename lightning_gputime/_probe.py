@@ -1,20 +1,23 @@
 """Probing: a step that is launched while the device is kept busy has no launch gaps."""
 
-import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._events import Clock, log
 from lightning_gputime._exchange import is_distributed
-from lightning_gputime._phases import EXCLUDED, in_order
+from lightning_gputime._phases import COMM, EXCLUDED, in_order
 from lightning_gputime._raw import RawStep, Sums
 from lightning_gputime._recorder import Recorder
 
-# How long the device is kept busy: so many times as long as the host has lately needed for a step.
-_MARGIN = 1.5
+# How long the device is kept busy: so many times as long as the host usually needs for a step.
+_MARGIN, _LARGEST_MARGIN = 1.5, 12.0
 # At this rate the first spin is not too short on any device; the later ones go by its length.
 _CYCLES_PER_MS = 2e6
 _LONGEST_MS = 1000.0
 _TRIES = 3
+# Successive multiples of it, modulo 1, lie as evenly as can be.
+_GOLDEN = 0.6180339887498949
 
 
 class Probe:
@@ -24,35 +27,28 @@ class Probe:
     runs without a gap, and its phases are the work alone. The host waits for its end, so that no
     later step starts with a full queue; the next one, which starts with an empty one, is not timed.
 
-    The steps are chosen by their number alone, so that all ranks probe the same ones.
+    The steps are chosen by their index alone, so that all ranks choose the same ones, and lie
+    unevenly, so that they do not all fall on steps that the loop does something special in. What
+    ranks wait for each other in a probed step depends on their spins, and is left out.
 
     Args:
         clock: That of the timer. Needs `spin`.
         every_n_steps: One step in so many is probed.
         warmup_steps: How many of the first steps are not.
-        log_every_n_steps: How often the loop logs. It then waits for what it logs, at the start of
-            the next step: those are not probed, where that can be avoided.
     """
 
-    def __init__(
-        self, clock: Clock, every_n_steps: int, warmup_steps: int, log_every_n_steps: int
-    ) -> None:
+    def __init__(self, clock: Clock, every_n_steps: int, warmup_steps: int) -> None:
         self._clock = clock
         self._spin = getattr(clock, "spin", None)
         self._every_n_steps = every_n_steps
-        self._first = every_n_steps // 2
-        common = math.gcd(every_n_steps, log_every_n_steps)
-        if common > 1 and self._first % common == 0:
-            self._first += 1
         self._warmup_steps = warmup_steps
+        self._has_others = self._spin is not None and is_distributed()
         self._cycles_per_ms = _CYCLES_PER_MS
         self._margin = _MARGIN
-        self._asked_ms = self._launch_ms = 0.0
-        self._misses = self._seen = 0
-        self._has_others = self._spin is not None and is_distributed()
+        self._asked_ms = 0.0
+        self._misses = self._too_long = self._seen = 0
         self._left_ns: int | None = None
-        self.number = -2
-        """The step that was last probed; at first none, and neither is the one after it."""
+        self._launch_ms: deque[float] = deque(maxlen=9)
         self.busy = Sums()
         """The sums of the probed steps."""
         self.newest: RawStep | None = None
@@ -60,55 +56,57 @@ class Probe:
         self.failure = ""
         """Why no step is probed any more; empty if they are."""
         if self._spin is None:
-            self._give_up("this device has no queue that could be filled")
+            self._give_up("this device has no queue that can be filled")
 
-    def is_due(self, number: int) -> bool:
-        """Tells whether the step `number` is to be probed."""
-        return self._is_chosen(number) and not self.failure
+    def is_due(self, index: int) -> bool:
+        """Tells whether the step of this index is to be probed."""
+        return not self.failure and self._is_chosen(index)
 
-    def leaves_out(self, number: int) -> bool:
-        """Tells whether the step `number` is not probed, but disturbed by a probe."""
-        if number == self.number + 1:
-            return True
-        # Other ranks may still probe, when this one has found that it cannot.
-        return bool(self.failure) and self._has_others and self._is_chosen(number)
+    def is_others(self, index: int) -> bool:
+        """Tells whether other ranks may probe that step, when this one has found it cannot."""
+        return bool(self.failure) and self._has_others and self._is_chosen(index)
 
-    def _is_chosen(self, number: int) -> bool:
-        return number % self._every_n_steps == self._first and self._seen > self._warmup_steps
+    def _is_chosen(self, index: int) -> bool:
+        n = self._every_n_steps
+        # Never the last of n: the step after a probed one is not probed.
+        place = int((index // n + 1) * _GOLDEN % 1 * (n - 1))
+        return index % n == place and self._seen >= self._warmup_steps
 
-    def enter(self, number: int) -> None:
-        """Must be called when the step `number` ends, before anything else."""
+    def end_step(self, usual: bool) -> None:
+        """Must be called when a step ends, before anything else.
+
+        Args:
+            usual: Whether it neither was probed nor follows one that was.
+        """
         self._seen += 1
-        is_usual = number not in (self.number, self.number + 1)
-        if self._left_ns is not None and self._seen > self._warmup_steps and is_usual:
-            launch_ms = (self._clock.host_ns() - self._left_ns) / 1e6
-            # One slow step (a checkpoint) is soon forgotten.
-            self._launch_ms = max(launch_ms, 0.9 * self._launch_ms)
+        if self._left_ns is not None and usual and self._seen > self._warmup_steps:
+            self._launch_ms.append((self._clock.host_ns() - self._left_ns) / 1e6)
 
     def leave(self) -> None:
         """Must be called when all is done that is done at the end of a step."""
         self._left_ns = self._clock.host_ns()
 
-    def interrupt(self) -> None:
-        """Must be called where what precedes the end of the next step is not all its own."""
-        self._left_ns = None
-
-    def fill(self, recorder: Recorder, number: int) -> None:
-        """Keeps the device busy, for the step `number`, which has just begun."""
-        asked_ms = self._margin * self._launch_ms
-        if self._spin is None or not asked_ms or self._clock.is_capturing():
-            return
+    def fill(self, recorder: Recorder) -> bool:
+        """Keeps the device busy, for the step that has just begun. Tells if it does."""
+        if not self._launch_ms or self._clock.is_capturing():
+            return False
+        usual_ms = statistics.median(self._launch_ms)
+        asked_ms = self._margin * usual_ms
         if asked_ms > _LONGEST_MS:
-            self._give_up(f"the host takes {self._launch_ms:.0f} ms to launch one")
-            return
-        label = recorder.label
-        if label is None:
-            return
-        recorder.pause()
-        self._spin(round(asked_ms * self._cycles_per_ms))
-        recorder.resume(label)
+            self._too_long += 1
+            if self._too_long == _TRIES:
+                self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
+            return False
+        self._too_long = 0
         self._asked_ms = asked_ms
-        self.number = number
+        return recorder.fill(self._keep_busy)
+
+    def _keep_busy(self) -> None:
+        try:
+            assert self._spin is not None
+            self._spin(round(self._asked_ms * self._cycles_per_ms))
+        except Exception as error:
+            self._give_up(f"the device cannot be kept busy: {error!r}")
 
     def take(self, steps: Sequence[RawStep], normal: Sums) -> list[RawStep]:
         """Takes the probed steps, and returns the others.
@@ -118,36 +116,42 @@ class Probe:
             normal: The sums of the steps that were not probed.
         """
         for step in steps:
-            if step.filled is not None:
+            if step.filled is not None and not self.failure:
                 self._judge(step, normal)
         return [step for step in steps if step.filled is None]
 
     def _judge(self, step: RawStep, normal: Sums) -> None:
-        if step.labels.count(EXCLUDED) > 1:
+        if step.labels.count(EXCLUDED) > 2:
             return  # A validation lies inside.
-        spun_ms = step.device_ms[0]
-        was_short = spun_ms < 0.9 * self._asked_ms
-        if spun_ms > 0:
-            self._cycles_per_ms *= self._asked_ms / spun_ms
+        was_short = step.spun_ms < 0.9 * self._asked_ms
+        if step.spun_ms > 0:
+            self._cycles_per_ms *= self._asked_ms / step.spun_ms
         if step.filled:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
-            self.busy.add([step])
-            self.newest = step
-        elif not was_short:
-            # The host was slow this time, or it waits for the device, however long that takes.
+            alone = tuple(EXCLUDED if one.endswith(f"/{COMM}") else one for one in step.labels)
+            self.newest = step._replace(labels=alone)
+            self.busy.add([self.newest])
+        elif not was_short and self._may_wait(step, normal):
             self._misses += 1
-            self._margin *= 2
+            self._margin = min(2 * self._margin, _LARGEST_MARGIN)
             if self._misses == _TRIES:
                 where = _held_up(step, normal)
                 self._give_up(
                     f"the host waits for the GPU inside them, in `{where}` (`.item()`, `.cpu()`, a"
-                    " copy from memory that is not pinned?)"
+                    " copy from memory that is not pinned, more launches than the queue holds?)"
                 )
 
+    def _may_wait(self, step: RawStep, normal: Sums) -> bool:
+        """Tells a host that waits until the spin is over from one that was slow on its own."""
+        launch_ms = self._asked_ms / self._margin
+        step_ms = normal.step.device_ms / max(normal.step.n, 1)
+        return sum(step.times().host_ms.values()) < step.spun_ms + 2 * launch_ms + step_ms
+
     def _give_up(self, why: str) -> None:
-        self.failure = f"no step can be probed: {why}"
-        log.warning("No step can be probed: %s", why)
+        what = "no step can be probed" if self.newest is None else "no further step can be probed"
+        self.failure = f"{what}: {why}"
+        log.warning("In this loop %s", self.failure)
 
 
 def _held_up(step: RawStep, normal: Sums) -> str:

@@ -23,7 +23,9 @@ class RawStep(NamedTuple):
         wait_ms: How long the host waited for it (in milliseconds).
         read_ns: Host time when it was known to be finished (in nanoseconds).
         skipped_update: Whether no optimizer ran its update.
-        filled: Of a step that was probed, whether the device's queue did not run empty in it.
+        filled: Of a step that was probed, whether the device had not begun it when the host had
+            launched all of it.
+        spun_ms: How long the device was kept busy before it (in milliseconds).
     """
 
     number: int
@@ -34,6 +36,7 @@ class RawStep(NamedTuple):
     read_ns: int
     skipped_update: bool
     filled: bool | None = None
+    spun_ms: float = 0.0
 
     def times(self) -> StepTimes:
         """Returns the times of its phases."""

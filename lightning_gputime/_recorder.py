@@ -43,11 +43,13 @@ class Recorder:
         self._free: list[TimingEvent] = []
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
-        self._lag = lag
+        self.lag = lag
+        """How many ended steps may be pending."""
         self._batch = batch
         self._emit = emit
         self._annotate = annotate
-        self._thread = -1
+        # The thread that is timed; while nothing is recorded it is kept as the home alone.
+        self._thread = self._home = -1
         self._timing = False
         self._paused = False
         self._told: set[str] = set()
@@ -57,9 +59,12 @@ class Recorder:
         self._captured: list[Mark] = []
         self._graphs: list[list[Mark]] = []
         self._spoiled = False
+        self._after_spin = 0
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
+        self.untimed = 0
+        """Steps without marks since the last one that was finished; its wait makes up for them."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
 
@@ -71,7 +76,7 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Starts a step here, in the calling thread. What the open step held is dropped."""
-        self._thread = get_ident()
+        self._thread = self._home = get_ident()
         self._drop()
         self._timing, self._paused, self._spoiled = True, False, False
         self._record(self._first_label(label))
@@ -104,17 +109,17 @@ class Recorder:
 
     def enter(self, name: str) -> None:
         """Begins a phase that was named by hand; `leave` ends it."""
-        if self.label is None or not self._timing or get_ident() != self._thread:
+        if get_ident() != self._home:
             return
         if not self._named:
-            self._base = self.label
+            self._base = self.label or DATA
         self._named.append(name)
-        if name != self.label:
+        if self._timing and name != self.label:
             self._record(name)
 
     def leave(self, name: str) -> None:
         """Ends a phase that `enter` began: time goes back to where it went before."""
-        if get_ident() != self._thread or name not in self._named[-1:]:
+        if get_ident() != self._home or name not in self._named[-1:]:
             return
         self._named.pop()
         label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
@@ -141,7 +146,6 @@ class Recorder:
         number: int,
         skipped_update: bool = False,
         read: bool = False,
-        probed: bool = False,
     ) -> None:
         """Ends the open step under `number`, and begins the next.
 
@@ -151,8 +155,6 @@ class Recorder:
             number: Its number.
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
-            probed: Whether its second mark comes behind what fills the device's queue. Then the
-                host waits for its end, and all steps are read.
         """
         if get_ident() != self._thread:
             return
@@ -166,10 +168,10 @@ class Recorder:
         self._pending.append(Marks(self._open, number, skipped_update=skipped_update))
         self._open = self._open[-1:]
         try:
-            if probed:
+            if self._after_spin:
                 self._finish_probed()
             # The next replay records a graph's events again, so they must be read before.
-            if len(self._pending) > (0 if self._graphs else self._lag):
+            if len(self._pending) > (0 if self._graphs else self.lag):
                 self._finish_oldest()
                 if read or self._graphs or len(self._finished) >= self._batch:
                     self._read()
@@ -182,6 +184,33 @@ class Recorder:
             self._drop()
             self._thread = -1
             self._tell_annotator(None)
+
+    def fill(self, spin: Callable[[], None]) -> bool:
+        """Lets `spin` keep the device busy; what the open step held so far belongs to no step.
+
+        Returns:
+            Whether a step is open. Then `end_step` waits for its end, and reads all.
+        """
+        label = self.label
+        if label is None or not self._timing:
+            return False
+        self._rename(EXCLUDED)
+        self._record(EXCLUDED)
+        spin()
+        self._record(label)
+        self._after_spin = len(self._open) - 1
+        return True
+
+    def finish(self, read: bool) -> None:
+        """Finishes the ended steps, with the one wait, as `end_step` does with those before."""
+        try:
+            if not self._is_capturing():
+                while self._pending:
+                    self._finish_oldest()
+                if read or len(self._finished) >= self._batch:
+                    self._read()
+        except Exception as error:
+            self._fail(error)
 
     def flush(self) -> None:
         """Waits for the ended steps that are unread, and emits them."""
@@ -266,7 +295,7 @@ class Recorder:
 
     def _drop(self) -> None:
         """Forgets the open step; only `begin` starts another."""
-        self._timing, self.label = False, None
+        self._timing, self.label, self._after_spin = False, None, 0
         events, self._open = [event for _, event, _ in self._open], []
         last = [*self._finished[-1:], *self._pending][-1:]
         if events and last and last[0].marks[-1][1] is events[0]:
@@ -281,15 +310,16 @@ class Recorder:
         if not end.query():
             start = self._host_ns()
             end.synchronize()
-            step.wait_ms = (self._host_ns() - start) / 1e6
+            step.wait_ms = (self._host_ns() - start) / 1e6 / (1 + self.untimed)
+        self.untimed = 0
         step.read_ns = self._host_ns()
         self._finished.append(self._pending.popleft())
 
     def _finish_probed(self) -> None:
-        """Waits for the newest step, and reads all."""
-        marks = self._pending[-1].marks
-        self._pending[-1].filled = not marks[1][1].query()
-        marks[-1][1].synchronize()
+        """Waits for the newest step, which was probed, and reads all."""
+        step = self._pending[-1]
+        step.after_spin, self._after_spin = self._after_spin, 0
+        step.filled = not step.marks[step.after_spin][1].query()
         while self._pending:
             self._finish_oldest()
         self._read()

@@ -41,6 +41,11 @@ class Session:
         self._every_n_steps = every_n_steps
         self._probe = probe
         self._thread = -1
+        # Of all steps since the first begin; their numbers may leave some out, or repeat.
+        self._index = 0
+        self._timed_at: int | None = None
+        # What the open step is.
+        self._is_timed = self._is_filled = self._follows_filled = False
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
@@ -50,58 +55,63 @@ class Session:
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
+        if self._thread == -1:
+            self._index = number
         self._thread = get_ident()
         self.boundaries.step_ended()
-        if self._probe is not None:
-            self._probe.interrupt()
-        self._begin(number)
+        self._begin_next(goes_on=False, at_end=False)
 
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`, and begins the next one."""
         measurement = self._measurement
         is_due = measurement is not None and measurement.is_due(number)
-        if self._every_n_steps == 1 and self._probe is None:
-            skipped_update = self.boundaries.step_ended() == 0
-            self.recorder.end_step(number, skipped_update, is_due)
+        read = is_due or (measurement is not None and measurement.owes_log)
+        is_plain = self._every_n_steps == 1 and self._probe is None
+        if is_plain:
+            self.recorder.end_step(number, self.boundaries.step_ended() == 0, read)
         else:
-            self._end_one_of_some(number, is_due)
+            self._end_one_of_some(number, read)
         if is_due and measurement is not None and measurement.compares_at_logs:
             # The exchange is no part of the step that has begun.
             self.recorder.pause()
             measurement.compare_at_log()
             self.recorder.resume()
+        if not is_plain:
+            self._begin_next(goes_on=self._is_timed, at_end=True)
 
-    def _end_one_of_some(self, number: int, is_due: bool) -> None:
-        """As `end_step`, where not all steps are timed, or not all alike."""
-        probe = self._probe
-        if probe is not None:
-            probe.enter(number)
-        timed = self._is_timed(number)
-        skipped_update = self.boundaries.step_ended(timed=timed) == 0
-        if timed:
-            probed = probe is not None and probe.number == number
-            self.recorder.end_step(number, skipped_update, is_due, probed)
-        elif is_due or number % self._every_n_steps == 0:
-            self.recorder.drain()  # A step ago one was timed.
-        self._begin(number + 1, goes_on=timed)
+    def _end_one_of_some(self, number: int, read: bool) -> None:
+        """Ends the open step, where not all steps are timed, or not all alike."""
+        if self._probe is not None:
+            self._probe.end_step(usual=not (self._is_filled or self._follows_filled))
+        skipped_update = self.boundaries.step_ended(timed=self._is_timed) == 0
+        if self._is_timed:
+            self._timed_at = self._index
+            self.recorder.end_step(number, skipped_update, read)
+        else:
+            self.recorder.untimed += 1
+            if self._timed_at is not None and self._index - self._timed_at == self.recorder.lag:
+                # Here the wait for it is due, as if all steps were timed.
+                self.recorder.finish(read)
+            elif read:
+                self.recorder.drain()
+        self._index += 1
+
+    def _begin_next(self, *, goes_on: bool, at_end: bool) -> None:
+        """Begins a step; if it goes on, the last mark of the one before is its first."""
+        probe, index = self._probe, self._index
+        # Only at the end of a step: the fetch of an epoch's first batch can take any time.
+        to_fill = probe is not None and at_end and probe.is_due(index)
+        self._follows_filled, self._is_filled = self._is_filled, False
+        is_left_out = self._follows_filled or (probe is not None and probe.is_others(index))
+        self._is_timed = not is_left_out and (to_fill or (index + 1) % self._every_n_steps == 0)
+        if not self._is_timed:
+            self.recorder.rest()
+        elif not goes_on:
+            self.recorder.begin()
+        if to_fill and self._is_timed and probe is not None:
+            self._is_filled = probe.fill(self.recorder)
         if probe is not None:
             probe.leave()
-
-    def _begin(self, number: int, *, goes_on: bool = False) -> None:
-        if not self._is_timed(number):
-            self.recorder.rest()
-            return
-        if not goes_on:
-            self.recorder.begin()
-        if self._probe is not None and self._probe.is_due(number):
-            self._probe.fill(self.recorder, number)
-
-    def _is_timed(self, number: int) -> bool:
-        probe = self._probe
-        if probe is not None and probe.leaves_out(number):
-            return False
-        is_probed = probe is not None and (number == probe.number or probe.is_due(number))
-        return is_probed or (number + 1) % self._every_n_steps == 0
 
     def sync(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""

@@ -180,7 +180,7 @@ class GPUPhaseTimer(Readings, pl.Callback):
         on_step = [] if self._on_step is None else [self._on_step]
         if self._prog_bar:
             on_step.append(functools.partial(_show_on_bar, trainer))
-        probe = Probe(clock, *self._probing, every_n_steps) if self._probing else None
+        probe = Probe(clock, *self._probing) if self._probing else None
         measurement = Measurement(
             self._results,
             PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),

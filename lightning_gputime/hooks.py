@@ -146,7 +146,7 @@ class GPUPhaseHooks(Readings):
             return self
         clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
         self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
-        probe = Probe(clock, *self._probing, self._log_every_n_steps) if self._probing else None
+        probe = Probe(clock, *self._probing) if self._probing else None
         measurement = Measurement(
             self._results,
             PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),

@@ -20,7 +20,6 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._ranks import STEP, compare
 
-
 _COUNTED = (*PHASES, *(f"{phase}/{COMM}" for phase in (FORWARD, BACKWARD, OTHER)))
 
 

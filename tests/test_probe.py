@@ -1,4 +1,6 @@
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _probe
 from lightning_gputime._events import HostClock
 from lightning_gputime._probe import Probe
 from lightning_gputime._raw import Sums
+
+PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
+"""The steps that are probed with `probe_every_n_steps=5`: one in each five."""
 
 BUSY = {"data": 0.5, "forward": 0.25, "loss": 0.125, "backward": 0.5, "optimizer": 0.0625}
 
@@ -84,8 +89,7 @@ def test_probed_steps_are_in_no_other_statistics_and_neither_are_those_after(gpu
     seen: list[StepTimes] = []
     timer = run(Loop(gpu), 20, on_step=seen.append)
     without = run(Loop(FakeGPU()), 20, probe_every_n_steps=0)
-    # Steps 2, 7, 12, 17 are probed.
-    kept = [n for n in range(20) if n % 5 not in (2, 3)]
+    kept = [n for n in range(20) if n not in PROBED and n - 1 not in PROBED]
     assert timer.history()["step"].tolist() == kept == [step.step for step in seen]
     assert steps(timer) == [step for n, step in enumerate(steps(without)) if n in kept]
     assert timer.summary().steps == len(kept)
@@ -113,18 +117,19 @@ def test_a_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
 def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> None:
     logger = Logger()
     run(Loop(gpu), 20, logger=logger, log_every_n_steps=5)
-    assert [step for step, _ in logger.calls] == [4, 9, 14, 19]
+    assert [step for step, _ in logger.calls] == [4, 9, 15, 19]  # 14 is after a probed one.
     for _, metrics in logger.calls:
         assert metrics["phase_time/forward_busy_ms"] == BUSY["forward"]
         assert metrics["phase_time/step_busy_ms"] == sum(BUSY.values())
-        gap = metrics["phase_time/step_ms"] - sum(BUSY.values())
+        gap = metrics["phase_time/step_ms"] - metrics["phase_time/data_ms"]
+        gap -= sum(BUSY.values()) - BUSY["data"]
         assert metrics["phase_time/step_gap_ms"] == pytest.approx(gap)
 
 
 def test_the_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     # The first spin assumes 2 GHz, the later ones know that it is 1.
-    assert gpu.spins == [30.0, 15.0, 15.0, 15.0]
+    assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
 def test_warm_up_is_not_probed(gpu: FakeGPU) -> None:
@@ -151,7 +156,7 @@ def test_steps_that_other_ranks_may_probe_are_left_out(
     monkeypatch.setattr(_probe, "is_distributed", lambda: True)
     timer = run(Loop(gpu), 25, wait_in_loss=True, sync_ranks=False)
     assert len(gpu.spins) == 3
-    kept = [n for n in range(25) if n % 5 != 2 and n not in (3, 8, 13)]
+    kept = [n for n in range(25) if n not in PROBED and n - 1 not in PROBED[:3]]
     assert timer.history()["step"].tolist() == kept
 
 
@@ -161,7 +166,7 @@ def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
         loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
     ) as timer:
         for i, x in enumerate(timer.steps(loop.batches(20))):
-            gpu.host_work(100.0 if i == 7 else 0.0)
+            gpu.host_work(100.0 if i == 5 else 0.0)
             loop.train(x)
     summary = timer.summary()
     assert summary.probed_steps == 3
@@ -172,7 +177,7 @@ def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
 def test_a_step_too_long_to_launch_is_not_probed(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    summary = run(Loop(gpu, host_ms=100.0), 10).summary()
+    summary = run(Loop(gpu, host_ms=100.0), 20).summary()
     assert gpu.spins == []
     assert summary.probe_failure == "no step can be probed: the host takes 1000 ms to launch one"
 
@@ -181,7 +186,7 @@ def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> 
     gpu = FakeGPU()
     summary = run(Loop(gpu), 10, clock=HostClock()).summary()
     assert summary.probed_steps == 0
-    assert "this device has no queue that could be filled" in caplog.text
+    assert "this device has no queue that can be filled" in caplog.text
 
 
 def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:
@@ -196,7 +201,7 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
         loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
     ) as timer:
         for i, x in enumerate(loop.batches(20)):
-            if i % 5 == 2:
+            if i in PROBED:
                 loop.model.eval()
                 with torch.no_grad():
                     loop.model(x)
@@ -212,8 +217,10 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
 
 def test_one_step_in_n_and_probed_ones(gpu: FakeGPU) -> None:
     timer = run(Loop(gpu), 24, every_n_steps=4)
-    assert timer.history()["step"].tolist() == [11, 15, 19]  # Not 3, 7, 23: after a probed one.
+    # Not 3, which is after a probed one.
+    assert timer.history()["step"].tolist() == [7, 11, 15, 19, 23]
     assert timer.summary().probed_steps == 5
+    assert len(gpu.waits) <= 10
 
 
 @pytest.mark.parametrize("every", [1, 2, -1])
@@ -235,27 +242,139 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
-    assert timer.history()["step"].tolist() == [0, 1, 2, 5, 6, 9, 10, 13, 14]
-    assert summary.probed_steps == 4
+    assert timer.history()["step"].tolist() == [0, 3, 6, 7, 8, 9, 12, 15]
+    assert summary.probed_steps == 3  # A validation lies in 4.
     assert summary.probe_failure == ""
     assert {name: row.busy_mean_ms for name, row in summary.rows.items()} == STEP_MS
     assert runner.callback_metrics["phase_time/forward_busy_ms"] == STEP_MS["forward"]
 
 
-@pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 75, 100, 150, 1000])
-def test_steps_after_a_log_are_not_probed(every: int) -> None:
-    probe = Probe(FakeGPU(), every, 0, 50)
-    probe.enter(0)
-    due = [number for number in range(10 * every) if probe.is_due(number)]
-    assert len(due) == 10
-    assert [number for number in due if number % 50 == 0] == []
+@pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
+def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None:
+    probe = Probe(FakeGPU(), every, 0)
+    chosen = [index for index in range(100 * every) if probe.is_due(index)]
+    assert [index // every for index in chosen] == list(range(100))
+    assert all(two - one >= 2 for one, two in pairwise(chosen))
+    # No habit of the loop, at any place of the n steps, meets more than its share of them.
+    for habit in (2, 5, 10):
+        if every % habit == 0 and every >= 50:
+            shares = Counter(index % habit for index in chosen)
+            assert max(shares.values()) <= 200 / habit
+
+
+def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
+    ) as timer:
+        for i, x in enumerate(timer.steps(loop.batches(100))):
+            gpu.host_work(400.0 if i % 5 in (0, 2) else 0.0)
+            loop.train(x)
+    summary = timer.summary()
+    assert summary.probe_failure == ""
+    assert 0 < summary.probed_steps < 20
+    assert summary.rows["forward"].busy_mean_ms == BUSY["forward"]
+
+
+def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
+    ) as timer:
+        for i, x in enumerate(timer.steps(loop.batches(200))):
+            gpu.host_work(3000.0 if i in (11, 50, 51, 120) else 0.0)
+            loop.train(x)
+    assert len(gpu.spins) == 40
+    assert max(gpu.spins[1:]) <= 15.0
+    assert timer.summary().probe_failure == ""
+
+
+def test_logging_between_the_steps_is_not_taken_for_the_spin(gpu: FakeGPU) -> None:
+    class SlowLogger(Logger):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            gpu.host_work(60.0)
+
+    summary = run(Loop(gpu), 40, logger=SlowLogger(), log_every_n_steps=1).summary()
+    assert gpu.spins[1:] == [15.0] * 7
+    assert summary.probed_steps == 8
+
+
+def test_a_spin_that_raises_ends_the_probing_alone(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cycles: int) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu, "spin", fail)
+    summary = run(Loop(gpu), 20).summary()
+    assert "the device cannot be kept busy: RuntimeError('no such kernel')" in str(summary)
+    assert summary.steps == 18
+
+
+def test_waits_for_other_ranks_are_not_work() -> None:
+    probe = Probe(FakeGPU(), 5, 0)
+    step = raw(2, forward=1.0, backward=3.0, **{"backward/comm": 2.0})
+    probe.take([step._replace(filled=True)], Sums())
+    assert probe.busy.phases["backward"].device_ms == 3.0
+    assert "backward/comm" not in probe.busy.phases
+    assert probe.busy.step.device_ms == 4.0
+
+
+def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeGPU) -> None:
+    none, many, few = (
+        run(Loop(FakeGPU(), host_ms=0.0625), 60, probe_every_n_steps=n).summary()
+        for n in (0, 3, 20)
+    )
+    assert few.host_wait_mean_ms == pytest.approx(none.host_wait_mean_ms, rel=0.1)
+    assert many.host_wait_mean_ms > 0.25 * many.step.mean_ms
+
+
+@pytest.mark.parametrize("n", [1, 2, 10])
+def test_the_wait_of_a_step_does_not_grow_with_what_is_left_untimed(n: int) -> None:
+    loop = Loop(FakeGPU(), host_ms=0.0625)
+    timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n)
+    assert timer.summary().host_wait_mean_ms == pytest.approx(0.8125, rel=0.05)
+
+
+def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> None:
+    class Manual(Model):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 4 == 3:
+                optimizer: Any = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, every_n_steps=2)
+    trainer(timer).fit(Manual(), Loader(gpu, 48))
+    assert timer.history()["step"].tolist() == [7, 15, 23, 31, 39, 47]
+
+
+def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, every_n_steps=2
+    ) as timer:
+        for i, x in enumerate(loop.batches(8)):
+            loop.train(x)
+            if i in (2, 3):
+                with timer.phase("save"):
+                    timer.step()
+            else:
+                timer.step()
+    phases = [set(step) for step in steps(timer)]
+    assert ["save" in names for names in phases] == [False, True, False, False]
 
 
 def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
-    probe, normal = Probe(FakeGPU(), 5, 0, 50), Sums()
+    probe, normal = Probe(FakeGPU(), 5, 0), Sums()
+    probe._asked_ms = 1.5
     normal.add([raw(0, forward=1.0, loss=1.0)])
-    probe.number = 2
     for number in (2, 7, 12):
-        step = raw(number, forward=1.0, loss=3.0)._replace(filled=False)
+        step = raw(number, forward=1.0, loss=3.0)._replace(filled=False, spun_ms=3.0)
         assert probe.take([step], normal) == []
     assert "in `loss`" in probe.failure
