@@ -46,7 +46,7 @@ class Probe:
         self._cycles_per_ms = _CYCLES_PER_MS
         self._margin = _MARGIN
         self._asked_ms = 0.0
-        self._misses = self._too_long = self._seen = 0
+        self._misses = self._interrupted = self._too_long = self._seen = 0
         self._left_ns: int | None = None
         self._launch_ms: deque[float] = deque(maxlen=9)
         self.busy = Sums()
@@ -122,7 +122,11 @@ class Probe:
 
     def _judge(self, step: RawStep, normal: Sums) -> None:
         if step.labels.count(EXCLUDED) > 2:
-            return  # A validation lies inside.
+            self._interrupted += 1
+            if self._interrupted == _TRIES:
+                self._give_up("an evaluation runs inside every one of them")
+            return
+        self._interrupted = 0
         was_short = step.spun_ms < 0.9 * self._asked_ms
         if step.spun_ms > 0:
             self._cycles_per_ms *= self._asked_ms / step.spun_ms

@@ -179,7 +179,8 @@ class Recorder:
             self._fail(error)
 
     def rest(self) -> None:
-        """Ends recording until the next `begin`; until then every call does nothing."""
+        """Ends recording until the next `begin`; until then only named phases are noted."""
+        self._home = get_ident()
         if self._thread != -1:
             self._drop()
             self._thread = -1

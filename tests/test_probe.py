@@ -211,8 +211,11 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
             timer.step()
     summary = timer.summary()
     assert summary.probed_steps == 0
-    assert summary.probe_failure == ""
-    assert summary.steps == 12
+    assert summary.probe_failure == (
+        "no step can be probed: an evaluation runs inside every one of them"
+    )
+    assert len(gpu.spins) == 3
+    assert summary.steps == 14
 
 
 def test_one_step_in_n_and_probed_ones(gpu: FakeGPU) -> None:
