@@ -22,9 +22,8 @@ class Marks:
     """The host's time when it was known to be finished (in nanoseconds)."""
     skipped_update: bool = False
     filled: bool | None = None
-    """See `RawStep`."""
     after_spin: int = 0
-    """The index of the mark behind what keeps the device busy, in a step that is probed."""
+    """These two as in `RawStep`."""
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -43,18 +42,17 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
     for graph in graphs:
         marks = _with_replay(marks, graph)
     labels, events, host_ns = zip(*marks, strict=True)
-    # Without a loop in Python: this runs at every step.
-    device_ms = tuple(map(type(events[0]).elapsed_time, events, events[1:]))
     return RawStep(
         step.number,
         labels[:-1],
-        device_ms,
+        # Without a loop in Python: this runs at every step.
+        tuple(map(type(events[0]).elapsed_time, events, events[1:])),
         host_ns,
         step.wait_ms,
         step.read_ns,
         step.skipped_update,
         step.filled,
-        device_ms[step.after_spin - 1] if step.after_spin else 0.0,
+        step.after_spin,
     )
 
 

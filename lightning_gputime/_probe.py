@@ -121,7 +121,7 @@ class Probe:
         return [step for step in steps if step.filled is None]
 
     def _judge(self, step: RawStep, normal: Sums) -> None:
-        if step.labels.count(EXCLUDED) > 2:
+        if EXCLUDED in step.labels[step.after_spin :]:
             self._interrupted += 1
             if self._interrupted == _TRIES:
                 self._give_up("an evaluation runs inside every one of them")

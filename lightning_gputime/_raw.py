@@ -25,7 +25,7 @@ class RawStep(NamedTuple):
         skipped_update: Whether no optimizer ran its update.
         filled: Of a step that was probed, whether the device had not begun it when the host had
             launched all of it.
-        spun_ms: How long the device was kept busy before it (in milliseconds).
+        after_spin: The index of the mark behind what kept the device busy; 0 if nothing did.
     """
 
     number: int
@@ -36,7 +36,12 @@ class RawStep(NamedTuple):
     read_ns: int
     skipped_update: bool
     filled: bool | None = None
-    spun_ms: float = 0.0
+    after_spin: int = 0
+
+    @property
+    def spun_ms(self) -> float:
+        """How long the device was kept busy before it (in milliseconds)."""
+        return self.device_ms[self.after_spin - 1] if self.after_spin else 0.0
 
     def times(self) -> StepTimes:
         """Returns the times of its phases."""

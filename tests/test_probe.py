@@ -9,8 +9,9 @@ from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _probe
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _measurement, _probe
 from lightning_gputime._events import HostClock
+from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._probe import Probe
 from lightning_gputime._raw import Sums
 
@@ -314,6 +315,18 @@ def test_a_spin_that_raises_ends_the_probing_alone(
     assert summary.steps == 18
 
 
+def test_an_exchange_of_ranks_before_a_probed_step_is_no_part_of_it(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_measurement.Measurement, "compares_at_logs", True)
+    monkeypatch.setattr(
+        _measurement.Measurement, "compare_at_log", lambda self: gpu.host_work(200.0)
+    )
+    summary = run(Loop(gpu), 40, log_every_n_steps=1).summary()
+    assert summary.probed_steps == 8
+    assert gpu.spins[1:] == [15.0] * 7
+
+
 def test_waits_for_other_ranks_are_not_work() -> None:
     probe = Probe(FakeGPU(), 5, 0)
     step = raw(2, forward=1.0, backward=3.0, **{"backward/comm": 2.0})
@@ -378,6 +391,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     probe._asked_ms = 1.5
     normal.add([raw(0, forward=1.0, loss=1.0)])
     for number in (2, 7, 12):
-        step = raw(number, forward=1.0, loss=3.0)._replace(filled=False, spun_ms=3.0)
+        step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
+        step = step._replace(filled=False, after_spin=1)
         assert probe.take([step], normal) == []
     assert "in `loss`" in probe.failure
