@@ -225,6 +225,8 @@ class Recorder:
 
     def drain(self) -> None:
         """Emits the ended steps that the device has finished, without waiting for the others."""
+        if not self._pending and not self._finished:
+            return
         try:
             if not self._is_capturing():
                 while self._pending and self._pending[0].marks[-1][1].query():
