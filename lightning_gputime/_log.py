@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._events import log
-from lightning_gputime._phases import DATA, StepTimes
+from lightning_gputime._phases import COMM, DATA, StepTimes
 from lightning_gputime._raw import RawStep, Sums
 
 
@@ -83,9 +83,10 @@ class PhaseLog:
             if self.busy is not None:
                 busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
                 means |= {f"{name}_busy": ms for name, ms in busy.items()}
-                # What the device waits for in `data` is the loader's.
+                # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
-                means["step_gap"] = max(as_run_ms - busy_ms, 0.0)
+                comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
+                means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             self.log_now({f"{name}_ms": ms for name, ms in means.items()})
 
     def log_now(self, values: Mapping[str, float]) -> None:

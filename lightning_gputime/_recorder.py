@@ -141,12 +141,7 @@ class Recorder:
 
     # Steps
 
-    def end_step(
-        self,
-        number: int,
-        skipped_update: bool = False,
-        read: bool = False,
-    ) -> None:
+    def end_step(self, number: int, skipped_update: bool = False, read: bool = False) -> None:
         """Ends the open step under `number`, and begins the next.
 
         This is the only place where the host may wait in a training loop.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_gputime._phases import COMM, DATA
 from lightning_gputime._ranks import STEP, RankStats, RankSummary
 
 
@@ -71,7 +72,7 @@ class PhaseSummary:
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        data = self.rows.get("data")
+        data = self.rows.get(DATA)
         if data is not None and data.share >= 0.3:
             return f"input-bound: {data.share:.0%} of the step is `data`"
         if self.on_host_clock or not self.steps:
@@ -103,17 +104,18 @@ class PhaseSummary:
     def gap_share(self) -> float | None:
         """The part of the step in which the device waits for launches, from 0 to 1.
 
-        Not counted is what it waits for in `data`: that is the loader's. None if no step was
-        probed.
+        Not counted is what it waits for in `data`, which is the loader's, and in `backward/comm`,
+        which is the other ranks'. None if no step was probed.
         """
         if not self.probed_steps or not self.steps:
             return None
-        gaps_ms = (
-            row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
-            for name, row in self.rows.items()
-            if "/" not in name and name != "data" and row.busy_mean_ms is not None
-        )
-        return max(sum(gaps_ms) / self.step.mean_ms, 0.0)
+        gaps_ms = 0.0
+        for name, row in self.rows.items():
+            if name.endswith(f"/{COMM}"):
+                gaps_ms -= row.n / self.steps * row.mean_ms
+            elif "/" not in name and name != DATA and row.busy_mean_ms is not None:
+                gaps_ms += row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
+        return max(gaps_ms / self.step.mean_ms, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts of numbers, ready for JSON; None where there is no number."""

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _measurement, _probe
 from lightning_gputime._events import HostClock
+from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._probe import Probe
 from lightning_gputime._raw import Sums
+from lightning_gputime._results import Results
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""
@@ -334,6 +336,17 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert probe.busy.phases["backward"].device_ms == 3.0
     assert "backward/comm" not in probe.busy.phases
     assert probe.busy.step.device_ms == 4.0
+
+    results, logger = Results(10, 0), Logger()
+    phase_log = PhaseLog("phase_time", 1, [logger])
+    measurement = _measurement.Measurement(
+        results, phase_log, sync_ranks=False, lag=1, on_step=[], probe=probe
+    )
+    measurement.add([step._replace(filled=True)])
+    measurement.add([raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})])
+    assert results.summary().gap_share == pytest.approx(0.5 / 21.5)
+    [(_, metrics)] = logger.calls
+    assert metrics["phase_time/step_gap_ms"] == 0.5
 
 
 def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeGPU) -> None:
