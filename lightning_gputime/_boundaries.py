@@ -82,6 +82,11 @@ class Boundaries:
         """How many optimizer updates were seen since the last `step_ended`."""
         return sum(optimizer.updates for optimizer in self.optimizers)
 
+    @property
+    def model_was_called(self) -> bool:
+        """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
+        return self._model.was_ever_called
+
     def step_ended(self, *, timed: bool = True) -> int | None:
         """Must be called at the end of each step.
 

@@ -40,26 +40,30 @@ class PhaseLog:
         self._publish = publish
         self._sums = Sums()
         self._newest: int | None = None
-        self._before: int | None = None
+        self.before: int | None = None
+        """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
 
     def start(self, before: int) -> None:
         """Must be told the number of the step before the first."""
-        if self._before is None:
-            self._before = before
+        if self.before is None:
+            self.before = before
 
     def is_due(self, step: int, before: int) -> bool:
         """Tells whether the means are logged under the number `step`, if `before` is the last."""
-        every = self._every_n_steps
-        return bool(every) and (step + 1) // every > (before + 1) // every
+        return self.logs_due(step) > self.logs_due(before)
+
+    def logs_due(self, step: int) -> int:
+        """Returns how many logs are due up to a step, counted from step 0."""
+        return (step + 1) // self._every_n_steps if self._every_n_steps else 0
 
     def add(self, steps: Sequence[RawStep]) -> bool:
         """Takes the next steps, and logs where one is due. Tells if it did."""
         if not self._every_n_steps:
             return False
-        before = steps[0].number - 1 if self._before is None else self._before
+        before = steps[0].number - 1 if self.before is None else self.before
         first = 0
         if self.is_due(steps[-1].number, before):
             for i, step in enumerate(steps, 1):
@@ -70,7 +74,7 @@ class PhaseLog:
                     first = i
                 before = step.number
         self._sums.add(steps[first:])
-        self._newest = self._before = steps[-1].number
+        self._newest = self.before = steps[-1].number
         return first > 0
 
     def log(self) -> None:

@@ -24,6 +24,8 @@ class Marks:
     filled: bool | None = None
     after_spin: int = 0
     """These two as in `RawStep`."""
+    untimed: int = 0
+    """How many steps without marks came before it: its wait makes up for them, too."""
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 

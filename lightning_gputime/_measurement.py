@@ -6,7 +6,7 @@ from typing import Literal
 from lightning_gputime._events import log
 from lightning_gputime._exchange import Exchange, open_exchange
 from lightning_gputime._log import PhaseLog
-from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER, TRAINING_STEP, StepTimes
+from lightning_gputime._phases import BACKWARD, OPTIMIZER, StepTimes
 from lightning_gputime._probe import Probe
 from lightning_gputime._ranks import Totals, compare, since
 from lightning_gputime._raw import RawStep
@@ -44,13 +44,13 @@ class Measurement:
         self._lag = lag
         # The number of the last step that ended, and of the last that `sync` has compared.
         self._newest: int | None = None
+        self._first = 0
         self._synced = -1
         self._on_step = [getattr(one, "update", one) for one in on_step]
         self._at_logs = sync_ranks == "log"
         # What this rank had measured at each log whose turn to be compared has not come.
-        self._cuts: list[Totals] = []
-        # How many of these came too late for their turn.
-        self._late_cuts = 0
+        self._cuts: dict[int, Totals] = {}
+        self._compared = -1
         self.owes_log = False
         """Whether a log was due, and the steps for it are not read."""
         self._before: dict[int, Totals] = {}
@@ -85,10 +85,9 @@ class Measurement:
         self._results.add(steps)
         if self._log.add(steps):
             self.owes_log = False
-            if self._late_cuts:
-                self._late_cuts -= 1
-            elif self.compares_at_logs:
-                self._cuts.append(self._results.totals())
+            turn = self._log.logs_due(steps[-1].number)
+            if self.compares_at_logs and turn > self._compared:
+                self._cuts[turn] = self._results.totals()
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -107,34 +106,38 @@ class Measurement:
         """Is told that the step `number` ends; tells whether one is finished that is logged now."""
         before, self._newest = self._newest, number
         if before is None:
-            before = number - 1
+            before = self._first = number - 1
             self._log.start(before)
-        is_due = self._log.is_due(number - self._lag, before - self._lag)
-        self.owes_log |= is_due
+        finished = number - self._lag
+        is_due = self._log.is_due(finished, max(before - self._lag, self._first))
+        if is_due and self._log.before is not None:
+            self.owes_log = self._log.is_due(finished, self._log.before)
         return is_due
 
     def compare_at_log(self) -> None:
         """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
         # By now every rank has read the step `lag` before. Not when a step is read: one rank may
         # read it a step later than another, and wait there for the other.
-        if self._exchange is not None and (self._newest or 0) - self._lag > self._synced:
-            if not self._cuts:
-                self._late_cuts += 1
-            self._compare(self._cuts.pop(0) if self._cuts else self._results.totals())
+        finished = (self._newest or 0) - self._lag
+        if self._exchange is not None and finished > self._synced:
+            self._compared = self._log.logs_due(finished)
+            cut = self._cuts.get(self._compared)
+            self._cuts = {turn: cut for turn, cut in self._cuts.items() if turn > self._compared}
+            self._compare(self._results.totals() if cut is None else cut)
 
     def sync(self) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it."""
         self._cuts.clear()
-        self._late_cuts = 0
         if self._newest is not None:
             self._synced = self._newest
+            self._compared = self._log.logs_due(self._newest)
         self._compare(self._results.totals())
 
-    def end(self) -> None:
+    def end(self, model_was_called: bool = True) -> None:
         """Logs what is left over, and waits for no rank any more."""
         self._log.log()
         ran = self._results.sums.phases
-        if BACKWARD in ran and OPTIMIZER in ran and not {FORWARD, TRAINING_STEP} & ran.keys():
+        if BACKWARD in ran and OPTIMIZER in ran and not model_was_called:
             log.warning("No call of the model was seen: is it the module that the loop calls?")
         exchange, self._exchange = self._exchange, None
         if exchange is not None:

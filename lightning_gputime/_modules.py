@@ -37,6 +37,7 @@ class ModuleBoundary:
         self._pause_evaluation = pause_evaluation
         self._depth = 0
         self._calls = 0
+        self.was_ever_called = False
         self._redirected = False
         self._evaluates = False
         self._handles: list[Removable] = []
@@ -68,6 +69,7 @@ class ModuleBoundary:
         They come back when a step has no `forward` without them.
         """
         self._depth = 0
+        self.was_ever_called |= self._calls > 0
         if not self._calls:
             self._time_children()
         elif self._nested:
@@ -138,7 +140,7 @@ class CompiledStep:
     """
 
     name = TRAINING_STEP
-    was_called = True
+    was_called = was_ever_called = True
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder

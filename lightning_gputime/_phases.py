@@ -64,7 +64,8 @@ class StepTimes:
         host_ms: Host time between the same marks (in milliseconds): what it took to launch the
             phase, not to run it.
         host_wait_ms: How long the host was blocked until the device had finished this step (in
-            milliseconds); 0.0 when the step was read without a wait.
+            milliseconds); 0.0 when the step was read without a wait. Where not every step is timed,
+            the part of one step in that wait.
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.

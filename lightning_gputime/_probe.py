@@ -91,14 +91,13 @@ class Probe:
         if not self._launch_ms or self._clock.is_capturing():
             return False
         usual_ms = statistics.median(self._launch_ms)
-        asked_ms = self._margin * usual_ms
-        if asked_ms > _LONGEST_MS:
+        if _MARGIN * usual_ms > _LONGEST_MS:
             self._too_long += 1
             if self._too_long == _TRIES:
                 self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
             return False
         self._too_long = 0
-        self._asked_ms = asked_ms
+        self._asked_ms = min(self._margin * usual_ms, _LONGEST_MS)
         return recorder.fill(self._keep_busy)
 
     def _keep_busy(self) -> None:
@@ -150,7 +149,8 @@ class Probe:
         """Tells a host that waits until the spin is over from one that was slow on its own."""
         launch_ms = self._asked_ms / self._margin
         step_ms = normal.step.device_ms / max(normal.step.n, 1)
-        return sum(step.times().host_ms.values()) < step.spun_ms + 2 * launch_ms + step_ms
+        host_ms = (step.host_ns[-1] - step.host_ns[step.after_spin]) / 1e6
+        return host_ms < step.spun_ms + 2 * launch_ms + step_ms
 
     def _give_up(self, why: str) -> None:
         what = "no step can be probed" if self.newest is None else "no further step can be probed"

@@ -64,7 +64,7 @@ class Recorder:
         self._named: list[str] = []
         self._base = DATA
         self.untimed = 0
-        """Steps without marks since the last one that was finished; its wait makes up for them."""
+        """How many steps without marks have ended since the last one that has some."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
 
@@ -112,7 +112,7 @@ class Recorder:
         if get_ident() != self._home:
             return
         if not self._named:
-            self._base = self.label or DATA
+            self._base = self.label if self.label and self._timing else DATA
         self._named.append(name)
         if self._timing and name != self.label:
             self._record(name)
@@ -137,7 +137,7 @@ class Recorder:
         """Ends a `pause`: from here on the time belongs to `label`."""
         if self._paused and get_ident() == self._thread:
             self._timing, self._paused = True, False
-            self._record(label)
+            self._record(self._first_label(label))
 
     # Steps
 
@@ -162,6 +162,8 @@ class Recorder:
         skipped_update = skipped_update and not self._graphs
         self._pending.append(Marks(self._open, number, skipped_update=skipped_update))
         self._open = self._open[-1:]
+        if self.untimed:
+            self._pending[-1].untimed, self.untimed = self.untimed, 0
         try:
             if self._after_spin:
                 self._finish_probed()
@@ -191,7 +193,8 @@ class Recorder:
         if label is None or not self._timing:
             return False
         self._rename(EXCLUDED)
-        self._record(EXCLUDED)
+        self._tell_annotator(None)
+        self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
         self._after_spin = len(self._open) - 1
@@ -308,8 +311,7 @@ class Recorder:
         if not end.query():
             start = self._host_ns()
             end.synchronize()
-            step.wait_ms = (self._host_ns() - start) / 1e6 / (1 + self.untimed)
-        self.untimed = 0
+            step.wait_ms = (self._host_ns() - start) / 1e6 / (1 + step.untimed)
         step.read_ns = self._host_ns()
         self._finished.append(self._pending.popleft())
 

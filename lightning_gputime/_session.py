@@ -125,4 +125,4 @@ class Session:
         self.boundaries.remove()
         self.recorder.rest()
         if self._measurement is not None:
-            self._measurement.end()
+            self._measurement.end(self.boundaries.model_was_called)

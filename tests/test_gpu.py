@@ -365,6 +365,14 @@ def test_a_step_with_a_host_wait_cannot_be_probed() -> None:
     assert "the host waits for the GPU inside them, in `loss`" in summary.probe_failure
 
 
+def test_more_launches_than_the_queue_holds_are_no_work() -> None:
+    net = nn.Sequential(*(nn.ReLU() for _ in range(3000)), nn.Linear(64, 64)).cuda()
+    summary = probe(net, torch.randn(64, 64, device="cuda"))
+    assert summary.probed_steps == 0
+    assert "in `forward`" in summary.probe_failure
+    assert "more launches than the queue holds?" in summary.probe_failure
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "deepspeed"])
 def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:

@@ -11,6 +11,8 @@ from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime._measurement import Measurement
+from lightning_gputime._raw import RawStep
 
 
 class Loop:
@@ -510,3 +512,37 @@ def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
         hooks(loop, every_n_steps=0)
+
+
+def test_a_model_that_is_called_in_a_phase_named_by_hand_is_called(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            with timer.phase("everything"):
+                loss = loop.model(x).sum()
+            loss.backward()
+            loop.optimizer.step()
+    assert {"everything", "backward", "optimizer"} <= set(steps(timer)[0])
+    assert "forward" not in steps(timer)[0]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("every", [7, 50, 1000])
+def test_steps_are_read_in_batches_until_a_log_is_due(
+    loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    add = Measurement.add
+
+    def count(self: Measurement, steps: list[RawStep]) -> None:
+        read.append(len(steps))
+        add(self, steps)
+
+    monkeypatch.setattr(Measurement, "add", count)
+    with hooks(loop, log_every_n_steps=every) as timer:
+        for x in timer.steps(loop.batches(120)):
+            loop.train(x)
+    assert sum(read) == 120
+    assert max(read) == min(every, 16)
+    assert len(read) <= 120 // 16 + 120 // every + 2

@@ -9,7 +9,14 @@ from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, StepTimes, _measurement, _probe
+from lightning_gputime import (
+    GPUPhaseHooks,
+    GPUPhaseTimer,
+    StepTimes,
+    _annotate,
+    _measurement,
+    _probe,
+)
 from lightning_gputime._events import HostClock
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import EXCLUDED
@@ -195,7 +202,10 @@ def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> 
 def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     assert len(gpu.waits) <= 20
-    assert gpu.created < 50
+    created = gpu.created
+    run(Loop(gpu), 200)
+    assert len(gpu.waits) <= 220
+    assert gpu.created < 2 * created + 10
 
 
 def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> None:
@@ -358,10 +368,11 @@ def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeG
     assert many.host_wait_mean_ms > 0.25 * many.step.mean_ms
 
 
-@pytest.mark.parametrize("n", [1, 2, 10])
-def test_the_wait_of_a_step_does_not_grow_with_what_is_left_untimed(n: int) -> None:
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_the_wait_of_a_step_does_not_grow_with_what_is_left_untimed(n: int, lag: int) -> None:
     loop = Loop(FakeGPU(), host_ms=0.0625)
-    timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n)
+    timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n, lag=lag)
     assert timer.summary().host_wait_mean_ms == pytest.approx(0.8125, rel=0.05)
 
 
@@ -408,3 +419,30 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
         step = step._replace(filled=False, after_spin=1)
         assert probe.take([step], normal) == []
     assert "in `loss`" in probe.failure
+
+
+def test_a_wait_inside_a_module_that_has_a_sub_phase_is_a_wait(gpu: FakeGPU) -> None:
+    class Waiting(Slow):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            gpu.now = max(gpu.now, gpu.free_at)
+            return result
+
+    loop = Loop(gpu)
+    model: Any = nn.Sequential(Waiting(gpu, 1.0, 0.25, 0.5))
+    loop.model = model
+    summary = run(loop, 40, modules={"body": model[0]}).summary()
+    assert summary.probed_steps == 0
+    assert len(gpu.spins) == 3
+    assert "the host waits for the GPU inside them, in `forward`" in summary.probe_failure
+
+
+def test_a_profiler_sees_no_range_for_the_spin(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges: list[str | None] = []
+    monkeypatch.setattr(_annotate.Annotator, "__call__", lambda self, name: ranges.append(name))
+    timer = run(Loop(gpu), 20, annotate=True)
+    assert timer.summary().probed_steps == 4
+    assert "forward" in ranges
+    assert EXCLUDED not in ranges

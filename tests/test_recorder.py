@@ -168,6 +168,20 @@ def test_resume_without_pause_does_nothing(gpu: FakeGPU, run: Recorded) -> None:
     assert run.recorder.label == "forward"
 
 
+def test_a_phase_named_while_paused_begins_with_the_resume(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.mark("forward")
+    run.recorder.pause()
+    run.recorder.enter("export")
+    gpu.work(70.0)
+    run.recorder.resume()
+    gpu.work(2.0)
+    run.recorder.leave("export")
+    gpu.work(1.0)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"data": 1.0, "export": 2.0}
+
+
 def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
     gpu: FakeGPU, run: Recorded
 ) -> None:
