@@ -44,6 +44,8 @@ class Session:
         # Of all steps since the first begin; their numbers may leave some out, or repeat.
         self._index = 0
         self._timed_at: int | None = None
+        # The steps before this index neither are timed, nor precede or read one that is.
+        self._quiet_until = 0
         # What the open step is.
         self._is_timed = self._is_filled = self._follows_filled = False
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
@@ -59,10 +61,16 @@ class Session:
             self._index = number
         self._thread = get_ident()
         self.boundaries.step_ended()
+        self._quiet_until = 0
         self._begin_next(goes_on=False, at_end=False)
 
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`, and begins the next one."""
+        if self._index < self._quiet_until:
+            self._index += 1
+            self.recorder.untimed += 1
+            self.boundaries.step_ended(timed=False)
+            return
         measurement = self._measurement
         is_due = measurement is not None and measurement.is_due(number)
         read = is_due or (measurement is not None and measurement.owes_log)
@@ -106,6 +114,9 @@ class Session:
         self._is_timed = not is_left_out and (to_fill or (index + 1) % self._every_n_steps == 0)
         if not self._is_timed:
             self.recorder.rest()
+            is_read = self._timed_at is None or index > self._timed_at + self.recorder.lag
+            if at_end and probe is None and is_read:
+                self._quiet_until = index + self._every_n_steps - 2 - index % self._every_n_steps
         elif not goes_on:
             self.recorder.begin()
         if to_fill and self._is_timed and probe is not None:

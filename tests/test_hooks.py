@@ -447,7 +447,9 @@ class Wide(nn.Module):
         return result
 
 
-def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 400) -> float:
+def calls_in_a_step(
+    gpu: FakeGPU, modules: int, after_steps: int = 400, every_n_steps: int = 1
+) -> float:
     """How many functions of the package run in a step, on average.
 
     Finished steps are read 16 at a time and logs come every 50 steps: 400 hold both evenly.
@@ -461,7 +463,7 @@ def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 400) -> float
         nonlocal calls
         calls += event == "call" and package in frame.f_code.co_filename
 
-    with GPUPhaseHooks(model, optimizer, clock=gpu) as timer:
+    with GPUPhaseHooks(model, optimizer, clock=gpu, every_n_steps=every_n_steps) as timer:
         for i, x in enumerate(timer.steps(batches(gpu, after_steps + 400))):
             if i == after_steps:
                 sys.setprofile(count)
@@ -492,6 +494,20 @@ def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     assert len(gpu.waits) <= 6
     assert gpu.created < 25
     assert timer.summary().skipped_updates == 0
+
+
+def test_the_first_log_of_some_steps_is_the_first_that_is_due(gpu: FakeGPU) -> None:
+    loop, logger = Loop(gpu), Logger()
+    with hooks(loop, every_n_steps=10, logger=logger, log_every_n_steps=8) as timer:
+        for x in timer.steps(loop.batches(40)):
+            loop.train(x)
+    assert [step for step, _ in logger.calls] == [9, 19, 29, 39]
+
+
+def test_the_steps_between_cost_a_fraction(gpu: FakeGPU) -> None:
+    always = calls_in_a_step(gpu, 10)
+    seldom = calls_in_a_step(gpu, 10, every_n_steps=1000)
+    assert seldom < 0.65 * always
 
 
 def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
