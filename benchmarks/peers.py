@@ -3,6 +3,12 @@
 Each is used as its documentation says. A package that is not installed raises ImportError.
 """
 
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -143,10 +149,21 @@ class DeepSpeed(Spans):
             self._timers(name).elapsed(reset=True)
 
 
+@functools.cache
+def traceml_server() -> None:
+    """Starts TraceML's aggregator, without which its callback does nothing."""
+    os.environ["TRACEML_ON_MISSING_AGGREGATOR"] = "raise"
+    command = [sys.executable, "-m", "traceml_ai.launcher.cli", "serve"]
+    logs = tempfile.mkdtemp()
+    server = subprocess.Popen([*command, "--logs-dir", logs], stdout=subprocess.DEVNULL)
+    atexit.register(server.terminate)
+
+
 def traceml() -> pl.Callback:
     """TraceML's callback."""
     from traceml_ai.integrations import lightning
 
+    traceml_server()
     lightning.init()
     callback: pl.Callback = lightning.TraceMLCallback()
     return callback
