@@ -1,6 +1,7 @@
 """Draws what `overhead.py` measured: the added time per step of each way, in Lightning.
 
-python benchmarks/plot_overhead.py benchmarks/results/overhead.json examples/images/overhead.png
+cd benchmarks/results
+python ../plot_overhead.py overhead.json overhead_alone.json ../../examples/images/overhead.png
 """
 
 import json
@@ -15,13 +16,17 @@ MODELS = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F
 LEFT_OUT = ("no timer", "callback that does nothing")
 
 
-def main(source: Path, target: Path) -> None:
+def main(source: Path, alone: Path, target: Path) -> None:
     """Draws the figure."""
     found = json.loads(source.read_text())
     rows = {model: found["results"][model]["lightning"] for model in MODELS}
+    for model, runs in json.loads(alone.read_text())["results"].items():
+        for run, ways in runs.items():
+            way = run.removeprefix("lightning, ")
+            rows[model][f"{way}, alone"] = ways[way]
     ways = [way for way in rows["gpt12"] if way not in LEFT_OUT]
     ways.sort(key=lambda way: max(rows[model][way]["ratio"] for model in MODELS))
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
     ax = figure.add_subplot()
     for i, (model, (label, colour)) in enumerate(MODELS.items()):
         percent = [(rows[model][way]["ratio"] - 1) * 100 for way in ways]
@@ -39,4 +44,4 @@ def main(source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     mpl.use("agg")
-    main(*map(Path, sys.argv[1:3]))
+    main(*map(Path, sys.argv[1:4]))
