@@ -98,8 +98,8 @@ class Measurement:
 
     def _without_probed(self, steps: list[RawStep], probe: Probe) -> list[RawStep]:
         steps = probe.take(steps, self._results.sums)
-        if probe.newest is not None:
-            self._log.busy = probe.newest.times()
+        newest = None if probe.failure else probe.newest
+        self._log.busy = newest.times() if newest is not None else None
         return steps
 
     def is_due(self, number: int) -> bool:

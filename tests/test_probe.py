@@ -160,6 +160,24 @@ def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
     assert all(row.busy_mean_ms is None for row in summary.rows.values())
 
 
+def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> None:
+    loop, logger = Loop(gpu), Logger()
+    with GPUPhaseHooks(
+        loop.model,
+        loop.optimizer,
+        clock=gpu,
+        warmup_steps=0,
+        probe_every_n_steps=5,
+        logger=logger,
+        log_every_n_steps=10,
+    ) as timer:
+        for i, x in enumerate(timer.steps(loop.batches(60))):
+            loop.train(x, wait_in_loss=i >= 20)
+    assert timer.summary().probe_failure.startswith("no further step can be probed")
+    logged = ["phase_time/step_gap_ms" in metrics for _, metrics in logger.calls]
+    assert logged == [True, True, True, False, False, False]
+
+
 def test_steps_that_other_ranks_may_probe_are_left_out(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
