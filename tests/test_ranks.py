@@ -374,14 +374,28 @@ def test_sync_ranks_is_checked(gpu: FakeGPU, value: Any) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
-    run = [sys.executable, str(SCRIPT), str(tmp_path), str(world_size)]
+    # These are real times: what else the machine does can spoil them, but not every time.
+    for attempt in range(3):
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        try:
+            name_stragglers(world_size, directory)
+        except AssertionError:
+            if attempt == 2:
+                raise
+        else:
+            break
+
+
+def name_stragglers(world_size: int, directory: Path) -> None:
+    run = [sys.executable, str(SCRIPT), str(directory), str(world_size)]
     processes = [
         subprocess.Popen([*run, str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(world_size)
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size, errors
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((directory / "results.json").read_text())
     for case, where in [
         ("data", "data"),
         ("forward", "forward"),
