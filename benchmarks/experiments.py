@@ -7,13 +7,13 @@ import argparse
 import json
 import multiprocessing
 import runpy
-import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import command
 
 EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
 NAMES = (
@@ -38,7 +38,7 @@ def main(out: Path | None) -> None:
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "unit": "ms",
         "results": {},
     }

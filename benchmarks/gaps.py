@@ -5,13 +5,12 @@ python benchmarks/gaps.py --out benchmarks/results/gaps.json
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import load
+from record import command
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -53,7 +52,7 @@ def main(out: Path | None) -> None:
     found = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "results": results,
     }
     if out is not None:

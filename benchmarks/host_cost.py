@@ -6,7 +6,7 @@ is five bare events, recorded in one step and read in the next. The times are th
 does next to nothing, in a warm cache. The counts are exact: how many of Python's instructions, and
 of its functions, the package runs in a step.
 
-    python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+    python benchmarks/host_cost.py
     python benchmarks/host_cost.py --cuda --out benchmarks/results/host_cost_cuda.json
 """
 
@@ -16,7 +16,6 @@ import logging
 import os
 import platform
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ import lightning.pytorch as pl
 import torch
 from models import Batch, Repeat
 from peers import FiveEvents
+from record import command
 from torch import Tensor, nn
 
 import lightning_gputime
@@ -328,7 +328,7 @@ def main(rounds: int, cuda: bool) -> dict[str, Any]:
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         **results,
     }
 

@@ -18,9 +18,7 @@ import json
 import logging
 import multiprocessing
 import random
-import shlex
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ import lightning.pytorch as pl
 import peers
 import torch
 from models import Batch, Repeat, Task, load
+from record import command
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -313,7 +312,7 @@ def save(out: Path, results: Results, rounds: int, start: float) -> None:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "host": host(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "rounds": rounds,
         "steps": {model: STEPS[model] for model in results},
         "seconds": round(time.monotonic() - start),

@@ -4,8 +4,8 @@ cd benchmarks/results
 python ../plot_overhead.py overhead.json overhead_alone.json ../../examples/images/overhead.png
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -44,4 +44,8 @@ def main(source: Path, alone: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     mpl.use("agg")
-    main(*map(Path, sys.argv[1:4]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("alone", type=Path)
+    parser.add_argument("target", type=Path)
+    main(**vars(parser.parse_args()))

@@ -56,7 +56,7 @@ class Probe:
         self.failure = ""
         """Why no step is probed any more; empty if they are."""
         if self._spin is None:
-            self._give_up("this device has no queue that can be filled, or is not the current one")
+            self._give_up("there is no device, or not the current one, whose queue could be filled")
 
     def is_due(self, index: int) -> bool:
         """Tells whether the step of this index is to be probed."""

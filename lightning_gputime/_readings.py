@@ -118,7 +118,8 @@ class Readings:
     def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
         """Writes the newest steps as a trace that Perfetto and chrome://tracing open.
 
-        It has a lane for the GPU and one for the host; less than 2 kB a step.
+        It has a lane for the device and one for the host. A step takes about 1 kB, and as much
+        again for each of the timer's `modules`.
 
         Args:
             path: The file, such as "trace.json"; it is replaced whole.

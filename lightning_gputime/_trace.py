@@ -8,7 +8,7 @@ from typing import Any
 from lightning_gputime._phases import OTHER, StepTimes, Timeline
 from lightning_gputime._run_ahead import BLOCKED_MS
 
-_LANES = {1: "GPU", 2: "host"}
+_LANES = {1: "device", 2: "host"}
 
 
 def trace(steps: Sequence[StepTimes]) -> str:

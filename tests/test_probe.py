@@ -214,7 +214,7 @@ def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> 
     gpu = FakeGPU()
     summary = run(Loop(gpu), 10, clock=HostClock()).summary()
     assert summary.probed_steps == 0
-    assert "this device has no queue that can be filled" in caplog.text
+    assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
 
 
 def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:

@@ -82,13 +82,13 @@ def test_a_trace_has_each_phase_of_each_step_on_both_lanes(
     timer: GPUPhaseHooks, tmp_path: Path
 ) -> None:
     lanes = load_trace(timer, tmp_path / "trace.json")
-    assert list(lanes) == ["GPU", "host"]
-    steps = [(name, dur) for name, _, dur in lanes["GPU"] if name.startswith("step")]
+    assert list(lanes) == ["device", "host"]
+    steps = [(name, dur) for name, _, dur in lanes["device"] if name.startswith("step")]
     total = sum(STEP_MS.values()) * 1e3
     assert steps == [(f"step {i}", total + 3e3 * (i == 2)) for i in range(4)]
-    forward = [dur for name, _, dur in lanes["GPU"] if name == "forward"]
+    forward = [dur for name, _, dur in lanes["device"] if name == "forward"]
     assert forward == [4000.0] * 4
-    assert sum(name == "augment" for name, _, _ in lanes["GPU"]) == 1
+    assert sum(name == "augment" for name, _, _ in lanes["device"]) == 1
 
 
 def test_slices_of_a_trace_lie_inside_their_step_and_the_gpu_is_not_before_the_host(
@@ -148,7 +148,7 @@ def test_a_trace_of_the_newest_steps_is_less_than_two_kilobytes_a_step(
             loop.train(x)
     path = tmp_path / "trace.json"
     lanes = load_trace(timer, path, steps=100)
-    assert sum("step" in name for name, _, _ in lanes["GPU"]) == 100
+    assert sum("step" in name for name, _, _ in lanes["device"]) == 100
     assert path.stat().st_size < 100 * 2000
     for slices in lanes.values():
         # As floats add them up, slices lie side by side or inside each other.
@@ -186,7 +186,7 @@ def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: in
         xs = area.get_paths()[0].vertices[:, 0]
         assert (xs.min(), xs.max()) == (0, 1)
     lanes = load_trace(timer, tmp_path / "trace.json")
-    assert sum("step" in name for name, _, _ in lanes["GPU"]) == n
+    assert sum("step" in name for name, _, _ in lanes["device"]) == n
 
 
 def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path:
                 timer._session.recorder.resume()
         loop.update()
     lanes = load_trace(timer, tmp_path / "trace.json")
-    assert [dur for name, _, dur in lanes["GPU"] if name == "not timed"] == [50_000.0]
+    assert [dur for name, _, dur in lanes["device"] if name == "not timed"] == [50_000.0]
 
 
 def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(

@@ -9,7 +9,7 @@ products, once in a loop and once vectorized.
 from collections.abc import Callable
 
 import torch
-from common import find_device, show, synchronize
+from common import find_device, launch, show, synchronize
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -92,4 +92,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    launch(main, large=1024)

@@ -1,11 +1,18 @@
 """What the experiments share."""
 
+from collections.abc import Callable
+
 import torch
 
 
 def find_device() -> torch.device:
     """Returns the accelerator of this machine, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def launch(main: Callable[..., object], **on_cpu: int) -> None:
+    """Runs an experiment; on the CPU, which is slower, in the size that is given for it."""
+    main(**(on_cpu if find_device().type == "cpu" else {}))
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import statistics
 import time
 
 import torch
-from common import find_device, show, synchronize
+from common import find_device, launch, show, synchronize
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -111,4 +111,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    launch(main, width=512, batch=128)

@@ -10,7 +10,7 @@ import time
 from itertools import pairwise, repeat
 
 import torch
-from common import find_device, show, synchronize
+from common import find_device, launch, show, synchronize
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -75,4 +75,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    launch(main, width=8, size=64, batch=8)

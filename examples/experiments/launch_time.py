@@ -9,7 +9,7 @@ device, E - D what the device takes. Only the last two are the time of the work.
 import time
 
 import torch
-from common import find_device, show, synchronize
+from common import find_device, launch, show, synchronize
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -60,4 +60,4 @@ def main(dim: int = 512, repeat: int = 10) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    launch(main, dim=128)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import find_device, show, synchronize
+from common import find_device, launch, show, synchronize
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -119,4 +119,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    launch(main, width=32, size=96, batch=4, cpu_size=128)
