@@ -96,10 +96,9 @@ class Boundaries:
         updates = None
         for optimizer in self.optimizers:
             updates = (updates or 0) + optimizer.step_ended()
-        if timed:
-            self._model.step_ended()
-            if self._parts is not None:
-                self._parts.step_ended()
+        self._model.step_ended(timed)
+        if timed and self._parts is not None:
+            self._parts.step_ended()
         return updates
 
     def remove(self) -> None:

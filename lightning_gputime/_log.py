@@ -39,7 +39,7 @@ class PhaseLog:
         self._loggers = loggers
         self._publish = publish
         self._sums = Sums()
-        self._newest: int | None = None
+        self._newest = -1
         self.before: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
@@ -53,11 +53,8 @@ class PhaseLog:
 
     def is_due(self, step: int, before: int) -> bool:
         """Tells whether the means are logged under the number `step`, if `before` is the last."""
-        return self.logs_due(step) > self.logs_due(before)
-
-    def logs_due(self, step: int) -> int:
-        """Returns how many logs are due up to a step, counted from step 0."""
-        return (step + 1) // self._every_n_steps if self._every_n_steps else 0
+        every = self._every_n_steps
+        return bool(every) and (step + 1) // every > (before + 1) // every
 
     def add(self, steps: Sequence[RawStep]) -> bool:
         """Takes the next steps, and logs where one is due. Tells if it did."""
@@ -91,13 +88,10 @@ class PhaseLog:
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
                 comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            self.log_now({f"{name}_ms": ms for name, ms in means.items()})
+            self.log_now({f"{name}_ms": ms for name, ms in means.items()}, self._newest)
 
-    def log_now(self, values: Mapping[str, float]) -> None:
-        """Logs `values` under the number of the newest step, if there is one."""
-        if self._newest is None:
-            return
-        step = self._newest
+    def log_now(self, values: Mapping[str, float], step: int) -> None:
+        """Logs `values` under the number of a step."""
         metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")

@@ -10,22 +10,28 @@ Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
 
 
+BLOCKED_NS = 20_000
+"""A wait shorter than this did not block: it found the step finished."""
+
+
 @dataclass(slots=True)
 class Marks:
     """The marks of one step, the last of which is its end and has no label of its own."""
 
     marks: list[Mark]
-    number: int = -1
+    number: int
+    ended: int
+    """How many steps had ended then, itself included, timed or not."""
+    untimed: int
+    """How many steps without marks came before it: its wait makes up for them, too."""
     wait_ms: float = 0.0
-    """How long the host waited for it (in milliseconds)."""
-    read_ns: int = 0
-    """The host's time when it was known to be finished (in nanoseconds)."""
+    """How long the host waited for it and for each of those (in milliseconds)."""
+    met_ns: int = 0
+    """The host's time when a wait for it ended that did block (in nanoseconds); 0 without one."""
     skipped_update: bool = False
     filled: bool | None = None
     after_spin: int = 0
     """These two as in `RawStep`."""
-    untimed: int = 0
-    """How many steps without marks came before it: its wait makes up for them, too."""
     owns_end: bool = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -51,7 +57,7 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
         tuple(map(type(events[0]).elapsed_time, events, events[1:])),
         host_ns,
         step.wait_ms,
-        step.read_ns,
+        step.met_ns,
         step.skipped_update,
         step.filled,
         step.after_spin,

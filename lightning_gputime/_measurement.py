@@ -1,5 +1,6 @@
 """What becomes of the times of each step while a timer is attached."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -8,8 +9,8 @@ from lightning_gputime._exchange import Exchange, open_exchange
 from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import BACKWARD, OPTIMIZER, StepTimes
 from lightning_gputime._probe import Probe
-from lightning_gputime._ranks import Totals, compare, since
-from lightning_gputime._raw import RawStep
+from lightning_gputime._ranks import Totals, compare, since, totals_of
+from lightning_gputime._raw import RawStep, Sums
 from lightning_gputime._results import Results
 
 SyncRanks = bool | Literal["log"]
@@ -41,16 +42,18 @@ class Measurement:
         self._results.probe = probe
         self.probe = probe
         self._log = phase_log
-        self._lag = lag
-        # The number of the last step that ended, and of the last that `sync` has compared.
-        self._newest: int | None = None
-        self._first = 0
+        self.newest: int | None = None
+        """The number of the last step that ended."""
+        # Those of the last steps that ended, as many as are needed to know which one ended `lag`
+        # steps ago: every rank has read it by now, if it was timed.
+        self._ended: deque[int] = deque(maxlen=lag + 1)
+        self._finished = -1
+        # The number of the last step that `sync` has compared.
         self._synced = -1
         self._on_step = [getattr(one, "update", one) for one in on_step]
         self._at_logs = sync_ranks == "log"
-        # What this rank had measured at each log whose turn to be compared has not come.
-        self._cuts: dict[int, Totals] = {}
-        self._compared = -1
+        # The newest steps: what a rank has read before the others must is not compared yet.
+        self._recent: deque[RawStep] = deque(maxlen=lag + 1)
         self.owes_log = False
         """Whether a log was due, and the steps for it are not read."""
         self._before: dict[int, Totals] = {}
@@ -82,12 +85,9 @@ class Measurement:
             steps = self._without_probed(steps, self.probe)
             if not steps:
                 return
-        self._results.add(steps)
+        self._recent.extend(self._results.add(steps))
         if self._log.add(steps):
             self.owes_log = False
-            turn = self._log.logs_due(steps[-1].number)
-            if self.compares_at_logs and turn > self._compared:
-                self._cuts[turn] = self._results.totals()
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -104,34 +104,32 @@ class Measurement:
 
     def is_due(self, number: int) -> bool:
         """Is told that the step `number` ends; tells whether one is finished that is logged now."""
-        before, self._newest = self._newest, number
-        if before is None:
-            before = self._first = number - 1
-            self._log.start(before)
-        finished = number - self._lag
-        is_due = self._log.is_due(finished, max(before - self._lag, self._first))
+        if self.newest is None:
+            self._finished = number - 1
+            self._log.start(number - 1)
+        self.newest, before = number, self._finished
+        self._ended.append(number)
+        if len(self._ended) == self._ended.maxlen:
+            self._finished = self._ended[0]
+        is_due = self._log.is_due(self._finished, before)
         if is_due and self._log.before is not None:
-            self.owes_log = self._log.is_due(finished, self._log.before)
+            self.owes_log = self._log.is_due(self._finished, self._log.before)
         return is_due
 
     def compare_at_log(self) -> None:
         """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
-        # By now every rank has read the step `lag` before. Not when a step is read: one rank may
-        # read it a step later than another, and wait there for the other.
-        finished = (self._newest or 0) - self._lag
-        if self._exchange is not None and finished > self._synced:
-            self._compared = self._log.logs_due(finished)
-            cut = self._cuts.get(self._compared)
-            self._cuts = {turn: cut for turn, cut in self._cuts.items() if turn > self._compared}
-            self._compare(self._results.totals() if cut is None else cut)
+        # Not when a step is read: one rank may read it a step later than another, and wait there
+        # for the other.
+        if self._log.is_due(self._finished, self._synced):
+            early = Sums()
+            early.add(step for step in self._recent if step.number > self._finished)
+            self._compare(since(totals_of(self._results.sums), totals_of(early)), self._finished)
 
     def sync(self) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it."""
-        self._cuts.clear()
-        if self._newest is not None:
-            self._synced = self._newest
-            self._compared = self._log.logs_due(self._newest)
-        self._compare(self._results.totals())
+        if self.newest is not None:
+            self._synced = self.newest
+        self._compare(totals_of(self._results.sums), max(self._synced, 0))
 
     def end(self, model_was_called: bool = True) -> None:
         """Logs what is left over, and waits for no rank any more."""
@@ -147,21 +145,22 @@ class Measurement:
                 # The first process, which has the store, may have ended before this one.
                 log.debug("This rank could not say that it leaves: %r", error)
 
-    def _compare(self, totals: Totals) -> None:
+    def _compare(self, totals: Totals, number: int) -> None:
         if self._exchange is None:
             return
         try:
             gathered = self._exchange.gather(totals)
+            before = self._before
+            windows = {rank: since(now, before.get(rank, {})) for rank, now in gathered.items()}
+            self._before = {**before, **gathered}
+            # Comparing needs two; on the ranks but zero nothing was gathered.
+            if len(self._before) > 1:
+                self._results.ranks = compare(self._before)
+            if len(windows) > 1 and (ranks := compare(windows)) is not None:
+                metrics = {f"ranks/{key}": value for key, value in ranks.metrics().items()}
+                self._log.log_now(metrics, number)
         except Exception as error:
             self._give_up(error)
-            return
-        window = {rank: since(now, self._before.get(rank, {})) for rank, now in gathered.items()}
-        self._before.update(gathered)
-        # Comparing needs two; on the ranks but zero nothing was gathered.
-        if len(self._before) > 1:
-            self._results.ranks = compare(self._before)
-        if len(window) > 1 and (ranks := compare(window)) is not None:
-            self._log.log_now({f"ranks/{key}": value for key, value in ranks.metrics().items()})
 
     def _give_up(self, error: Exception) -> None:
         log.warning("The times of the ranks are not compared any more: %r", error)

@@ -63,14 +63,16 @@ class ModuleBoundary:
         self._handles.clear()
         self._forget(list(self._children))
 
-    def step_ended(self) -> None:
+    def step_ended(self, timed: bool) -> None:
         """Takes the hooks off children that the model's own call covers: they would cost time.
 
-        They come back when a step has no `forward` without them.
+        They come back when a step that is timed has no `forward` without them.
         """
         self._depth = 0
         self.was_ever_called |= self._calls > 0
-        if not self._calls:
+        if not timed:
+            self._nested.clear()
+        elif not self._calls:
             self._time_children()
         elif self._nested:
             self._forget([*(self._children.keys() & self._nested) - self._alone])
@@ -96,8 +98,15 @@ class ModuleBoundary:
         self._redirected = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        recorder = self._recorder
+        if not recorder.is_here():
+            if not recorder.is_resting_here():
+                return
+            self._calls += 1  # Another timer may ask whose backward follows.
+            if not recorder.starts_in_capture():
+                return
         # Activation checkpointing runs modules again inside backward; that is backward's time.
-        if not self._recorder.is_here() or _current_graph_task_id() != -1:
+        if _current_graph_task_id() != -1:
             return
         if self._redirected and module is self._model:
             # The wrapper calls the model to run the whole training step, not to compute an output.
@@ -111,13 +120,13 @@ class ModuleBoundary:
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
                 # After the end of a step it is a validation, which belongs to none.
-                if self._recorder.label == DATA:
-                    self._recorder.pause()
+                if recorder.label == DATA:
+                    recorder.pause()
                 return
-            self._recorder.resume(FORWARD)
+            recorder.resume(FORWARD)
         self._calls += 1
         self._alone.add(id(module))
-        self._recorder.mark(FORWARD)
+        recorder.mark(FORWARD)
 
     def _exit(self, module: nn.Module, *_: Any) -> None:
         # At depth 0 this is the return of a redirected training step.
@@ -158,7 +167,7 @@ class CompiledStep:
         """Marks the end."""
         self._recorder.mark(OTHER)
 
-    def step_ended(self) -> None:
+    def step_ended(self, timed: bool) -> None:
         """Does nothing: there is nothing to count."""
 
     def remove(self) -> None:

@@ -59,12 +59,24 @@ class Probe:
             self._give_up("there is no device, or not the current one, whose queue could be filled")
 
     def is_due(self, index: int) -> bool:
-        """Tells whether the step of this index is to be probed."""
-        return not self.failure and self._is_chosen(index)
+        """Tells whether the step of this index, which begins, is to be probed."""
+        if self.failure or not self._is_chosen(index):
+            return False
+        if not self._launch_ms or self._clock.is_capturing():
+            return False
+        usual_ms = statistics.median(self._launch_ms)
+        if _MARGIN * usual_ms > _LONGEST_MS:
+            self._too_long += 1
+            if self._too_long == _TRIES:
+                self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
+            return False
+        self._too_long = 0
+        self._asked_ms = min(self._margin * usual_ms, _LONGEST_MS)
+        return True
 
     def is_others(self, index: int) -> bool:
-        """Tells whether other ranks may probe that step, when this one has found it cannot."""
-        return bool(self.failure) and self._has_others and self._is_chosen(index)
+        """Tells whether other ranks may probe that step, where this one does not."""
+        return self._has_others and self._is_chosen(index)
 
     def _is_chosen(self, index: int) -> bool:
         n = self._every_n_steps
@@ -86,19 +98,9 @@ class Probe:
         """Must be called when all is done that is done at the end of a step."""
         self._left_ns = self._clock.host_ns()
 
-    def fill(self, recorder: Recorder) -> bool:
-        """Keeps the device busy, for the step that has just begun. Tells if it does."""
-        if not self._launch_ms or self._clock.is_capturing():
-            return False
-        usual_ms = statistics.median(self._launch_ms)
-        if _MARGIN * usual_ms > _LONGEST_MS:
-            self._too_long += 1
-            if self._too_long == _TRIES:
-                self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
-            return False
-        self._too_long = 0
-        self._asked_ms = min(self._margin * usual_ms, _LONGEST_MS)
-        return recorder.fill(self._keep_busy)
+    def fill(self, recorder: Recorder) -> None:
+        """Keeps the device busy, for the step that has just begun and is due."""
+        recorder.fill(self._keep_busy)
 
     def _keep_busy(self) -> None:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gputime._phases import COMM, in_order
+from lightning_gputime._raw import Sums
 
 Totals = Mapping[str, tuple[float, int]]
 """What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
@@ -119,6 +120,12 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     )
 
 
+def totals_of(sums: Sums) -> Totals:
+    """Returns the totals of a rank's steps."""
+    phases = {**sums.phases, STEP: sums.step}
+    return {name: (phase.device_ms, phase.n) for name, phase in phases.items()}
+
+
 def since(now: Totals, before: Totals) -> Totals:
     """Returns what was added to a rank's totals since `before`."""
     return {
@@ -151,7 +158,7 @@ def _own_times(totals: Totals) -> dict[str, float]:
     own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}
     for name, (ms, _) in totals.items():
         if name.endswith(_WAIT):
-            own[name.removesuffix(_WAIT)] -= ms / steps
+            own[name.partition("/")[0]] -= ms / steps
     return own
 
 

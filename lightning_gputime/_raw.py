@@ -21,7 +21,7 @@ class RawStep(NamedTuple):
         device_ms: Device time from each mark to the next (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds).
         wait_ms: How long the host waited for it (in milliseconds).
-        read_ns: Host time when it was known to be finished (in nanoseconds).
+        met_ns: Host time when a wait for it ended that did block (in nanoseconds); 0 without one.
         skipped_update: Whether no optimizer ran its update.
         filled: Of a step that was probed, whether the device had not begun it when the host had
             launched all of it.
@@ -33,7 +33,7 @@ class RawStep(NamedTuple):
     device_ms: tuple[float, ...]
     host_ns: tuple[int, ...]
     wait_ms: float
-    read_ns: int
+    met_ns: int
     skipped_update: bool
     filled: bool | None = None
     after_spin: int = 0
@@ -57,7 +57,7 @@ class RawStep(NamedTuple):
             for name in names:
                 phase_ms[name] = phase_ms.get(name, 0.0) + ms
                 host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
-        timeline = Timeline(settled, self.device_ms, self.host_ns, self.read_ns)
+        timeline = Timeline(settled, self.device_ms, self.host_ns, self.met_ns)
         return StepTimes(
             self.number,
             phase_ms,

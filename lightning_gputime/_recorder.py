@@ -5,7 +5,7 @@ from collections.abc import Callable
 from threading import get_ident
 
 from lightning_gputime._events import Clock, TimingEvent, log
-from lightning_gputime._marks import Mark, Marks, read
+from lightning_gputime._marks import BLOCKED_NS, Mark, Marks, read
 from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY
 from lightning_gputime._raw import RawStep
 
@@ -63,14 +63,18 @@ class Recorder:
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
-        self.untimed = 0
-        """How many steps without marks have ended since the last one that has some."""
+        # How many steps have ended, and how many without marks since the last one that has some.
+        self._ended = self._untimed = 0
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
 
     def is_here(self) -> bool:
         """Tells whether the calling thread is the one that is timed."""
         return get_ident() == self._thread
+
+    def is_resting_here(self) -> bool:
+        """Tells whether the calling thread is the one that is timed, in some steps but not now."""
+        return self._thread == -1 and get_ident() == self._home
 
     # Marks
 
@@ -119,7 +123,11 @@ class Recorder:
 
     def leave(self, name: str) -> None:
         """Ends a phase that `enter` began: time goes back to where it went before."""
-        if get_ident() != self._home or name not in self._named[-1:]:
+        if get_ident() != self._home or name not in self._named:
+            return
+        if name != self._named[-1]:
+            # Left out of order, as by a generator that suspends inside its phase.
+            del self._named[len(self._named) - 1 - self._named[::-1].index(name)]
             return
         self._named.pop()
         label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
@@ -160,20 +168,32 @@ class Recorder:
             return
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs
-        self._pending.append(Marks(self._open, number, skipped_update=skipped_update))
+        self._ended += 1
+        step = Marks(self._open, number, self._ended, self._untimed, skipped_update=skipped_update)
+        self._pending.append(step)
         self._open = self._open[-1:]
-        if self.untimed:
-            self._pending[-1].untimed, self.untimed = self.untimed, 0
+        self._untimed = 0
         try:
             if self._after_spin:
                 self._finish_probed()
-            # The next replay records a graph's events again, so they must be read before.
-            if len(self._pending) > (0 if self._graphs else self.lag):
-                self._finish_oldest()
-                if read or self._graphs or len(self._finished) >= self._batch:
-                    self._read()
+            self._finish_due(read)
         except Exception as error:
             self._fail(error)
+
+    def pass_over(self, read: bool = False) -> None:
+        """Must be called where a step ends that was not timed: the one wait may be due there.
+
+        Args:
+            read: Whether to read the finished steps now.
+        """
+        self._ended += 1
+        self._untimed += 1
+        if self._pending or (read and self._finished):
+            try:
+                if not self._is_capturing():
+                    self._finish_due(read)
+            except Exception as error:
+                self._fail(error)
 
     def rest(self) -> None:
         """Ends recording until the next `begin`; until then only named phases are noted."""
@@ -183,33 +203,27 @@ class Recorder:
             self._thread = -1
             self._tell_annotator(None)
 
-    def fill(self, spin: Callable[[], None]) -> bool:
+    def starts_in_capture(self) -> bool:
+        """Ends a rest where a graph is captured, whose replays may be timed. Tells if it did."""
+        if not self._is_capturing():
+            return False
+        self._thread, self._timing, self._spoiled = self._home, True, True
+        return True
+
+    def fill(self, spin: Callable[[], None]) -> None:
         """Lets `spin` keep the device busy; what the open step held so far belongs to no step.
 
-        Returns:
-            Whether a step is open. Then `end_step` waits for its end, and reads all.
+        Then `end_step` waits for its end, and reads all.
         """
         label = self.label
         if label is None or not self._timing:
-            return False
+            return
         self._rename(EXCLUDED)
         self._tell_annotator(None)
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
         self._after_spin = len(self._open) - 1
-        return True
-
-    def finish(self, read: bool) -> None:
-        """Finishes the ended steps, with the one wait, as `end_step` does with those before."""
-        try:
-            if not self._is_capturing():
-                while self._pending:
-                    self._finish_oldest()
-                if read or len(self._finished) >= self._batch:
-                    self._read()
-        except Exception as error:
-            self._fail(error)
 
     def flush(self) -> None:
         """Waits for the ended steps that are unread, and emits them."""
@@ -304,6 +318,15 @@ class Recorder:
             del events[0]
         self._free.extend(events)
 
+    def _finish_due(self, read: bool) -> None:
+        """Finishes the step that ended `lag` steps ago, if it was timed, and reads a batch."""
+        # The next replay records a graph's events again, so they must be read before.
+        lag = 0 if self._graphs else self.lag
+        while self._pending and self._ended - self._pending[0].ended >= lag:
+            self._finish_oldest()
+        if self._finished and (read or self._graphs or len(self._finished) >= self._batch):
+            self._read()
+
     def _finish_oldest(self) -> None:
         """Takes the oldest step off the pending ones, after the one wait if the device needs it."""
         step = self._pending[0]
@@ -311,8 +334,10 @@ class Recorder:
         if not end.query():
             start = self._host_ns()
             end.synchronize()
-            step.wait_ms = (self._host_ns() - start) / 1e6 / (1 + step.untimed)
-        step.read_ns = self._host_ns()
+            now = self._host_ns()
+            step.wait_ms = (now - start) / 1e6 / (1 + step.untimed)
+            if now - start >= BLOCKED_NS:
+                step.met_ns = now
         self._finished.append(self._pending.popleft())
 
     def _finish_probed(self) -> None:
@@ -320,6 +345,7 @@ class Recorder:
         step = self._pending[-1]
         step.after_spin, self._after_spin = self._after_spin, 0
         step.filled = not step.marks[step.after_spin][1].query()
+        # In their order, so that each is told what it kept the host waiting for.
         while self._pending:
             self._finish_oldest()
         self._read()
@@ -345,4 +371,4 @@ class Recorder:
         self._pending.clear()
         self._finished.clear()
         self._open = []
-        self._timing, self.label = False, None
+        self._timing, self._paused, self.label = False, False, None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._probe import Probe
-from lightning_gputime._ranks import STEP, RankSummary, Totals
+from lightning_gputime._ranks import RankSummary
 from lightning_gputime._raw import PhaseSum, RawStep, Sums
 from lightning_gputime._run_ahead import mean_run_ahead_ms
 from lightning_gputime._summary import PhaseStats, PhaseSummary
@@ -47,18 +47,14 @@ class Results:
         """Returns the steps in the history, oldest first."""
         return [step.times() for step in self._newest]
 
-    def add(self, steps: Sequence[RawStep]) -> None:
-        """Takes the next steps."""
+    def add(self, steps: Sequence[RawStep]) -> Sequence[RawStep]:
+        """Takes the next steps, and returns those that are no warm-up."""
         self._newest.extend(steps)
         warmup = max(self._warmup_steps - self._seen, 0)
         self._seen += len(steps)
         self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
         self.sums.add(steps[warmup:])
-
-    def totals(self) -> Totals:
-        """Returns the sums over all steps but the warm-up, to be compared with other ranks."""
-        sums = {**self.sums.phases, STEP: self.sums.step}
-        return {name: (total.device_ms, total.n) for name, total in sums.items()}
+        return steps[warmup:]
 
     def history(self) -> npt.NDArray[Any]:
         """Returns the newest steps as a structured array; see the timers' `history`."""

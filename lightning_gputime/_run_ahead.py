@@ -5,9 +5,6 @@ from itertools import accumulate
 
 from lightning_gputime._phases import StepTimes
 
-BLOCKED_MS = 0.02
-"""A wait shorter than this did not block: it found the step finished."""
-
 
 def run_ahead_ms(step: StepTimes) -> list[float] | None:
     """Returns how far the host was ahead of the device at each mark of a step.
@@ -19,9 +16,9 @@ def run_ahead_ms(step: StepTimes) -> list[float] | None:
         did not block for this step.
     """
     line = step.timeline
-    if line is None or step.host_wait_ms < BLOCKED_MS:
+    if line is None or not line.met_ns:
         return None
-    first_ms = line.read_ns / 1e6 - sum(line.device_ms)
+    first_ms = line.met_ns / 1e6 - sum(line.device_ms)
     reached_ms = accumulate(line.device_ms, initial=first_ms)
     return [ms - ns / 1e6 for ms, ns in zip(reached_ms, line.host_ns, strict=True)]
 

@@ -41,13 +41,15 @@ class Session:
         self._every_n_steps = every_n_steps
         self._probe = probe
         self._thread = -1
-        # Of all steps since the first begin; their numbers may leave some out, or repeat.
+        # Of all steps; their numbers may leave some out, or repeat.
         self._index = 0
         self._timed_at: int | None = None
-        # The steps before this index neither are timed, nor precede or read one that is.
+        # The steps before this index are not timed, nor is the next, and nothing waits to be read.
+        # Known by the index alone: all ranks must pass over the same ones.
         self._quiet_until = 0
-        # What the open step is.
-        self._is_timed = self._is_filled = self._follows_filled = False
+        self._is_removed = False
+        # What the open step is; probed, if not here, then perhaps on other ranks.
+        self._is_timed = self._is_probed = self._follows_probed = False
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
         activate(recorder)
 
@@ -57,8 +59,6 @@ class Session:
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
-        if self._thread == -1:
-            self._index = number
         self._thread = get_ident()
         self.boundaries.step_ended()
         self._quiet_until = 0
@@ -67,9 +67,7 @@ class Session:
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`, and begins the next one."""
         if self._index < self._quiet_until:
-            self._index += 1
-            self.recorder.untimed += 1
-            self.boundaries.step_ended(timed=False)
+            self._end_untimed(number)
             return
         measurement = self._measurement
         is_due = measurement is not None and measurement.is_due(number)
@@ -84,24 +82,30 @@ class Session:
             self.recorder.pause()
             measurement.compare_at_log()
             self.recorder.resume()
-        if not is_plain:
+        # A user's function may have removed the timer.
+        if not is_plain and not self._is_removed:
             self._begin_next(goes_on=self._is_timed, at_end=True)
+
+    def _end_untimed(self, number: int) -> None:
+        """Ends a step between others that are not timed."""
+        self._index += 1
+        if self._measurement is not None:
+            self._measurement.newest = number
+        self.boundaries.step_ended(timed=False)
+        if self.recorder.label is not None:
+            self.recorder.rest()  # It recorded a graph.
+        self.recorder.pass_over()
 
     def _end_one_of_some(self, number: int, read: bool) -> None:
         """Ends the open step, where not all steps are timed, or not all alike."""
         if self._probe is not None:
-            self._probe.end_step(usual=not (self._is_filled or self._follows_filled))
+            self._probe.end_step(usual=not (self._is_probed or self._follows_probed))
         skipped_update = self.boundaries.step_ended(timed=self._is_timed) == 0
         if self._is_timed:
             self._timed_at = self._index
             self.recorder.end_step(number, skipped_update, read)
         else:
-            self.recorder.untimed += 1
-            if self._timed_at is not None and self._index - self._timed_at == self.recorder.lag:
-                # Here the wait for it is due, as if all steps were timed.
-                self.recorder.finish(read)
-            elif read:
-                self.recorder.drain()
+            self.recorder.pass_over(read)
         self._index += 1
 
     def _begin_next(self, *, goes_on: bool, at_end: bool) -> None:
@@ -109,8 +113,9 @@ class Session:
         probe, index = self._probe, self._index
         # Only at the end of a step: the fetch of an epoch's first batch can take any time.
         to_fill = probe is not None and at_end and probe.is_due(index)
-        self._follows_filled, self._is_filled = self._is_filled, False
-        is_left_out = self._follows_filled or (probe is not None and probe.is_others(index))
+        is_others = probe is not None and at_end and not to_fill and probe.is_others(index)
+        self._follows_probed, self._is_probed = self._is_probed, to_fill or is_others
+        is_left_out = is_others or self._follows_probed
         self._is_timed = not is_left_out and (to_fill or (index + 1) % self._every_n_steps == 0)
         if not self._is_timed:
             self.recorder.rest()
@@ -120,7 +125,7 @@ class Session:
         elif not goes_on:
             self.recorder.begin()
         if to_fill and self._is_timed and probe is not None:
-            self._is_filled = probe.fill(self.recorder)
+            probe.fill(self.recorder)
         if probe is not None:
             probe.leave()
 
@@ -132,6 +137,7 @@ class Session:
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+        self._is_removed = True
         deactivate(self.recorder)
         self.boundaries.remove()
         self.recorder.rest()

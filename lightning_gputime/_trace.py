@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_gputime._phases import OTHER, StepTimes, Timeline
-from lightning_gputime._run_ahead import BLOCKED_MS
 
 _LANES = {1: "device", 2: "host"}
 
@@ -27,7 +26,7 @@ def trace(steps: Sequence[StepTimes]) -> str:
     ]
     origin_ns = next((step.timeline.host_ns[0] for step in steps if step.timeline), 0)
     for run in _runs(steps):
-        has_met = any(step.host_wait_ms >= BLOCKED_MS for step, _ in run)
+        has_met = any(line.met_ns for _, line in run)
         for step, line, device_us in _placed(run):
             host_us = [(ns - origin_ns) / 1e3 for ns in line.host_ns]
             for lane, times in ((1, [us - origin_ns / 1e3 for us in device_us]), (2, host_us)):
@@ -66,11 +65,7 @@ def _placed(
     for step, line in run:
         placed.append((step, line, ends[first : first + len(line.device_ms) + 1]))
         first += len(line.device_ms)
-    met = [
-        line.read_ns / 1e3 - times[-1]
-        for step, line, times in placed
-        if step.host_wait_ms >= BLOCKED_MS
-    ]
+    met = [line.met_ns / 1e3 - times[-1] for _, line, times in placed if line.met_ns]
     launched = max(
         host / 1e3 - device
         for _, line, times in placed

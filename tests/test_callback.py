@@ -1,5 +1,6 @@
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -535,3 +536,14 @@ def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> N
     runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))
     assert timer.history()["step"].tolist() == [3, 7, 11]
     assert [{**step, "data": 1.0} for step in steps(timer)] == [STEP_MS] * 3
+
+
+def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
+    first = trainer(max_epochs=7)
+    first.fit(Model(gpu), Loader(gpu, 14))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=12, every_n_steps=10)
+    runner = trainer(timer, max_epochs=10)
+    runner.fit(Model(gpu), Loader(gpu, 14), ckpt_path=tmp_path / "last.ckpt")
+    assert timer.history()["step"].tolist() == [107, 117, 127, 137]
+    assert timer.summary().warmup_steps == 1

@@ -11,6 +11,7 @@ from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime._annotate import Annotator
 from lightning_gputime._measurement import Measurement
 from lightning_gputime._raw import RawStep
 
@@ -507,7 +508,7 @@ def test_the_first_log_of_some_steps_is_the_first_that_is_due(gpu: FakeGPU) -> N
 def test_the_steps_between_cost_a_fraction(gpu: FakeGPU) -> None:
     always = calls_in_a_step(gpu, 10)
     seldom = calls_in_a_step(gpu, 10, every_n_steps=1000)
-    assert seldom < 0.65 * always
+    assert seldom < 0.75 * always
 
 
 def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
@@ -562,3 +563,50 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
     assert sum(read) == 120
     assert max(read) == min(every, 16)
     assert len(read) <= 120 // 16 + 120 // every + 2
+
+
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
+def test_a_graph_is_timed_whatever_is_done_with_the_step_it_is_captured_in(
+    loop: Loop, options: dict[str, Any]
+) -> None:
+    x = torch.ones(1, 2)
+    with hooks(loop, **options) as timer:
+        for number in range(40):
+            loop.gpu.work(1.0)
+            if number < 3:
+                loop.train(x)
+            elif number == 3:
+                with loop.gpu.capture() as replay:
+                    loop.train(x)
+            else:
+                replay()
+            timer.step()
+    assert not loop.gpu.capture_broken
+    assert steps(timer)[-1] == {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert timer.summary().verdict.startswith("GPU-bound")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_timer_that_is_removed_by_its_own_on_step_stays_removed(
+    loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges: list[str | None] = []
+    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
+    timer: GPUPhaseHooks
+    options: dict[str, Any] = {"on_step": lambda _: timer.remove(), "annotate": True}
+    with hooks(loop, every_n_steps=every, **options) as timer:
+        for x in timer.steps(loop.batches(20)):
+            loop.train(x)
+    assert timer.history()["step"][0] == every - 1
+    assert len(timer.history()) <= 2  # One more was read when the timer was removed.
+    assert ranges[-1] is None
+
+
+def test_where_clocks_meet_seldom_the_host_runs_ahead_all_the_same(loop: Loop) -> None:
+    with hooks(loop, every_n_steps=100) as timer:
+        for x in timer.steps(loop.batches(1000)):
+            loop.gpu.host_work(15.61)
+            loop.train(x)
+    summary = timer.summary()
+    assert summary.host_wait_mean_ms < 0.2
+    assert summary.run_ahead_mean_ms is not None

@@ -246,6 +246,31 @@ def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
     assert steps(timers[1]) == [{**alone, "data": other}] * 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ({}, {"every_n_steps": 4}),
+        ({"every_n_steps": 4}, {}),
+        ({"every_n_steps": 2}, {"every_n_steps": 2}),
+        ({"every_n_steps": 3}, {"every_n_steps": 2}),
+        ({}, {"probe_every_n_steps": 5}),
+    ],
+)
+def test_two_timers_of_which_one_rests_do_not_mix(
+    gpu: FakeGPU, options: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    loops = [Loop(gpu), Loop(gpu)]
+    timers = [hooks(loop, **more).attach() for loop, more in zip(loops, options, strict=True)]
+    for _ in range(24):
+        for loop, timer in zip(loops, timers, strict=True):
+            loop.train(torch.ones(1, 2))
+            timer.step()
+    for timer in timers:
+        timer.remove()
+        assert len(steps(timer)) >= 6
+        assert {one["backward"] for one in steps(timer)} == {STEP_MS["backward"]}
+
+
 def test_data_parallel_is_refused(loop: Loop) -> None:
     model = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)))
     with pytest.raises(ValueError, match="DistributedDataParallel"):

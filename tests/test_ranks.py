@@ -88,6 +88,14 @@ def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     assert row.mean_ms == pytest.approx(26 / 11)
 
 
+def test_a_wait_in_a_module_of_a_module_is_a_wait_of_its_phase() -> None:
+    names = ("step", "forward", "forward/body", "forward/body/comm")
+    one, other = (dict.fromkeys(names, (ms, 1)) for ms in (8.0, 9.0))
+    ranks = compare({0: one, 1: other})
+    assert ranks is not None
+    assert ranks.rows["local"].max_ms == 0.0
+
+
 def test_a_rank_without_a_step_is_left_out() -> None:
     ranks = compare({0: totals(), 1: {"step": (0.0, 0)}, 2: totals(), 3: {}})
     assert ranks is not None
@@ -295,6 +303,47 @@ def test_with_log_the_exchange_is_in_no_step_and_the_end_of_an_epoch_is_compared
                 loop.train(x)
     assert [sent["step"][1] for sent in exchange.sent] == [3, 6, 9, 12, 12]
     assert steps(timer) == [STEP_MS] * 12
+
+
+def steps_compared(
+    exchange: FakeExchange, reads_early: bool, epoch: int = 60, **options: Any
+) -> list[int]:
+    """Trains with a timer, and returns how many steps were in each comparison."""
+    exchange.sent, exchange.others = [], ()
+    loop = Loop(FakeGPU())
+    with hooks(loop, sync_ranks="log", **options) as timer:
+        for _ in range(60 // epoch):
+            for x in timer.steps(loop.batches(epoch)):
+                loop.train(x)
+                if reads_early:
+                    loop.gpu.host_work(100.0)
+                    timer.flush()
+    return [sent["step"][1] if "step" in sent else 0 for sent in exchange.sent]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("log_every", [4, 5, 10])
+def test_with_log_all_ranks_compare_the_same_steps(
+    exchange: FakeExchange, every: int, lag: int, log_every: int
+) -> None:
+    options = {"every_n_steps": every, "lag": lag, "log_every_n_steps": log_every}
+    late = steps_compared(exchange, False, **options)
+    assert steps_compared(exchange, True, **options) == late
+    # Without what ended after the log, and with all that ended before.
+    logs = range(log_every - 1, 60 - lag, log_every)
+    of_logs = [(number + 1) // every for number in logs]
+    if every == 1 or (every <= 2 and lag == 1):
+        assert late == [*of_logs, 60 // every, 60 // every]
+    assert late[-1] == 60 // every
+
+
+def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
+    exchange: FakeExchange,
+) -> None:
+    options = {"every_n_steps": 10, "log_every_n_steps": 12}
+    # After 14, 23, 29, 35, 44, 47 and 59, and when the timer is removed. The log of 11 is in 14.
+    assert steps_compared(exchange, False, epoch=15, **options) == [1, 2, 3, 3, 4, 4, 6, 6]
 
 
 def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -> None:

@@ -1,7 +1,7 @@
 import threading
 
 import pytest
-from fake_gpu import FakeGPU
+from fake_gpu import FakeEvent, FakeGPU
 
 from lightning_gputime import StepTimes
 from lightning_gputime._recorder import Recorder
@@ -223,6 +223,40 @@ def test_a_named_phase_reaches_across_steps(gpu: FakeGPU, run: Recorded) -> None
     run.recorder.flush()
     assert [times.phase_ms.get("all") for times in run.emitted] == [2.0, 2.0, 0.0]
     assert "data" in run.emitted[2].phase_ms
+
+
+def test_phases_that_are_left_out_of_order_are_left(gpu: FakeGPU, run: Recorded) -> None:
+    for number in range(2):
+        run.recorder.enter("fetch")
+        gpu.work(1.0)
+        run.recorder.enter("load")
+        gpu.work(2.0)
+        run.recorder.leave("fetch")
+        gpu.work(4.0)
+        run.recorder.leave("load")
+        gpu.work(8.0)
+        run.recorder.end_step(number)
+    run.recorder.flush()
+    assert [times.phase_ms for times in run.emitted] == [
+        {"data": 8.0, "fetch": 1.0, "load": 6.0}
+    ] * 2
+
+
+def test_a_read_that_fails_while_paused_leaves_the_step_out(
+    gpu: FakeGPU, run: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.step(0)
+    gpu.work(1.0)
+    run.recorder.pause()
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeEvent, "elapsed_time", lambda *_: 1 / 0)
+        run.recorder.flush()
+    run.recorder.resume("forward")
+    gpu.work(2.0)
+    run.step(1)
+    run.step(2)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [2]
 
 
 def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: Recorded) -> None:
