@@ -80,8 +80,9 @@ class GPUPhaseTimer(Readings, pl.Callback):
 
     Args:
         prefix: First part of the logged keys.
-        lag: How many ended steps may be unread. With 1 a whole step stays queued while the host
-            waits, so that the device never idles; with 0 a step's times are there when it ends.
+        lag: How many ended steps the device may still be at work on. With 1 a whole step stays
+            queued while the host waits, so that the device never idles; with 0 a step's times are
+            there when it ends.
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         prog_bar: Whether to show the times of the newest step on the progress bar.

@@ -46,8 +46,9 @@ class GPUPhaseHooks(Readings):
         optimizers: The optimizers whose updates end `optimizer`: one, several, or none to time
             inference.
         prefix: First part of the logged keys.
-        lag: How many ended steps may be unread. With 1 a whole step stays queued while the host
-            waits, so that the device never idles; with 0 a step's times are there when it ends.
+        lag: How many ended steps the device may still be at work on. With 1 a whole step stays
+            queued while the host waits, so that the device never idles; with 0 a step's times are
+            there when it ends.
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         device: The device to time; by default the one that the model's parameters are on.

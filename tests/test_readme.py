@@ -45,7 +45,7 @@ def test_the_code_blocks_run_in_order(
     for block in blocks:
         exec(block, names)
     printed = capsys.readouterr().out
-    assert printed.count("warm-up steps left out") == 2
+    assert printed.count("warm-up steps left out") == 3
     assert "of the time is backward" in printed
 
 
