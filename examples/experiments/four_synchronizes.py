@@ -94,17 +94,17 @@ def main(
         "one wait": training.with_one_wait,
     }
     training.without_a_timer(5)
-    parts: dict[str, dict[str, float]] = {}
-    loops: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name in random.sample(list(ways), len(ways)):
             synchronize(training.device)
             start = time.perf_counter()
-            parts[name] = ways[name](n)
+            parts = ways[name](n)
             synchronize(training.device)
-            loops[name].append((time.perf_counter() - start) * 1e3)
+            found[name].append({**parts, "the whole loop": (time.perf_counter() - start) * 1e3})
     rows = {
-        name: {**parts[name], "the whole loop": statistics.median(loops[name])} for name in ways
+        name: {part: statistics.median(one[part] for one in times) for part in times[0]}
+        for name, times in found.items()
     }
     show(f"A step of training, and the whole loop of {n}", rows)
     return rows

@@ -112,8 +112,8 @@ def main(
             whole[name].append((time.perf_counter() - start) / n * 1e3)
     rows = {name: {"whole, per iteration": statistics.median(whole[name])} for name in ways}
     for name in ("part0", "part1"):
-        rows["synchronize"][name] = statistics.mean(waiting.seconds[name]) * 1e3
-        rows["events"][name] = timer.summary().rows[name].mean_ms
+        rows["synchronize"][name] = statistics.median(waiting.seconds[name]) * 1e3
+        rows["events"][name] = timer.summary().rows[name].p50_ms
     show("Two models, and the CPU between them", rows)
     return rows
 
