@@ -50,7 +50,7 @@ class Boundaries:
             self._model = self._keep(
                 CompiledStep(recorder, model)
                 if compiled_step
-                else ModuleBoundary(recorder, model, wrapper, pause_evaluation)
+                else ModuleBoundary(recorder, model, wrapper, pause_evaluation, bool(optimizers))
             )
             self._parts = self._keep(PartBoundaries(recorder, parts)) if parts else None
             if parts and (names := hidden(parts, model)):

@@ -40,6 +40,7 @@ class PhaseLog:
         self._publish = publish
         self._sums = Sums()
         self._newest = -1
+        self._logged = -1
         self.before: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
@@ -91,7 +92,9 @@ class PhaseLog:
             self.log_now({f"{name}_ms": ms for name, ms in means.items()}, self._newest)
 
     def log_now(self, values: Mapping[str, float], step: int) -> None:
-        """Logs `values` under the number of a step."""
+        """Logs `values` under the number of a step, or of the last log if that is newer."""
+        # Some loggers drop what comes under a number that is behind.
+        step = self._logged = max(step, self._logged)
         metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")

@@ -71,6 +71,7 @@ def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
     try:
         lies_inside = events[0].elapsed_time(first) >= 0
         lies_inside &= last.elapsed_time(events[-1]) >= 0
+        lies_inside &= first.elapsed_time(last) >= 0  # Else it is two graphs, replayed in turn.
     except (RuntimeError, ValueError):
         return marks  # Not replayed yet.
     if not lies_inside:

@@ -79,6 +79,10 @@ class Measurement:
         """Whether they are compared at each log."""
         return self._at_logs and self._exchange is not None
 
+    @property
+    def _newest_read(self) -> int:
+        return 0 if self._log.before is None else max(self._log.before, 0)
+
     def add(self, steps: list[RawStep]) -> None:
         """Takes the next steps."""
         if self.probe is not None:
@@ -123,13 +127,14 @@ class Measurement:
         if self._log.is_due(self._finished, self._synced):
             early = Sums()
             early.add(step for step in self._recent if step.number > self._finished)
-            self._compare(since(totals_of(self._results.sums), totals_of(early)), self._finished)
+            totals = since(totals_of(self._results.sums), totals_of(early))
+            self._compare(totals, min(self._finished, self._newest_read))
 
     def sync(self) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it."""
         if self.newest is not None:
             self._synced = self.newest
-        self._compare(totals_of(self._results.sums), max(self._synced, 0))
+        self._compare(totals_of(self._results.sums), self._newest_read)
 
     def end(self, model_was_called: bool = True) -> None:
         """Logs what is left over, and waits for no rank any more."""

@@ -31,10 +31,12 @@ class ModuleBoundary:
         model: nn.Module,
         wrapper: nn.Module | None,
         pause_evaluation: bool,
+        trains: bool,
     ) -> None:
         self._recorder = recorder
         self._model = model
         self._pause_evaluation = pause_evaluation
+        self._trains = trains
         self._depth = 0
         self._calls = 0
         self.was_ever_called = False
@@ -100,7 +102,8 @@ class ModuleBoundary:
     def _enter(self, module: nn.Module, *_: Any) -> None:
         recorder = self._recorder
         if not recorder.is_here():
-            if not recorder.is_resting_here():
+            is_evaluation = not (module.training or torch.is_grad_enabled())
+            if not recorder.is_resting_here() or (is_evaluation and self._trains):
                 return
             self._calls += 1  # Another timer may ask whose backward follows.
             if not recorder.starts_in_capture():

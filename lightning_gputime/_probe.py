@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_gputime._events import Clock, log
+from lightning_gputime._events import Clock, HostClock, log
 from lightning_gputime._exchange import is_distributed
 from lightning_gputime._phases import COMM, EXCLUDED, in_order
 from lightning_gputime._raw import RawStep, Sums
@@ -42,7 +42,7 @@ class Probe:
         self._spin = getattr(clock, "spin", None)
         self._every_n_steps = every_n_steps
         self._warmup_steps = warmup_steps
-        self._has_others = self._spin is not None and is_distributed()
+        self._has_others = not isinstance(clock, HostClock) and is_distributed()
         self._cycles_per_ms = _CYCLES_PER_MS
         self._margin = _MARGIN
         self._asked_ms = 0.0

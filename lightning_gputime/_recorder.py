@@ -115,6 +115,8 @@ class Recorder:
         """Begins a phase that was named by hand; `leave` ends it."""
         if get_ident() != self._home:
             return
+        if self._thread == -1:
+            self.starts_in_capture()
         if not self._named:
             self._base = self.label if self.label and self._timing else DATA
         self._named.append(name)
@@ -165,6 +167,7 @@ class Recorder:
             self._record(self._first_label(DATA))
         if not self._timing or self._spoiled:
             self.begin()
+            self.pass_over(read)
             return
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs
@@ -181,7 +184,7 @@ class Recorder:
             self._fail(error)
 
     def pass_over(self, read: bool = False) -> None:
-        """Must be called where a step ends that was not timed: the one wait may be due there.
+        """Must be called where a step ends that has no times: the one wait may be due there.
 
         Args:
             read: Whether to read the finished steps now.
@@ -202,9 +205,11 @@ class Recorder:
             self._drop()
             self._thread = -1
             self._tell_annotator(None)
+            if self._captured and not self._is_capturing():
+                self._end_capture()
 
     def starts_in_capture(self) -> bool:
-        """Ends a rest where a graph is captured, whose replays may be timed. Tells if it did."""
+        """Ends a rest if a graph is captured, whose replays may be timed. Tells if it did."""
         if not self._is_capturing():
             return False
         self._thread, self._timing, self._spoiled = self._home, True, True
@@ -272,7 +277,8 @@ class Recorder:
 
     def _rename(self, label: str) -> None:
         """Gives the time since the last mark to `label`."""
-        self._open[-1] = (label, *self._open[-1][1:])
+        if self._open:  # Not where recording has started in a capture.
+            self._open[-1] = (label, *self._open[-1][1:])
         self.label = label
 
     def _tell_annotator(self, label: str | None) -> None:

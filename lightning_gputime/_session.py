@@ -62,6 +62,7 @@ class Session:
         self._thread = get_ident()
         self.boundaries.step_ended()
         self._quiet_until = 0
+        self._is_probed = False
         self._begin_next(goes_on=False, at_end=False)
 
     def end_step(self, number: int) -> None:

@@ -547,3 +547,17 @@ def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_pat
     runner.fit(Model(gpu), Loader(gpu, 14), ckpt_path=tmp_path / "last.ckpt")
     assert timer.history()["step"].tolist() == [107, 117, 127, 137]
     assert timer.summary().warmup_steps == 1
+
+
+def test_a_timer_at_rest_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
+    class Captures(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            with gpu.capture():
+                super().validation_step(batch, batch_idx)
+
+    def events_in_a_graph(**options: Any) -> int:
+        timer = GPUPhaseTimer(clock=gpu, summary=False, **options)
+        trainer(timer, val_check_interval=15).fit(Captures(gpu), Loader(gpu, 30), Loader(gpu, 1))
+        return sum(not isinstance(node, float) for node in gpu.graph)
+
+    assert events_in_a_graph(every_n_steps=10) == events_in_a_graph()

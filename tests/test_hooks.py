@@ -610,3 +610,73 @@ def test_where_clocks_meet_seldom_the_host_runs_ahead_all_the_same(loop: Loop) -
     summary = timer.summary()
     assert summary.host_wait_mean_ms < 0.2
     assert summary.run_ahead_mean_ms is not None
+
+
+@pytest.mark.parametrize("every", [1, 7, 10])
+def test_graphs_captured_in_two_steps_stay_two(loop: Loop, every: int) -> None:
+    x, replays = torch.ones(1, 2), []
+    with hooks(loop, every_n_steps=every) as timer:
+        for number in range(60):
+            loop.gpu.work(1.0)
+            if number < 3:
+                loop.train(x)
+            elif number < 5:
+                with loop.gpu.capture() as replay:
+                    loop.train(x)
+                replays.append(replay)
+            else:
+                replays[number // every % 2]()
+            timer.step()
+    later = steps(timer)[-4:]
+    assert later == [{**STEP_MS, "data": 1.125, "other": 0.0}] * 4
+
+
+def test_a_capture_that_raises_does_not_hide_the_next(loop: Loop) -> None:
+    x = torch.ones(1, 2)
+    with hooks(loop, every_n_steps=10) as timer:
+        for number in range(30):
+            loop.gpu.work(1.0)
+            if number < 3:
+                loop.train(x)
+            elif number == 3:
+                with loop.gpu.capture():
+                    loop.model(x)
+            elif number == 4:
+                with loop.gpu.capture() as replay:
+                    loop.train(x)
+            else:
+                replay()
+            timer.step()
+    assert steps(timer)[-1] == {**STEP_MS, "data": 1.125, "other": 0.0}
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_graph_captured_inside_a_phase_named_by_hand_has_that_phase(
+    loop: Loop, every: int
+) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for number in range(30):
+            if number == 3:
+                with loop.gpu.capture() as replay:
+                    with timer.phase("augment"):
+                        loop.gpu.work(3.0)
+                    with timer.phase("all"):
+                        loop.micro_batch(torch.ones(1, 2))
+            elif number > 3:
+                replay()
+            timer.step()
+    last = steps(timer)[-1]
+    assert (last["augment"], last["all"]) == (3.0, 12.625)
+
+
+def test_a_timer_at_rest_takes_no_evaluation_for_a_call_of_the_model(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = nn.Linear(1, 1)
+    with GPUPhaseHooks(other, loop.optimizer, clock=loop.gpu, every_n_steps=4) as timer:
+        for x in timer.steps(loop.batches(12)):
+            loop.train(x)
+            other.eval()
+            with torch.no_grad():
+                other(torch.ones(1))
+    assert "No call of the model was seen" in caplog.text

@@ -446,6 +446,19 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     assert "in `loss`" in probe.failure
 
 
+def test_a_probe_that_an_epochs_end_drops_costs_no_step(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
+    ) as timer:
+        for _ in range(20):
+            for x in timer.steps(loop.batches(5)):
+                loop.train(x)
+    timed = len(timer.history())
+    # The step after a probed one is left out, unless an epoch begins with it.
+    assert timed + 2 * timer.summary().probed_steps >= 100
+
+
 def test_a_wait_inside_a_module_that_has_a_sub_phase_is_a_wait(gpu: FakeGPU) -> None:
     class Waiting(Slow):
         def forward(self, x: Tensor) -> Tensor:

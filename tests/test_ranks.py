@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_gpu import STEP_MS, FakeGPU, steps
 from test_hooks import Loop, hooks
 from torch._C._distributed_c10d import HashStore
@@ -213,7 +214,7 @@ class FakeExchange:
     """The exchange of rank zero, with ranks that are slower than it by what a test says."""
 
     def __init__(self, *others: Callable[[Totals], Totals]) -> None:
-        self.others = others
+        self.others: tuple[Callable[[Totals], Totals], ...] = others
         self.sent: list[Totals] = []
         self.left = 0
         self.on_gather: Callable[[], None] = lambda: None
@@ -344,6 +345,63 @@ def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
     options = {"every_n_steps": 10, "log_every_n_steps": 12}
     # After 14, 23, 29, 35, 44, 47 and 59, and when the timer is removed. The log of 11 is in 14.
     assert steps_compared(exchange, False, epoch=15, **options) == [1, 2, 3, 3, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("on_step", [None, lambda _: None])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_with_log_steps_without_times_are_missing_from_all_ranks_alike(
+    gpu: FakeGPU, exchange: FakeExchange, lag: int, on_step: Any
+) -> None:
+    loop, x = Loop(gpu), torch.ones(1, 2)
+    options = {"sync_ranks": "log", "log_every_n_steps": 10, "lag": lag, "on_step": on_step}
+    with hooks(loop, **options) as timer:
+        for number in range(40):
+            if number in (10, 20, 30):
+                loop.model.eval()
+                with torch.no_grad():
+                    loop.model(x)
+                loop.model.train()
+            else:
+                loop.train(x)
+            timer.step()
+    assert [sent["step"][1] for sent in exchange.sent[:3]] == [10, 19, 28]
+
+
+@pytest.mark.parametrize("captured_at", range(8, 12))
+@pytest.mark.parametrize("every", [3, 4, 10])
+def test_with_log_a_graph_may_be_captured_where_the_ranks_are_compared(
+    gpu: FakeGPU, exchange: FakeExchange, every: int, captured_at: int
+) -> None:
+    loop, x = Loop(gpu), torch.ones(1, 2)
+    exchange.others = ()
+    options = {"sync_ranks": "log", "log_every_n_steps": 10, "every_n_steps": every}
+    with hooks(loop, **options) as timer:
+        for number in range(40):
+            if number == captured_at:
+                with gpu.capture() as replay:
+                    loop.train(x)
+            elif number > captured_at:
+                replay()
+            else:
+                loop.train(x)
+            timer.step()
+    assert steps(timer)[-1]["backward"] == STEP_MS["backward"]
+    assert len(exchange.sent) >= 3
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 10}, {"every_n_steps": 2, "lag": 3}, {}])
+def test_what_is_logged_is_never_numbered_back(
+    gpu: FakeGPU, exchange: FakeExchange, options: dict[str, Any]
+) -> None:
+    loop, logger, exchange.others = Loop(gpu), Logger(), (lambda own: own,)
+    with hooks(loop, logger=logger, log_every_n_steps=13, **options) as timer:
+        for epoch in (21, 16, 8):
+            for x in timer.steps(loop.batches(epoch)):
+                loop.train(x)
+            timer.flush()
+    assert logger.of_ranks()
+    numbers = [step for step, _ in logger.calls]
+    assert numbers == sorted(numbers)
 
 
 def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -> None:
