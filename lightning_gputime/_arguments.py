@@ -7,7 +7,16 @@ from torch import nn
 
 
 def check_options(
-    prefix: str, lag: int, warmup_steps: int, history: int, sync_ranks: Any, on_step: Any
+    prefix: str,
+    lag: int,
+    warmup_steps: int,
+    history: int,
+    annotate: Any,
+    every_n_steps: int,
+    probe_every_n_steps: int,
+    sync_ranks: Any,
+    on_step: Any,
+    clock: Any,
 ) -> None:
     """Checks the options that both timers have.
 
@@ -33,21 +42,17 @@ def check_options(
         )
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step must be a function of a StepTimes, or a metric, got {on_step!r}")
-
-
-def check_probe(probe_every_n_steps: Any) -> None:
-    """Checks `probe_every_n_steps`.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If it has an impossible value.
-    """
+    check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
     meaning = "one step in so many is probed, and the one after it not timed; 0 for none"
     check_int("probe_every_n_steps", probe_every_n_steps, 0, meaning)
     if 0 < probe_every_n_steps < 3:
         raise ValueError(
             f"probe_every_n_steps must be 0 or 3 or more ({meaning}), got {probe_every_n_steps}"
         )
+    check_bools(annotate=annotate)
+    methods = ("event", "host_ns", "is_capturing", "for_graphs")
+    if clock is not None and not all(callable(getattr(clock, name, None)) for name in methods):
+        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {clock!r}")
 
 
 def check_bools(**options: Any) -> None:
@@ -59,17 +64,6 @@ def check_bools(**options: Any) -> None:
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_clock(clock: Any) -> None:
-    """Checks what takes the place of the device's clock.
-
-    Raises:
-        TypeError: If it lacks a method.
-    """
-    methods = ("event", "host_ns", "is_capturing", "for_graphs")
-    if clock is not None and not all(callable(getattr(clock, name, None)) for name in methods):
-        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {clock!r}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:

@@ -39,9 +39,8 @@ class PhaseLog:
         self._loggers = loggers
         self._publish = publish
         self._sums = Sums()
-        self._newest = -1
         self._logged = -1
-        self.before: int | None = None
+        self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
@@ -49,8 +48,8 @@ class PhaseLog:
 
     def start(self, before: int) -> None:
         """Must be told the number of the step before the first."""
-        if self.before is None:
-            self.before = before
+        if self.newest is None:
+            self.newest = before
 
     def is_due(self, step: int, before: int) -> bool:
         """Tells whether the means are logged under the number `step`, if `before` is the last."""
@@ -61,25 +60,25 @@ class PhaseLog:
         """Takes the next steps, and logs where one is due. Tells if it did."""
         if not self._every_n_steps:
             return False
-        before = steps[0].number - 1 if self.before is None else self.before
+        before = steps[0].number - 1 if self.newest is None else self.newest
         first = 0
         if self.is_due(steps[-1].number, before):
             for i, step in enumerate(steps, 1):
+                self.newest = step.number
                 if self.is_due(step.number, before):
                     self._sums.add(steps[first:i])
-                    self._newest = step.number
                     self.log()
                     first = i
                 before = step.number
         self._sums.add(steps[first:])
-        self._newest = self.before = steps[-1].number
+        self.newest = steps[-1].number
         return first > 0
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
         sums, self._sums = self._sums, Sums()
         n = sums.step.n
-        if n:
+        if n and self.newest is not None:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
             means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
             if self.busy is not None:
@@ -89,7 +88,7 @@ class PhaseLog:
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
                 comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            self.log_now({f"{name}_ms": ms for name, ms in means.items()}, self._newest)
+            self.log_now({f"{name}_ms": ms for name, ms in means.items()}, self.newest)
 
     def log_now(self, values: Mapping[str, float], step: int) -> None:
         """Logs `values` under the number of a step, or of the last log if that is newer."""

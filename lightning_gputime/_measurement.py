@@ -39,8 +39,7 @@ class Measurement:
         probe: Probe | None = None,
     ) -> None:
         self._results = results
-        self._results.probe = probe
-        self.probe = probe
+        self._probe = probe
         self._log = phase_log
         self.newest: int | None = None
         """The number of the last step that ended."""
@@ -81,12 +80,12 @@ class Measurement:
 
     @property
     def _newest_read(self) -> int:
-        return 0 if self._log.before is None else max(self._log.before, 0)
+        return max(self._log.newest or 0, 0)
 
     def add(self, steps: list[RawStep]) -> None:
         """Takes the next steps."""
-        if self.probe is not None:
-            steps = self._without_probed(steps, self.probe)
+        if self._probe is not None:
+            steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
         self._recent.extend(self._results.add(steps))
@@ -116,8 +115,8 @@ class Measurement:
         if len(self._ended) == self._ended.maxlen:
             self._finished = self._ended[0]
         is_due = self._log.is_due(self._finished, before)
-        if is_due and self._log.before is not None:
-            self.owes_log = self._log.is_due(self._finished, self._log.before)
+        if is_due and self._log.newest is not None:
+            self.owes_log = self._log.is_due(self._finished, self._log.newest)
         return is_due
 
     def compare_at_log(self) -> None:
@@ -155,9 +154,10 @@ class Measurement:
             return
         try:
             gathered = self._exchange.gather(totals)
-            before = self._before
-            windows = {rank: since(now, before.get(rank, {})) for rank, now in gathered.items()}
-            self._before = {**before, **gathered}
+            windows = {
+                rank: since(now, self._before.get(rank, {})) for rank, now in gathered.items()
+            }
+            self._before.update(gathered)
             # Comparing needs two; on the ranks but zero nothing was gathered.
             if len(self._before) > 1:
                 self._results.ranks = compare(self._before)

@@ -102,8 +102,7 @@ class ModuleBoundary:
     def _enter(self, module: nn.Module, *_: Any) -> None:
         recorder = self._recorder
         if not recorder.is_here():
-            is_evaluation = not (module.training or torch.is_grad_enabled())
-            if not recorder.is_resting_here() or (is_evaluation and self._trains):
+            if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):
                 return
             self._calls += 1  # Another timer may ask whose backward follows.
             if not recorder.starts_in_capture():
@@ -120,7 +119,7 @@ class ModuleBoundary:
             self._nested.add(id(module))
             return
         if self._pause_evaluation:
-            self._evaluates = not (module.training or torch.is_grad_enabled())
+            self._evaluates = _is_evaluation(module)
             if self._evaluates:
                 # After the end of a step it is a validation, which belongs to none.
                 if recorder.label == DATA:
@@ -222,6 +221,10 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         elif not _is_metric(child):
             yield child
+
+
+def _is_evaluation(module: nn.Module) -> bool:
+    return not (module.training or torch.is_grad_enabled())
 
 
 def _is_metric(module: nn.Module) -> bool:

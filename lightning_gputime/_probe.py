@@ -60,9 +60,12 @@ class Probe:
 
     def is_due(self, index: int) -> bool:
         """Tells whether the step of this index, which begins, is to be probed."""
-        if self.failure or not self._is_chosen(index):
-            return False
-        if not self._launch_ms or self._clock.is_capturing():
+        if (
+            self.failure
+            or not self._is_chosen(index)
+            or not self._launch_ms
+            or self._clock.is_capturing()
+        ):
             return False
         usual_ms = statistics.median(self._launch_ms)
         if _MARGIN * usual_ms > _LONGEST_MS:

@@ -234,9 +234,7 @@ class Recorder:
         """Waits for the ended steps that are unread, and emits them."""
         try:
             if not self._is_capturing():
-                while self._pending:
-                    self._finish_oldest()
-                self._read()
+                self._finish_all()
         except Exception as error:
             self._fail(error)
 
@@ -333,6 +331,13 @@ class Recorder:
         if self._finished and (read or self._graphs or len(self._finished) >= self._batch):
             self._read()
 
+    def _finish_all(self) -> None:
+        """Finishes the ended steps and reads them."""
+        # In their order, so that each is told what it kept the host waiting for.
+        while self._pending:
+            self._finish_oldest()
+        self._read()
+
     def _finish_oldest(self) -> None:
         """Takes the oldest step off the pending ones, after the one wait if the device needs it."""
         step = self._pending[0]
@@ -351,10 +356,7 @@ class Recorder:
         step = self._pending[-1]
         step.after_spin, self._after_spin = self._after_spin, 0
         step.filled = not step.marks[step.after_spin][1].query()
-        # In their order, so that each is told what it kept the host waiting for.
-        while self._pending:
-            self._finish_oldest()
-        self._read()
+        self._finish_all()
 
     def _read(self) -> None:
         finished, self._finished = self._finished, []

@@ -23,9 +23,16 @@ class Results:
         capacity: How many steps the history holds.
         warmup_steps: How many of the first steps the summary leaves out.
         on_host_clock: Whether the steps are timed without a device.
+        probe: Has the steps that were probed.
     """
 
-    def __init__(self, capacity: int, warmup_steps: int, on_host_clock: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        warmup_steps: int,
+        on_host_clock: bool = False,
+        probe: Probe | None = None,
+    ) -> None:
         self._on_host_clock = on_host_clock
         self._warmup_steps = warmup_steps
         self._newest: deque[RawStep] = deque(maxlen=capacity)
@@ -35,8 +42,7 @@ class Results:
         self._skipped_updates = 0
         self.ranks: RankSummary | None = None
         """All ranks beside each other, as they were last compared."""
-        self.probe: Probe | None = None
-        """Has the steps that were probed."""
+        self._probe = probe
 
     @property
     def last(self) -> StepTimes | None:
@@ -73,7 +79,7 @@ class Results:
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
         measured, sums = self._after_warmup(), self.sums
-        busy = Sums() if self.probe is None else self.probe.busy
+        busy = Sums() if self._probe is None else self._probe.busy
         steps, step_ms = sums.step.n, sums.step.device_ms
         return PhaseSummary(
             rows={
@@ -94,7 +100,7 @@ class Results:
             ranks=self.ranks,
             run_ahead_mean_ms=mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
-            probe_failure="" if self.probe is None else self.probe.failure,
+            probe_failure="" if self._probe is None else self._probe.failure,
         )
 
     def _after_warmup(self) -> list[StepTimes]:

@@ -40,6 +40,8 @@ class Session:
         self._measurement = measurement
         self._every_n_steps = every_n_steps
         self._probe = probe
+        # Whether all steps are timed, and all alike.
+        self._is_plain = every_n_steps == 1 and probe is None
         self._thread = -1
         # Of all steps; their numbers may leave some out, or repeat.
         self._index = 0
@@ -67,14 +69,17 @@ class Session:
 
     def end_step(self, number: int) -> None:
         """Ends the open step under `number`, and begins the next one."""
-        if self._index < self._quiet_until:
-            self._end_untimed(number)
-            return
         measurement = self._measurement
+        if self._index < self._quiet_until:
+            if measurement is not None:
+                measurement.newest = number
+            self._end_one_of_some(number, read=False)
+            if self.recorder.label is not None:
+                self.recorder.rest()  # It recorded a graph.
+            return
         is_due = measurement is not None and measurement.is_due(number)
         read = is_due or (measurement is not None and measurement.owes_log)
-        is_plain = self._every_n_steps == 1 and self._probe is None
-        if is_plain:
+        if self._is_plain:
             self.recorder.end_step(number, self.boundaries.step_ended() == 0, read)
         else:
             self._end_one_of_some(number, read)
@@ -84,18 +89,8 @@ class Session:
             measurement.compare_at_log()
             self.recorder.resume()
         # A user's function may have removed the timer.
-        if not is_plain and not self._is_removed:
+        if not self._is_plain and not self._is_removed:
             self._begin_next(goes_on=self._is_timed, at_end=True)
-
-    def _end_untimed(self, number: int) -> None:
-        """Ends a step between others that are not timed."""
-        self._index += 1
-        if self._measurement is not None:
-            self._measurement.newest = number
-        self.boundaries.step_ended(timed=False)
-        if self.recorder.label is not None:
-            self.recorder.rest()  # It recorded a graph.
-        self.recorder.pass_over()
 
     def _end_one_of_some(self, number: int, read: bool) -> None:
         """Ends the open step, where not all steps are timed, or not all alike."""

@@ -7,29 +7,17 @@ from typing import Any, TypeVar, cast
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import (
-    check_bools,
-    check_clock,
-    check_int,
-    check_modules,
-    check_options,
-    check_probe,
-)
+from lightning_gputime._arguments import check_bools, check_modules
 from lightning_gputime._evaluation import Evaluation
-from lightning_gputime._events import Clock, HostClock, clock_for, log
+from lightning_gputime._events import Clock, clock_for, log
 from lightning_gputime._log import PhaseLog
-from lightning_gputime._measurement import Measurement, SyncRanks
+from lightning_gputime._measurement import SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
 from lightning_gputime._plot import new_axes
-from lightning_gputime._probe import Probe
-from lightning_gputime._readings import Readings
-from lightning_gputime._recorder import Recorder
-from lightning_gputime._results import Results
-from lightning_gputime._session import Session
 from lightning_gputime._stand_in import listen
 from lightning_gputime._summary import show
+from lightning_gputime._timer import Timer
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -48,7 +36,7 @@ def _never_raises(hook: Hook) -> Hook:
     return cast("Hook", guarded)
 
 
-class GPUPhaseTimer(Readings, pl.Callback):
+class GPUPhaseTimer(Timer, pl.Callback):
     """Logs how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and its optimizers,
@@ -128,32 +116,26 @@ class GPUPhaseTimer(Readings, pl.Callback):
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
-        check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
-        check_probe(probe_every_n_steps)
-        check_bools(prog_bar=prog_bar, summary=summary, annotate=annotate, log_figure=log_figure)
-        check_clock(clock)
-        self._prefix = prefix
-        self._lag = lag
-        # Of these steps every n-th is timed.
-        self._warmup_steps = warmup_steps // every_n_steps
-        self._every_n_steps = every_n_steps
-        # In steps, of which `warmup_steps` are left alone.
-        self._probing = (probe_every_n_steps, warmup_steps) if probe_every_n_steps else None
-        self._history = history
+        super().__init__(
+            prefix=prefix,
+            lag=lag,
+            warmup_steps=warmup_steps,
+            history=history,
+            annotate=annotate,
+            every_n_steps=every_n_steps,
+            probe_every_n_steps=probe_every_n_steps,
+            sync_ranks=sync_ranks,
+            on_step=on_step,
+            clock=clock,
+        )
+        check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         self._prog_bar = prog_bar
         self._print_summary = summary
         self._modules = check_modules(modules)
-        self._annotate = annotate
-        self._sync_ranks: SyncRanks = sync_ranks
-        self._on_step = on_step
         self._log_figure = log_figure
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
-        self._clock = clock
         self._evaluation: Evaluation | None = None
-        self._results = Results(history, self._warmup_steps)
-        self._session: Session | None = None
         self._next_fetch: _NextFetch | None = None
         self._in_batch = self._tried_update = False
 
@@ -175,35 +157,14 @@ class GPUPhaseTimer(Readings, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
         clock = self._clock_of(trainer)
-        self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
         publish = functools.partial(_publish, trainer)
-        on_step = [] if self._on_step is None else [self._on_step]
-        if self._prog_bar:
-            on_step.append(functools.partial(_show_on_bar, trainer))
-        probe = Probe(clock, *self._probing) if self._probing else None
-        measurement = Measurement(
-            self._results,
-            PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
-            sync_ranks=self._sync_ranks,
-            lag=self._lag,
-            on_step=on_step,
-            probe=probe,
-        )
-        recorder = Recorder(
+        self._start(
             clock,
-            lag=self._lag,
-            emit=measurement.add,
-            batch=measurement.batch,
-            annotate=Annotator() if self._annotate else None,
-        )
-        self._session = Session(
-            recorder,
             pl_module,
             [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
-            measurement=measurement,
-            every_n_steps=self._every_n_steps,
-            probe=probe,
+            PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
+            [functools.partial(_show_on_bar, trainer)] if self._prog_bar else [],
             optimizer_wrappers=_lightning_optimizers(pl_module),
             wrapper=_wrapper(trainer),
             compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,

@@ -7,30 +7,19 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import (
-    check_bools,
-    check_clock,
-    check_int,
-    check_modules,
-    check_options,
-    check_probe,
-)
-from lightning_gputime._events import Clock, HostClock, clock_for, log
+from lightning_gputime._arguments import check_bools, check_int, check_modules
+from lightning_gputime._events import Clock, clock_for, log
 from lightning_gputime._log import MetricsLogger, PhaseLog
-from lightning_gputime._measurement import Measurement, SyncRanks
+from lightning_gputime._measurement import SyncRanks
 from lightning_gputime._parts import resolve
 from lightning_gputime._phases import DATA, OTHER
-from lightning_gputime._probe import Probe
-from lightning_gputime._readings import Readings
-from lightning_gputime._recorder import Recorder
-from lightning_gputime._results import Results
 from lightning_gputime._session import Session
+from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
 
 
-class GPUPhaseHooks(Readings):
+class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 
     While it is attached it has hooks on the model and the optimizers, and stands in for
@@ -106,11 +95,19 @@ class GPUPhaseHooks(Readings):
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        check_options(prefix, lag, warmup_steps, history, sync_ranks, on_step)
-        check_int("every_n_steps", every_n_steps, 1, "one step in so many is timed")
-        check_probe(probe_every_n_steps)
-        check_bools(annotate=annotate, wrap_backward=wrap_backward)
-        check_clock(clock)
+        super().__init__(
+            prefix=prefix,
+            lag=lag,
+            warmup_steps=warmup_steps,
+            history=history,
+            annotate=annotate,
+            every_n_steps=every_n_steps,
+            probe_every_n_steps=probe_every_n_steps,
+            sync_ranks=sync_ranks,
+            on_step=on_step,
+            clock=clock,
+        )
+        check_bools(wrap_backward=wrap_backward)
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
@@ -121,24 +118,10 @@ class GPUPhaseHooks(Readings):
         self._device = None if device is None else _check_device(device)
         if self._device is not None and clock is None:
             clock_for(self._device)
-        self._clock = clock
         self._modules = resolve(check_modules(modules), self._model)
-        self._annotate = annotate
-        self._sync_ranks: SyncRanks = sync_ranks
-        self._on_step = on_step
         self._wrap_backward = wrap_backward
-        self._prefix = prefix
-        self._lag = lag
-        # Of these steps every n-th is timed.
-        self._warmup_steps = warmup_steps // every_n_steps
-        self._every_n_steps = every_n_steps
-        # In steps, of which `warmup_steps` are left alone.
-        self._probing = (probe_every_n_steps, warmup_steps) if probe_every_n_steps else None
-        self._history = history
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
-        self._results = Results(history, self._warmup_steps)
-        self._session: Session | None = None
         self._step = self._micro_batches = 0
 
     def attach(self) -> Self:
@@ -146,37 +129,17 @@ class GPUPhaseHooks(Readings):
         if self._session is not None:
             return self
         clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
-        self._results = Results(self._history, self._warmup_steps, isinstance(clock, HostClock))
-        probe = Probe(clock, *self._probing) if self._probing else None
-        measurement = Measurement(
-            self._results,
-            PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
-            sync_ranks=self._sync_ranks,
-            lag=self._lag,
-            on_step=[] if self._on_step is None else [self._on_step],
-            probe=probe,
-        )
         self._step = self._micro_batches = 0
-        annotate = Annotator() if self._annotate else None
-        recorder = Recorder(
+        session = self._start(
             clock,
-            lag=self._lag,
-            emit=measurement.add,
-            batch=measurement.batch,
-            annotate=annotate,
-        )
-        self._session = Session(
-            recorder,
             self._model,
             self._optimizers,
-            measurement=measurement,
-            every_n_steps=self._every_n_steps,
-            probe=probe,
+            PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
             pause_evaluation=bool(self._optimizers),
             parts=self._modules,
             backward=self._wrap_backward,
         )
-        self._session.begin(self._step)
+        session.begin(self._step)
         return self
 
     def remove(self) -> None:

@@ -372,7 +372,7 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert "backward/comm" not in probe.busy.phases
     assert probe.busy.step.device_ms == 4.0
 
-    results, logger = Results(10, 0), Logger()
+    results, logger = Results(10, 0, probe=probe), Logger()
     phase_log = PhaseLog("phase_time", 1, [logger])
     measurement = _measurement.Measurement(
         results, phase_log, sync_ranks=False, lag=1, on_step=[], probe=probe
