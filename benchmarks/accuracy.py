@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from models import Task, load
+from record import command, save
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -264,7 +265,7 @@ def main(models: list[str]) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": "python benchmarks/accuracy.py",
+        "command": command(),
         "results": results,
     }
 
@@ -274,6 +275,4 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    measured = main(arguments.models)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
+    save(arguments.out, main(arguments.models))

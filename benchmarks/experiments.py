@@ -4,7 +4,6 @@ python benchmarks/experiments.py --out benchmarks/results/experiments.json
 """
 
 import argparse
-import json
 import multiprocessing
 import runpy
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import command
+from record import command, save
 
 EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
 NAMES = (
@@ -45,8 +44,7 @@ def main(out: Path | None) -> None:
     for name in NAMES:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
             results["results"][name] = executor.submit(run, name).result()
-        if out is not None:
-            out.write_text(json.dumps(results, indent=2) + "\n")
+        save(out, results)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ python benchmarks/gaps.py --out benchmarks/results/gaps.json
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import load
-from record import command
+from record import command, save
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -55,8 +54,7 @@ def main(out: Path | None) -> None:
         "command": command(),
         "results": results,
     }
-    if out is not None:
-        out.write_text(json.dumps(found, indent=2) + "\n")
+    save(out, found)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 import torch
 from models import Batch, Repeat
 from peers import FiveEvents
-from record import command
+from record import command, save
 from torch import Tensor, nn
 
 import lightning_gputime
@@ -339,6 +339,4 @@ if __name__ == "__main__":
     parser.add_argument("--cuda", action="store_true", help="take the events of the GPU")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    measured = main(arguments.rounds, arguments.cuda)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
+    save(arguments.out, main(arguments.rounds, arguments.cuda))

@@ -14,7 +14,6 @@ after it: with `--alone` each of these runs in a process of its own, after runs 
 import argparse
 import contextlib
 import io
-import json
 import logging
 import multiprocessing
 import random
@@ -32,7 +31,7 @@ import lightning.pytorch as pl
 import peers
 import torch
 from models import Batch, Repeat, Task, load
-from record import command
+from record import command, save
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -305,9 +304,9 @@ def host() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
-def save(out: Path, results: Results, rounds: int, start: float) -> None:
-    """Writes what was found, and on what, to a file."""
-    found = {
+def described(results: Results, rounds: int, start: float) -> dict[str, Any]:
+    """Returns what was found, and on what."""
+    return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
@@ -318,7 +317,6 @@ def save(out: Path, results: Results, rounds: int, start: float) -> None:
         "seconds": round(time.monotonic() - start),
         "results": results,
     }
-    out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def main() -> None:
@@ -338,8 +336,7 @@ def main() -> None:
         if arguments.alone
         else together(models, rounds, not arguments.no_peers)
     ):
-        if arguments.out:
-            save(arguments.out, results, rounds, start)
+        save(arguments.out, described(results, rounds, start))
     print_table(results)
 
 

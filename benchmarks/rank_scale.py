@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from record import command, save
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_gputime import _exchange
@@ -77,7 +78,7 @@ def main() -> dict[str, Any]:
     return {
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "command": "python benchmarks/rank_scale.py",
+        "command": command(),
         "results": results,
     }
 
@@ -85,7 +86,5 @@ def main() -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    measured = main()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
+    out = parser.parse_args().out
+    save(out, main())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from record import save
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -198,7 +199,7 @@ def main(out: Path | None) -> None:
             "slow_rank": SLOW_RANK,
             "results": results,
         }
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        save(out, result)
     torch.distributed.destroy_process_group()
 
 

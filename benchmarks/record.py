@@ -1,7 +1,11 @@
-"""What the benchmarks write beside their results."""
+"""How the benchmarks record their results."""
 
+import json
 import shlex
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 
 def command() -> str:
@@ -11,3 +15,9 @@ def command() -> str:
         place = words.index("--out")
         del words[place : place + 2]
     return shlex.join(["python", *words])
+
+
+def save(out: Path | None, found: Mapping[str, Any]) -> None:
+    """Writes what was found to a file, if one was asked for."""
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n")

@@ -18,6 +18,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from models import Repeat, load
+from record import save
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -127,5 +128,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     found = main(arguments.model, arguments.steps)
     print(json.dumps(found, indent=2))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+    save(arguments.out, found)

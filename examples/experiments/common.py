@@ -1,8 +1,13 @@
 """What the experiments share."""
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def find_device() -> torch.device:
@@ -19,6 +24,25 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done everything."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], T]], rounds: int, device: torch.device
+) -> dict[str, list[tuple[T, float]]]:
+    """Runs each way once a round, in random order.
+
+    Returns:
+        For each way what it returned and how long it took (in milliseconds), in every round.
+    """
+    found: dict[str, list[tuple[T, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name in random.sample(list(ways), len(ways)):
+            synchronize(device)
+            start = time.perf_counter()
+            returned = ways[name]()
+            synchronize(device)
+            found[name].append((returned, (time.perf_counter() - start) * 1e3))
+    return found
 
 
 def show(title: str, rows: dict[str, dict[str, float]]) -> None:

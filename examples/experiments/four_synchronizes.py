@@ -3,12 +3,11 @@
 python examples/experiments/four_synchronizes.py
 """
 
-import random
 import statistics
 import time
 
 import torch
-from common import find_device, launch, show, synchronize
+from common import find_device, in_turn, launch, show, synchronize
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -89,23 +88,15 @@ def main(
     """Measures, in random order over several rounds, and prints."""
     training = Training(width, batch, layers)
     ways = {
-        "no timer": training.without_a_timer,
-        "four synchronizes": training.with_four_synchronizes,
-        "one wait": training.with_one_wait,
+        "no timer": lambda: training.without_a_timer(n),
+        "four synchronizes": lambda: training.with_four_synchronizes(n),
+        "one wait": lambda: training.with_one_wait(n),
     }
     training.without_a_timer(5)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name in random.sample(list(ways), len(ways)):
-            synchronize(training.device)
-            start = time.perf_counter()
-            parts = ways[name](n)
-            synchronize(training.device)
-            found[name].append({**parts, "the whole loop": (time.perf_counter() - start) * 1e3})
-    rows = {
-        name: {part: statistics.median(one[part] for one in times) for part in times[0]}
-        for name, times in found.items()
-    }
+    rows = {}
+    for name, runs in in_turn(ways, rounds, training.device).items():
+        times = [{**parts, "the whole loop": whole_ms} for parts, whole_ms in runs]
+        rows[name] = {part: statistics.median(one[part] for one in times) for part in times[0]}
     show(f"A step of training, and the whole loop of {n}", rows)
     return rows
 

@@ -6,7 +6,6 @@ the device does.
     python examples/experiments/pipeline.py
 """
 
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import find_device, launch, show, synchronize
+from common import find_device, in_turn, launch, show, synchronize
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -101,16 +100,11 @@ def main(
                 run(timer.phase)
 
     ways = {"no timer": without_a_timer, "synchronize": with_waits, "events": with_events}
-    whole: dict[str, list[float]] = {name: [] for name in ways}
     without_a_timer()  # The first run is slower.
-    for _ in range(rounds):
-        for name in random.sample(list(ways), len(ways)):
-            synchronize(device)
-            start = time.perf_counter()
-            ways[name]()
-            synchronize(device)
-            whole[name].append((time.perf_counter() - start) / n * 1e3)
-    rows = {name: {"whole, per iteration": statistics.median(whole[name])} for name in ways}
+    rows = {
+        name: {"whole, per iteration": statistics.median(ms / n for _, ms in runs)}
+        for name, runs in in_turn(ways, rounds, device).items()
+    }
     for name in ("part0", "part1"):
         rows["synchronize"][name] = statistics.median(waiting.seconds[name]) * 1e3
         rows["events"][name] = timer.summary().rows[name].p50_ms
