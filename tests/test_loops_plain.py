@@ -230,20 +230,26 @@ def test_nested_and_sequential_timers_read_the_same(loop: Loop) -> None:
     assert steps(inner) == [STEP_MS] * 3
 
 
-def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
-    loops = [Loop(gpu), Loop(gpu)]
-    timers = [hooks(loop).attach() for loop in loops]
-    for _ in range(3):
+def time_two(gpu: FakeGPU, n: int, *options: dict[str, Any]) -> list[list[dict[str, float]]]:
+    """Trains two models in turn, each with its timer, and returns the steps of both."""
+    loops = [Loop(gpu) for _ in options]
+    timers = [hooks(loop, **own).attach() for loop, own in zip(loops, options, strict=True)]
+    for _ in range(n):
         for loop, timer in zip(loops, timers, strict=True):
             loop.train(torch.ones(1, 2))
             timer.step()
     for timer in timers:
         timer.remove()
+    return [steps(timer) for timer in timers]
+
+
+def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
+    first, second = time_two(gpu, 3, {}, {})
     # The other's step is what lies between two steps of one's own.
     other = sum(STEP_MS.values()) - STEP_MS["data"] + 0.125
     alone = {**STEP_MS, "data": 0.125, "other": 0.0}
-    assert steps(timers[0]) == [alone, *[{**alone, "data": other}] * 2]
-    assert steps(timers[1]) == [{**alone, "data": other}] * 3
+    assert first == [alone, *[{**alone, "data": other}] * 2]
+    assert second == [{**alone, "data": other}] * 3
 
 
 @pytest.mark.parametrize(
@@ -259,16 +265,9 @@ def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
 def test_two_timers_of_which_one_rests_do_not_mix(
     gpu: FakeGPU, options: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    loops = [Loop(gpu), Loop(gpu)]
-    timers = [hooks(loop, **more).attach() for loop, more in zip(loops, options, strict=True)]
-    for _ in range(24):
-        for loop, timer in zip(loops, timers, strict=True):
-            loop.train(torch.ones(1, 2))
-            timer.step()
-    for timer in timers:
-        timer.remove()
-        assert len(steps(timer)) >= 6
-        assert {one["backward"] for one in steps(timer)} == {STEP_MS["backward"]}
+    for timed in time_two(gpu, 24, *options):
+        assert len(timed) >= 6
+        assert {one["backward"] for one in timed} == {STEP_MS["backward"]}
 
 
 def test_data_parallel_is_refused(loop: Loop) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
+from test_hooks import Logger
 from torch import Tensor, nn
 
 from lightning_gputime import (
@@ -70,17 +71,13 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-class Logger:
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append((step, metrics))
+def probing(loop: Loop, **options: Any) -> GPUPhaseHooks:
+    options = {"warmup_steps": 0, "probe_every_n_steps": 5, "clock": loop.gpu, **options}
+    return GPUPhaseHooks(loop.model, loop.optimizer, **options)
 
 
 def run(loop: Loop, n: int, wait_in_loss: bool = False, **options: Any) -> GPUPhaseHooks:
-    options = {"warmup_steps": 0, "probe_every_n_steps": 5, "clock": loop.gpu, **options}
-    with GPUPhaseHooks(loop.model, loop.optimizer, **options) as timer:
+    with probing(loop, **options) as timer:
         for x in timer.steps(loop.batches(n)):
             loop.train(x, wait_in_loss)
     return timer
@@ -168,15 +165,7 @@ def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
 
 def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> None:
     loop, logger = Loop(gpu), Logger()
-    with GPUPhaseHooks(
-        loop.model,
-        loop.optimizer,
-        clock=gpu,
-        warmup_steps=0,
-        probe_every_n_steps=5,
-        logger=logger,
-        log_every_n_steps=10,
-    ) as timer:
+    with probing(loop, logger=logger, log_every_n_steps=10) as timer:
         for i, x in enumerate(timer.steps(loop.batches(60))):
             loop.train(x, wait_in_loss=i >= 20)
     assert timer.summary().probe_failure.startswith("no further step can be probed")
@@ -196,9 +185,7 @@ def test_steps_that_other_ranks_may_probe_are_left_out(
 
 def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    with probing(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(20))):
             gpu.host_work(100.0 if i == 5 else 0.0)
             loop.train(x)
@@ -234,9 +221,7 @@ def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:
 
 def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    with probing(loop) as timer:
         for i, x in enumerate(loop.batches(20)):
             if i in PROBED:
                 loop.model.eval()
@@ -305,9 +290,7 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
 
 def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    with probing(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(100))):
             gpu.host_work(400.0 if i % 5 in (0, 2) else 0.0)
             loop.train(x)
@@ -319,9 +302,7 @@ def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> 
 
 def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    with probing(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(200))):
             gpu.host_work(3000.0 if i in (11, 50, 51, 120) else 0.0)
             loop.train(x)
@@ -421,9 +402,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
 
 def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, every_n_steps=2
-    ) as timer:
+    with probing(loop, probe_every_n_steps=0, every_n_steps=2) as timer:
         for i, x in enumerate(loop.batches(8)):
             loop.train(x)
             if i in (2, 3):
@@ -448,9 +427,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
 
 def test_a_probe_that_an_epochs_end_drops_costs_no_step(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=gpu, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    with probing(loop) as timer:
         for _ in range(20):
             for x in timer.steps(loop.batches(5)):
                 loop.train(x)

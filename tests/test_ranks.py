@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_hooks
 import torch
 from fake_gpu import STEP_MS, FakeGPU, steps
 from test_hooks import Loop, hooks
@@ -242,13 +243,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     return fake
 
 
-class Logger:
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append((step, metrics))
-
+class Logger(test_hooks.Logger):
     def of_ranks(self) -> list[tuple[int, dict[str, float]]]:
         return [call for call in self.calls if any("/ranks/" in key for key in call[1])]
 
