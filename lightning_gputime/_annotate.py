@@ -3,11 +3,13 @@
 import torch
 
 from lightning_gputime._phases import AFTER_BACKWARD, AFTER_FORWARD, AFTER_UPDATE
+from lightning_gputime._untraced import untraced
 
 # What follows decides these; a profiler must be told at once what they most often are.
 _LIKELY = {AFTER_FORWARD: "loss", AFTER_BACKWARD: "optimizer", AFTER_UPDATE: "other"}
 
 
+@untraced
 class Annotator:
     """Puts each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
 

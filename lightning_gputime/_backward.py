@@ -11,8 +11,10 @@ from lightning_gputime._optimizers import OptimizerBoundary
 from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import listen
+from lightning_gputime._untraced import untraced
 
 
+@untraced
 class BackwardBoundary:
     """`backward`: the calls of `torch.autograd.backward`.
 

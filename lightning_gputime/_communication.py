@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gputime._modules import Removable, before
 from lightning_gputime._phases import BACKWARD, COMM, PHASES
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._untraced import untraced
 
 
+@untraced
 class CommunicationBoundary:
     """`backward/comm`: from the end of this rank's own work in a backward to the end of backward.
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_gputime._untraced import untraced
+
 log = logging.getLogger("lightning_gputime")
 
 
@@ -57,6 +59,7 @@ class Clock(Protocol):
     # counter of its own. Without it steps cannot be probed.
 
 
+@untraced
 class DeviceClock:
     """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
 
@@ -114,6 +117,7 @@ class DeviceClock:
         return _GraphClock(self)
 
 
+@untraced
 class _GraphClock:
     """The clock of a device whose events can be recorded in a CUDA graph, at a higher price."""
 
@@ -127,6 +131,7 @@ class _GraphClock:
         return self
 
 
+@untraced
 class _EventOnOtherDevice:
     """An event for a device that is not the thread's current one."""
 
@@ -143,6 +148,7 @@ class _EventOnOtherDevice:
         return self._event.elapsed_time(end_event._event)
 
 
+@untraced
 class HostClock:
     """The host's clock behind the interface of a device's, for models that run on the CPU."""
 
@@ -158,6 +164,7 @@ class HostClock:
         """Returns None: nothing is captured on the CPU."""
 
 
+@untraced
 class _HostEvent:
     __slots__ = ("_ns",)
 

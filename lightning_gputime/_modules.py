@@ -13,6 +13,7 @@ from lightning_gputime._events import log
 from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS, OTHER, TRAINING_STEP
 from lightning_gputime._recorder import Recorder
 from lightning_gputime._stand_in import listen
+from lightning_gputime._untraced import untraced
 
 
 class Removable(Protocol):
@@ -22,6 +23,7 @@ class Removable(Protocol):
         """Takes it off. Safe to call twice."""
 
 
+@untraced
 class ModuleBoundary:
     """`forward`: from the call of a module to its return, outermost calls only."""
 
@@ -144,6 +146,7 @@ class ModuleBoundary:
             self._recorder.turn(AFTER_FORWARD, LOSS)
 
 
+@untraced
 class CompiledStep:
     """`training_step` of a LightningModule that was compiled whole: one phase of that name.
 

@@ -8,6 +8,7 @@ from lightning_gputime._stand_in import StandIn, listen
 from lightning_gputime._untraced import untraced
 
 
+@untraced
 class OptimizerBoundary:
     """The end of `optimizer`, and its start where no backward precedes."""
 
@@ -26,10 +27,8 @@ class OptimizerBoundary:
             # The step was compiled, hooks included: they would break its graph.
             self._stand_in = listen(optimizer, "step", self)
         else:
-            # Not traced, so that they keep firing inside a function that is compiled.
-            pre, post = untraced(self._before_step), untraced(self._after_step)
-            self._handles.append(optimizer.register_step_pre_hook(pre))
-            self._handles.append(optimizer.register_step_post_hook(post))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     @property
     def is_stepping(self) -> bool:
@@ -73,6 +72,7 @@ class OptimizerBoundary:
             self._recorder.mark(AFTER_UPDATE)
 
 
+@untraced
 class ZeroGradBoundary:
     """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it."""
 

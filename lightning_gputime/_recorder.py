@@ -8,8 +8,10 @@ from lightning_gputime._events import Clock, TimingEvent, log
 from lightning_gputime._marks import BLOCKED_NS, Mark, Marks, read
 from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY
 from lightning_gputime._raw import RawStep
+from lightning_gputime._untraced import untraced
 
 
+@untraced
 class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from lightning_gputime._untraced import untraced
 
 
@@ -55,30 +53,16 @@ def listen(owner: Any, name: str, listener: Listener) -> StandIn:
 
 
 def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
-    tell_before, tell_after = untraced(_before), untraced(_after)
-
     # Without the attributes of a compiled function: torch would take this for that function.
     @functools.wraps(call, updated=())
     def announced(*args: Any, **kwargs: Any) -> Any:
-        told = tell_before(listeners, args, kwargs)
+        # Over a copy, because a listener may leave when it is told.
+        told = [listener for listener in [*listeners] if listener.before(*args, **kwargs)]
         try:
             return call(*args, **kwargs)
         finally:
-            if told:
-                tell_after(told)
+            for listener in told:
+                listener.after()
 
-    # Not traced where a compiled function calls it; what is announced may still be compiled.
-    stand_in: Callable[..., Any] = torch.compiler.disable(announced, recursive=False)
-    return stand_in
-
-
-def _before(
-    listeners: list[Listener], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Listener]:
-    # Over a copy, because a listener may leave when it is told.
-    return [listener for listener in [*listeners] if listener.before(*args, **kwargs)]
-
-
-def _after(listeners: list[Listener]) -> None:
-    for listener in listeners:
-        listener.after()
+    # What is announced may still be compiled.
+    return untraced(announced)

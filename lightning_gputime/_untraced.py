@@ -1,28 +1,21 @@
-"""Calls that torch.compile leaves alone."""
+"""Code that torch.compile leaves alone."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
-import torch
-from torch._C._dynamo import eval_frame
+from torch._dynamo.decorators import skip
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
-def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `call`, for compiled code to call without tracing it or what it calls.
+def untraced(one: T) -> T:
+    """Lets compiled code call a function, or the methods of a class, without tracing into them.
 
-    As `torch.compiler.disable`, in a fraction of the instructions: hooks pay for it at every step,
-    also where nothing is compiled.
+    As `torch.compiler.disable`, but at no cost in the call: what is called from there must be
+    untraced as well.
     """
-    set_eval_frame = eval_frame.set_eval_frame
-
-    @functools.wraps(call)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        callback = set_eval_frame(None)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            set_eval_frame(callback)
-
-    alone: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
-    return alone
+    for function in vars(one).values() if isinstance(one, type) else [one]:
+        if isinstance(function, FunctionType):
+            skip(function)
+    return one

@@ -18,6 +18,7 @@ from lightning_gputime._plot import new_axes
 from lightning_gputime._stand_in import listen
 from lightning_gputime._summary import show
 from lightning_gputime._timer import Timer
+from lightning_gputime._untraced import untraced
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -33,7 +34,9 @@ def _never_raises(hook: Hook) -> Hook:
             log.warning("Steps are no longer timed, because a hook failed: %r", error)
             self._detach()
 
-    return cast("Hook", guarded)
+    # A step that is compiled calls some of them.
+    untraced(hook)
+    return cast("Hook", untraced(guarded))
 
 
 class GPUPhaseTimer(Timer, pl.Callback):
