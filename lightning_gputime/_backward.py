@@ -1,6 +1,7 @@
 """The calls of backward, as marks."""
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class BackwardBoundary:
     def before(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
         """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
-        if self._returns_to is not None or not recorder.is_here() or self._is_anothers():
+        if self._returns_to is not None or get_ident() != recorder.thread:
+            return False
+        if not self._model.calls and self._is_anothers():
             return False
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         recorder.mark(BACKWARD)
@@ -52,8 +55,9 @@ class BackwardBoundary:
         if self._communication is not None:
             self._communication.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
-        if any(optimizer.is_stepping for optimizer in self._optimizers):
-            label = OPTIMIZER
+        for optimizer in self._optimizers:
+            if optimizer.depth:
+                label = OPTIMIZER  # In a closure, which belongs to the update.
         self._recorder.mark(label)
 
     def remove(self) -> None:
@@ -61,7 +65,7 @@ class BackwardBoundary:
 
     def _is_anothers(self) -> bool:
         # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        return not self._model.was_called and any(
-            isinstance(other, BackwardBoundary) and other._model.was_called
+        return any(
+            isinstance(other, BackwardBoundary) and other._model.calls
             for other in self._stand_in.listeners
         )

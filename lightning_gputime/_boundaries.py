@@ -87,19 +87,20 @@ class Boundaries:
         """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
         return self._model.was_ever_called
 
-    def step_ended(self, *, timed: bool = True) -> int | None:
+    def step_ended(self, *, timed: bool = True) -> bool:
         """Must be called at the end of each step.
 
         Returns:
-            How many updates were seen in it; None if there is no optimizer.
+            Whether there are optimizers, and none of them ran its update.
         """
-        updates = None
+        skipped_update = bool(self.optimizers)
         for optimizer in self.optimizers:
-            updates = (updates or 0) + optimizer.step_ended()
+            if optimizer.step_ended():
+                skipped_update = False
         self._model.step_ended(timed)
         if timed and self._parts is not None:
             self._parts.step_ended()
-        return updates
+        return skipped_update
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

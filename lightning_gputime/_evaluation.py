@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_gputime._boundaries import Boundaries
 from lightning_gputime._events import Clock
 from lightning_gputime._log import MetricsLogger, PhaseLog
+from lightning_gputime._named import activate, deactivate
 from lightning_gputime._phases import OTHER
 from lightning_gputime._recorder import Recorder
-from lightning_gputime._session import Session
 
 
 class Evaluation:
@@ -42,24 +43,28 @@ class Evaluation:
         self._step = step
         # Nothing is due before the end.
         self._log = PhaseLog(prefix, sys.maxsize, loggers, publish)
-        recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=16)
-        self._session = Session(recorder, model, [], backward=False, **options)
-        self._session.begin(step)
+        self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=32)
+        self._boundaries = Boundaries(self._recorder, model, [], backward=False, **options)
+        activate(self._recorder)
+        self._recorder.begin()
 
     def begin_batch(self) -> None:
         """Ends the fetch of a batch."""
-        self._session.recorder.mark(OTHER)
+        self._recorder.mark(OTHER)
 
     def end_batch(self) -> None:
         """Ends a step."""
-        self._session.end_step(self._step)
+        self._boundaries.step_ended()
+        self._recorder.end_step(self._step)
 
     def end(self) -> None:
         """Reads the last steps, logs the means, and leaves nothing behind."""
-        self._session.recorder.flush()
+        self._recorder.flush()
         self.abort()
         self._log.log()
 
     def abort(self) -> None:
         """Leaves nothing behind."""
-        self._session.remove()
+        deactivate(self._recorder)
+        self._boundaries.remove()
+        self._recorder.rest()

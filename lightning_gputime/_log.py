@@ -1,6 +1,7 @@
 """Means over a window of steps, sent to loggers."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -51,10 +52,10 @@ class PhaseLog:
         if self.newest is None:
             self.newest = before
 
-    def is_due(self, step: int, before: int) -> bool:
-        """Tells whether the means are logged under the number `step`, if `before` is the last."""
+    def next_due(self, step: int) -> float:
+        """Returns the number from which on a step is logged, if `step` is the last before."""
         every = self._every_n_steps
-        return bool(every) and (step + 1) // every > (before + 1) // every
+        return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
     def add(self, steps: Sequence[RawStep]) -> bool:
         """Takes the next steps, and logs where one is due. Tells if it did."""
@@ -62,10 +63,10 @@ class PhaseLog:
             return False
         before = steps[0].number - 1 if self.newest is None else self.newest
         first = 0
-        if self.is_due(steps[-1].number, before):
+        if steps[-1].number >= self.next_due(before):
             for i, step in enumerate(steps, 1):
                 self.newest = step.number
-                if self.is_due(step.number, before):
+                if step.number >= self.next_due(before):
                     self._sums.add(steps[first:i])
                     self.log()
                     first = i

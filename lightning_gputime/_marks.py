@@ -1,7 +1,6 @@
 """The marks of one step, and their reading."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lightning_gputime._events import TimingEvent
 from lightning_gputime._raw import RawStep
@@ -14,26 +13,35 @@ BLOCKED_NS = 20_000
 """A wait shorter than this did not block: it found the step finished."""
 
 
-@dataclass(slots=True)
 class Marks:
-    """The marks of one step, the last of which is its end and has no label of its own."""
+    """The marks of one step, the last of which is its end and has no label of its own.
 
-    marks: list[Mark]
-    number: int
-    ended: int
-    """How many steps had ended then, itself included, timed or not."""
-    untimed: int
-    """How many steps without marks came before it: its wait makes up for them, too."""
-    wait_ms: float = 0.0
+    Args:
+        marks: They.
+        number: The number of the step.
+        ended: How many steps had ended then, itself included, timed or not.
+        untimed: How many steps without marks came before it: its wait makes up for them, too.
+        skipped_update: As in `RawStep`.
+    """
+
+    wait_ms = 0.0
     """How long the host waited for it and for each of those (in milliseconds)."""
-    met_ns: int = 0
+    met_ns = 0
     """The host's time when a wait for it ended that did block (in nanoseconds); 0 without one."""
-    skipped_update: bool = False
     filled: bool | None = None
-    after_spin: int = 0
+    after_spin = 0
     """These two as in `RawStep`."""
-    owns_end: bool = False
+    owns_end = False
     """Whether the last event is this step's alone, and not also the first of the next."""
+
+    def __init__(
+        self, marks: list[Mark], number: int, ended: int, untimed: int, skipped_update: bool
+    ) -> None:
+        self.marks = marks
+        self.number = number
+        self.ended = ended
+        self.untimed = untimed
+        self.skipped_update = skipped_update
 
 
 def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:

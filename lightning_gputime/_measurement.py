@@ -1,5 +1,6 @@
 """What becomes of the times of each step while a timer is attached."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -47,6 +48,8 @@ class Measurement:
         # steps ago: every rank has read it by now, if it was timed.
         self._ended: deque[int] = deque(maxlen=lag + 1)
         self._finished = -1
+        # From this number on a step is the next to be logged.
+        self._due = math.inf
         # The number of the last step that `sync` has compared.
         self._synced = -1
         self._on_step = [getattr(one, "update", one) for one in on_step]
@@ -54,7 +57,9 @@ class Measurement:
         # The newest steps: what a rank has read before the others must is not compared yet.
         self._recent: deque[RawStep] = deque(maxlen=lag + 1)
         self.owes_log = False
-        """Whether a log was due, and the steps for it are not read."""
+        """Whether a log is due, and the steps for it are not read."""
+        self.owes_comparison = False
+        """Whether ranks are to be compared when the step is over that has ended last."""
         self._before: dict[int, Totals] = {}
         self._exchange: Exchange | None = None
         if sync_ranks:
@@ -66,7 +71,7 @@ class Measurement:
     @property
     def batch(self) -> int:
         """How many steps may be handed over together."""
-        return 1 if self._on_step else 16
+        return 1 if self._on_step else 32
 
     @property
     def compares_ranks(self) -> bool:
@@ -105,25 +110,27 @@ class Measurement:
         self._log.busy = newest.times() if newest is not None else None
         return steps
 
-    def is_due(self, number: int) -> bool:
-        """Is told that the step `number` ends; tells whether one is finished that is logged now."""
+    def step_ends(self, number: int) -> None:
+        """Must be told the number of each step that ends; then says what it owes."""
         if self.newest is None:
-            self._finished = number - 1
             self._log.start(number - 1)
-        self.newest, before = number, self._finished
+            self._due = self._log.next_due(number - 1)
+        self.newest = number
         self._ended.append(number)
-        if len(self._ended) == self._ended.maxlen:
+        if number >= self._due and len(self._ended) == self._ended.maxlen:
             self._finished = self._ended[0]
-        is_due = self._log.is_due(self._finished, before)
-        if is_due and self._log.newest is not None:
-            self.owes_log = self._log.is_due(self._finished, self._log.newest)
-        return is_due
+            if self._finished >= self._due:
+                self._due = self._log.next_due(self._finished)
+                read = self._log.newest
+                self.owes_log = read is not None and self._finished >= self._log.next_due(read)
+                self.owes_comparison = self.compares_at_logs
 
     def compare_at_log(self) -> None:
-        """Compares the ranks, with "log". Must be called at the end of a step that `is_due`."""
+        """Compares the ranks, with "log"."""
+        self.owes_comparison = False
         # Not when a step is read: one rank may read it a step later than another, and wait there
         # for the other.
-        if self._log.is_due(self._finished, self._synced):
+        if self._finished >= self._log.next_due(self._synced):
             early = Sums()
             early.add(step for step in self._recent if step.number > self._finished)
             totals = since(totals_of(self._results.sums), totals_of(early))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._C import _current_graph_task_id
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.loss import _Loss
 
 from lightning_gputime._events import log
@@ -40,7 +42,8 @@ class ModuleBoundary:
         self._pause_evaluation = pause_evaluation
         self._trains = trains
         self._depth = 0
-        self._calls = 0
+        self.calls = 0
+        """How often the model, or a part of it, was called in this step."""
         self.was_ever_called = False
         self._redirected = False
         self._evaluates = False
@@ -56,11 +59,6 @@ class ModuleBoundary:
                 self._handles.append(before(loss, self._enter_loss))
         self._time_children()
 
-    @property
-    def was_called(self) -> bool:
-        """Whether the model, or a part of it, was called in this step."""
-        return self._calls > 0
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -73,15 +71,15 @@ class ModuleBoundary:
         They come back when a step that is timed has no `forward` without them.
         """
         self._depth = 0
-        self.was_ever_called |= self._calls > 0
+        self.was_ever_called |= self.calls > 0
         if not timed:
             self._nested.clear()
-        elif not self._calls:
+        elif not self.calls:
             self._time_children()
         elif self._nested:
             self._forget([*(self._children.keys() & self._nested) - self._alone])
             self._nested.clear()
-        self._calls = 0
+        self.calls = 0
 
     def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:
@@ -103,10 +101,10 @@ class ModuleBoundary:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         recorder = self._recorder
-        if not recorder.is_here():
+        if get_ident() != recorder.thread:
             if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):
                 return
-            self._calls += 1  # Another timer may ask whose backward follows.
+            self.calls += 1  # Another timer may ask whose backward follows.
             if not recorder.starts_in_capture():
                 return
         # Activation checkpointing runs modules again inside backward; that is backward's time.
@@ -128,13 +126,15 @@ class ModuleBoundary:
                     recorder.pause()
                 return
             recorder.resume(FORWARD)
-        self._calls += 1
+        self.calls += 1
         self._alone.add(id(module))
         recorder.mark(FORWARD)
 
     def _exit(self, module: nn.Module, *_: Any) -> None:
         # At depth 0 this is the return of a redirected training step.
-        if self._depth == 0 or not self._recorder.is_here() or _current_graph_task_id() != -1:
+        if not self._depth or get_ident() != self._recorder.thread:
+            return
+        if _current_graph_task_id() != -1:
             return
         self._depth -= 1
         if self._depth == 0 and not self._evaluates:
@@ -154,7 +154,8 @@ class CompiledStep:
     """
 
     name = TRAINING_STEP
-    was_called = was_ever_called = True
+    calls = 1
+    was_ever_called = True
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
@@ -194,7 +195,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return
         try:
             self._call(module, *values)

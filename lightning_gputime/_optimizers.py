@@ -19,8 +19,10 @@ class OptimizerBoundary:
         ):
             optimizer = optimizer.optimizer
         self._recorder = recorder
-        self._depth = 0
+        self.depth = 0
+        """How many calls of `step` are running; one that calls `super().step()` is two."""
         self.updates = 0
+        """How many updates there were in this step."""
         self._stand_in: StandIn | None = None
         self._handles: list[Any] = []
         if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
@@ -30,15 +32,10 @@ class OptimizerBoundary:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether `optimizer.step` is running: a closure that it calls belongs to the update."""
-        return self._depth > 0
-
     def step_ended(self) -> int:
         """Returns how many updates there were."""
         updates, self.updates = self.updates, 0
-        self._depth = 0  # No post hook fires when `step` raises.
+        self.depth = 0  # No post hook fires when `step` raises.
         return updates
 
     def remove(self) -> None:
@@ -58,16 +55,17 @@ class OptimizerBoundary:
         self._after_step()
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth += 1
-        # With a closure, forward and backward are still to come.
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._depth == 1 and closure is None and self._recorder.label != AFTER_BACKWARD:
-            self._recorder.mark(OPTIMIZER)
+        self.depth += 1
+        if self.depth == 1 and self._recorder.label != AFTER_BACKWARD:
+            # With a closure, forward and backward are still to come.
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
+                self._recorder.mark(OPTIMIZER)
 
     def _after_step(self, *_: Any) -> None:
-        # A `step` that calls `super().step()` fires twice.
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0:
+        if self.depth:
+            self.depth -= 1
+        if not self.depth:
             self.updates += 1
             self._recorder.mark(AFTER_UPDATE)
 

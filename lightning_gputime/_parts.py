@@ -1,6 +1,7 @@
 """Sub-phases of `forward` and `backward`: the share of a module."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class PartBoundaries:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._recorder.is_here() or _current_graph_task_id() != -1:
+        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
             return
         outer = self._recorder.label or ""
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
@@ -64,7 +65,9 @@ class PartBoundaries:
                 self._at_gradient(tensor, lambda: self._end(_backward(label), _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._recorder.is_here() or _current_graph_task_id() != -1 or not self._open:
+        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
+            return
+        if not self._open:
             return
         opened = self._open.pop()
         if opened is None:

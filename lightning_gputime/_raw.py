@@ -88,24 +88,24 @@ class Sums:
     def add(self, steps: Iterable[RawStep]) -> None:
         """Adds steps up, those with the same labels in one go."""
         for labels, group in groupby(steps, attrgetter("labels")):
-            alike = list(group)
+            # Without a loop in Python over the steps.
+            _, _, device, host, waits_ms, _, skipped_updates, _, _ = zip(*group, strict=True)
             names, share = _shares(labels)
-            device_ms = np.array([step.device_ms for step in alike]) @ share
-            host_ns = np.diff(np.array([step.host_ns for step in alike])) @ share
-            n, device_sums, maxima = len(alike), device_ms.sum(0), device_ms.max(0)
+            device_ms = np.array(device) @ share
+            host_ns = np.diff(np.array(host)) @ share
+            n, device_sums, maxima = len(device), device_ms.sum(0), device_ms.max(0)
             host_sums = host_ns.sum(0) / 1e6
             sums = zip(device_sums.tolist(), host_sums.tolist(), maxima.tolist(), strict=True)
-            for name, (device, host, most) in zip(names, sums, strict=True):
+            for name, of_phase in zip(names, sums, strict=True):
                 if name is None:
-                    self.step.add(n, device, host, most)
+                    self.step.add(n, *of_phase)
                     continue
                 phase = self.phases.get(name)
                 if phase is None:
                     phase = self.phases[name] = PhaseSum()
-                phase.add(n, device, host, most)
-            for step in alike:
-                self.wait_ms += step.wait_ms
-                self.skipped_updates += step.skipped_update
+                phase.add(n, *of_phase)
+            self.wait_ms += sum(waits_ms)
+            self.skipped_updates += sum(skipped_updates)
 
 
 class PhaseSum:

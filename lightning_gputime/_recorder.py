@@ -50,8 +50,10 @@ class Recorder:
         self._batch = batch
         self._emit = emit
         self._annotate = annotate
-        # The thread that is timed; while nothing is recorded it is kept as the home alone.
-        self._thread = self._home = -1
+        self.thread = -1
+        """The thread that is timed; -1 while nothing is recorded."""
+        # The same, at rest, too.
+        self._home = -1
         self._timing = False
         self._paused = False
         self._told: set[str] = set()
@@ -70,19 +72,15 @@ class Recorder:
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
 
-    def is_here(self) -> bool:
-        """Tells whether the calling thread is the one that is timed."""
-        return get_ident() == self._thread
-
     def is_resting_here(self) -> bool:
         """Tells whether the calling thread is the one that is timed, in some steps but not now."""
-        return self._thread == -1 and get_ident() == self._home
+        return self.thread == -1 and get_ident() == self._home
 
     # Marks
 
     def begin(self, label: str = DATA) -> None:
         """Starts a step here, in the calling thread. What the open step held is dropped."""
-        self._thread = self._home = get_ident()
+        self.thread = self._home = get_ident()
         self._drop()
         self._timing, self._paused, self._spoiled = True, False, False
         self._record(self._first_label(label))
@@ -92,7 +90,7 @@ class Recorder:
 
         Inside a phase that was named by hand that name wins, and `label` is what follows it.
         """
-        if label == self.label or not self._timing or get_ident() != self._thread:
+        if label == self.label or not self._timing or get_ident() != self.thread:
             return
         if self._named:
             self._base = label
@@ -108,7 +106,7 @@ class Recorder:
 
     def turn(self, label: str, into: str) -> None:
         """Marks `into`; if the time is going to `label`, then what it got since its mark too."""
-        if self.label == label and self._timing and get_ident() == self._thread:
+        if self.label == label and self._timing and get_ident() == self.thread:
             self._rename(into)
         else:
             self.mark(into)
@@ -117,7 +115,7 @@ class Recorder:
         """Begins a phase that was named by hand; `leave` ends it."""
         if get_ident() != self._home:
             return
-        if self._thread == -1:
+        if self.thread == -1:
             self.starts_in_capture()
         if not self._named:
             self._base = self.label if self.label and self._timing else DATA
@@ -140,14 +138,14 @@ class Recorder:
 
     def pause(self) -> None:
         """Lets the time since the last mark, and until `resume`, belong to no step."""
-        if self._timing and get_ident() == self._thread:
+        if self._timing and get_ident() == self.thread:
             self._rename(EXCLUDED)
             self._timing, self._paused = False, True
             self._tell_annotator(None)
 
     def resume(self, label: str = DATA) -> None:
         """Ends a `pause`: from here on the time belongs to `label`."""
-        if self._paused and get_ident() == self._thread:
+        if self._paused and get_ident() == self.thread:
             self._timing, self._paused = True, False
             self._record(self._first_label(label))
 
@@ -163,7 +161,7 @@ class Recorder:
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self.thread:
             return
         if self._timing and not self._spoiled:
             self._record(self._first_label(DATA))
@@ -174,8 +172,7 @@ class Recorder:
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs
         self._ended += 1
-        step = Marks(self._open, number, self._ended, self._untimed, skipped_update=skipped_update)
-        self._pending.append(step)
+        self._pending.append(Marks(self._open, number, self._ended, self._untimed, skipped_update))
         self._open = self._open[-1:]
         self._untimed = 0
         try:
@@ -203,9 +200,9 @@ class Recorder:
     def rest(self) -> None:
         """Ends recording until the next `begin`; until then only named phases are noted."""
         self._home = get_ident()
-        if self._thread != -1:
+        if self.thread != -1:
             self._drop()
-            self._thread = -1
+            self.thread = -1
             self._tell_annotator(None)
             if self._captured and not self._is_capturing():
                 self._end_capture()
@@ -214,7 +211,7 @@ class Recorder:
         """Ends a rest if a graph is captured, whose replays may be timed. Tells if it did."""
         if not self._is_capturing():
             return False
-        self._thread, self._timing, self._spoiled = self._home, True, True
+        self.thread, self._timing, self._spoiled = self._home, True, True
         return True
 
     def fill(self, spin: Callable[[], None]) -> None:
@@ -327,8 +324,8 @@ class Recorder:
     def _finish_due(self, read: bool) -> None:
         """Finishes the step that ended `lag` steps ago, if it was timed, and reads a batch."""
         # The next replay records a graph's events again, so they must be read before.
-        lag = 0 if self._graphs else self.lag
-        while self._pending and self._ended - self._pending[0].ended >= lag:
+        due = self._ended if self._graphs else self._ended - self.lag
+        while self._pending and self._pending[0].ended <= due:
             self._finish_oldest()
         if self._finished and (read or self._graphs or len(self._finished) >= self._batch):
             self._read()

@@ -31,9 +31,9 @@ class Session:
         recorder: Recorder,
         model: nn.Module,
         optimizers: Sequence[Any],
-        measurement: Measurement | None = None,
-        every_n_steps: int = 1,
-        probe: Probe | None = None,
+        measurement: Measurement,
+        every_n_steps: int,
+        probe: Probe | None,
         **options: Any,
     ) -> None:
         self.recorder = recorder
@@ -71,19 +71,20 @@ class Session:
         """Ends the open step under `number`, and begins the next one."""
         measurement = self._measurement
         if self._index < self._quiet_until:
-            if measurement is not None:
-                measurement.newest = number
-            self._end_one_of_some(number, read=False)
+            self._index += 1
+            measurement.newest = number
+            self.boundaries.step_ended(timed=False)
+            self.recorder.pass_over()
             if self.recorder.label is not None:
                 self.recorder.rest()  # It recorded a graph.
             return
-        is_due = measurement is not None and measurement.is_due(number)
-        read = is_due or (measurement is not None and measurement.owes_log)
+        measurement.step_ends(number)
         if self._is_plain:
-            self.recorder.end_step(number, self.boundaries.step_ended() == 0, read)
+            skipped_update = self.boundaries.step_ended()
+            self.recorder.end_step(number, skipped_update, measurement.owes_log)
         else:
-            self._end_one_of_some(number, read)
-        if is_due and measurement is not None and measurement.compares_at_logs:
+            self._end_one_of_some(number)
+        if measurement.owes_comparison:
             # The exchange is no part of the step that has begun.
             self.recorder.pause()
             measurement.compare_at_log()
@@ -92,16 +93,16 @@ class Session:
         if not self._is_plain and not self._is_removed:
             self._begin_next(goes_on=self._is_timed, at_end=True)
 
-    def _end_one_of_some(self, number: int, read: bool) -> None:
+    def _end_one_of_some(self, number: int) -> None:
         """Ends the open step, where not all steps are timed, or not all alike."""
         if self._probe is not None:
             self._probe.end_step(usual=not (self._is_probed or self._follows_probed))
-        skipped_update = self.boundaries.step_ended(timed=self._is_timed) == 0
+        skipped_update = self.boundaries.step_ended(timed=self._is_timed)
         if self._is_timed:
             self._timed_at = self._index
-            self.recorder.end_step(number, skipped_update, read)
+            self.recorder.end_step(number, skipped_update, self._measurement.owes_log)
         else:
-            self.recorder.pass_over(read)
+            self.recorder.pass_over(self._measurement.owes_log)
         self._index += 1
 
     def _begin_next(self, *, goes_on: bool, at_end: bool) -> None:
@@ -127,7 +128,7 @@ class Session:
 
     def sync(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
-        if self._measurement is not None and self._measurement.compares_ranks:
+        if self._measurement.compares_ranks:
             self.recorder.flush()
             self._measurement.sync()
 
@@ -137,5 +138,4 @@ class Session:
         deactivate(self.recorder)
         self.boundaries.remove()
         self.recorder.rest()
-        if self._measurement is not None:
-            self._measurement.end(self.boundaries.model_was_called)
+        self._measurement.end(self.boundaries.model_was_called)

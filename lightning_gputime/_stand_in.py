@@ -56,8 +56,11 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
     # Without the attributes of a compiled function: torch would take this for that function.
     @functools.wraps(call, updated=())
     def announced(*args: Any, **kwargs: Any) -> Any:
+        told = []
         # Over a copy, because a listener may leave when it is told.
-        told = [listener for listener in [*listeners] if listener.before(*args, **kwargs)]
+        for listener in [*listeners]:
+            if listener.before(*args, **kwargs):
+                told.append(listener)
         try:
             return call(*args, **kwargs)
         finally:

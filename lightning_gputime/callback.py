@@ -185,8 +185,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self._in_batch = True
         if self._session is not None:
-            self._session.recorder.resume(OTHER)
-            self._session.recorder.mark(OTHER)
+            recorder = self._session.recorder
+            recorder.resume(OTHER)
+            recorder.mark(OTHER)
 
     @_never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
