@@ -44,25 +44,32 @@ class Marks:
         self.skipped_update = skipped_update
 
 
-def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
+def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> tuple[RawStep, Sequence[TimingEvent]]:
     """Reads the events of a step that the device has finished.
 
     Args:
         step: Its marks.
         graphs: The marks of captured graphs, which may have been replayed in it.
 
-    Raises:
-        RuntimeError: If the device has not reached one of the marks.
+    Returns:
+        The step, and those of its events that nobody needs any more.
     """
     marks = step.marks
     for graph in graphs:
         marks = _with_replay(marks, graph)
     labels, events, host_ns = zip(*marks, strict=True)
-    return RawStep(
+    own = [event for _, event, _ in step.marks] if graphs else events
+    try:
+        device_ms = _elapsed_ms(events)
+    except RuntimeError:
+        # A mark that was recorded on another stream can lag behind the last one.
+        for event in events:
+            event.synchronize()
+        device_ms = _elapsed_ms(events)
+    raw = RawStep(
         step.number,
         labels[:-1],
-        # Without a loop in Python: this runs at every step.
-        tuple(map(type(events[0]).elapsed_time, events, events[1:])),
+        device_ms,
         host_ns,
         step.wait_ms,
         step.met_ns,
@@ -70,6 +77,12 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> RawStep:
         step.filled,
         step.after_spin,
     )
+    return raw, own if step.owns_end else own[:-1]
+
+
+def _elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
+    # Without a loop in Python: this runs at every step.
+    return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
 
 
 def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:

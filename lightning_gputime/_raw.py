@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,11 +91,11 @@ class Sums:
             # Without a loop in Python over the steps.
             _, _, device, host, waits_ms, _, skipped_updates, _, _ = zip(*group, strict=True)
             names, share = _shares(labels)
-            device_ms = np.array(device) @ share
-            host_ns = np.diff(np.array(host)) @ share
-            n, device_sums, maxima = len(device), device_ms.sum(0), device_ms.max(0)
-            host_sums = host_ns.sum(0) / 1e6
-            sums = zip(device_sums.tolist(), host_sums.tolist(), maxima.tolist(), strict=True)
+            n, device_ms = len(device), _array(device, np.float64) @ share
+            marked_ns = _array(host, np.int64).sum(0)
+            host_ns = (marked_ns[1:] - marked_ns[:-1]) @ share
+            of_phases = device_ms.sum(0), host_ns / 1e6, device_ms.max(0)
+            sums = zip(*(values.tolist() for values in of_phases), strict=True)
             for name, of_phase in zip(names, sums, strict=True):
                 if name is None:
                     self.step.add(n, *of_phase)
@@ -131,6 +131,12 @@ class PhaseSum:
         self.host_ms += host_ms
         if max_ms > self.max_ms:
             self.max_ms = max_ms
+
+
+def _array(rows: Sequence[Sequence[float]], dtype: type) -> npt.NDArray[Any]:
+    """Returns what `np.array` does, in half the time."""
+    n, m = len(rows), len(rows[0])
+    return np.fromiter(chain.from_iterable(rows), dtype, n * m).reshape(n, m)
 
 
 @lru_cache(maxsize=256)

@@ -361,15 +361,9 @@ class Recorder:
         finished, self._finished = self._finished, []
         steps = []
         for step in finished:
-            _, events, _ = zip(*step.marks, strict=True)
-            try:
-                steps.append(read(step, self._graphs))
-            except RuntimeError:
-                # A mark that was recorded on another stream can lag behind the last one.
-                for event in events:
-                    event.synchronize()
-                steps.append(read(step, self._graphs))
-            self._free.extend(events if step.owns_end else events[:-1])
+            times, free = read(step, self._graphs)
+            steps.append(times)
+            self._free.extend(free)
         if steps:
             self._emit(steps)
 
