@@ -36,10 +36,10 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-STEPS = {"mlp": 200, "gpt4": 80, "gpt12": 60, "resnet50": 40, "gpt12 compiled": 60}
+STEPS = {"mlp": 200, "gpt4": 100, "gpt12": 75, "resnet50": 50, "gpt12 compiled": 50}
 WARMUP = 10
-# Steps that are timed together: ours reads the finished steps 16 at a time.
-BLOCK = 20
+# Steps that are timed together: ours reads the finished steps 25 at a time.
+BLOCK = 25
 
 NONE, AGAIN = "no timer", "no timer, again"
 

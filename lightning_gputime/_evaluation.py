@@ -43,7 +43,7 @@ class Evaluation:
         self._step = step
         # Nothing is due before the end.
         self._log = PhaseLog(prefix, sys.maxsize, loggers, publish)
-        self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=32)
+        self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=25)
         self._boundaries = Boundaries(self._recorder, model, [], backward=False, **options)
         activate(self._recorder)
         self._recorder.begin()

@@ -25,8 +25,8 @@ def test_the_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), n=50)
     assert len(timer.history()) == 50
     assert len(gpu.waits) == 50
-    # Those of 32 steps, which are read together, and of the next two.
-    assert gpu.created < 8 * 35
+    # Those of 25 steps, which are read together, and of the next two.
+    assert gpu.created < 8 * 28
 
 
 def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> None:

@@ -453,7 +453,7 @@ def calls_in_a_step(
 ) -> float:
     """How many functions of the package run in a step, on average.
 
-    Finished steps are read 32 at a time and logs come every 50 steps: 400 hold both evenly.
+    Finished steps are read 25 at a time and logs come every 50 steps: 400 hold both evenly.
     """
     model = Wide(modules)
     optimizer = Adder(model.parameters(), gpu, 2.0)
@@ -561,8 +561,8 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
         for x in timer.steps(loop.batches(120)):
             loop.train(x)
     assert sum(read) == 120
-    assert max(read) == min(every, 32)
-    assert len(read) <= 120 // 32 + 120 // every + 2
+    assert max(read) == min(every, 25)
+    assert len(read) <= 120 // 25 + 120 // every + 2
 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
