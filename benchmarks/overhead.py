@@ -1,8 +1,9 @@
 """Measures what timing a step costs: added time per step, against no timer at all.
 
-All ways of timing run in one process, interleaved in random order over several rounds, in a
-Lightning loop and in a plain one. "no timer" runs twice; the difference of the two is the noise.
-Packages that are not installed are reported as absent.
+All ways of timing take turns in one Lightning loop, and in a plain one: each joins for some steps,
+in an order that is drawn anew in every round, so that all meet the same moods of the host. "no
+timer" has two turns in each round; the difference of the two is the noise. Packages that are not
+installed are reported as absent.
 
 What leaves something in the process when it ends (patches, threads, CUPTI) would slow whatever runs
 after it: with `--alone` each of these runs in a process of its own, after runs without a timer.
@@ -18,11 +19,11 @@ import logging
 import multiprocessing
 import random
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-STEPS = {"mlp": 200, "gpt4": 100, "gpt12": 75, "resnet50": 50, "gpt12 compiled": 50}
-WARMUP = 10
-# Steps that are timed together: ours reads the finished steps 25 at a time.
-BLOCK = 25
+ROUNDS = {"mlp": 30, "gpt4": 20, "gpt12": 8, "resnet50": 5, "gpt12 compiled": 8}
+# In each turn, steps that are not timed, and steps that are timed together: ours reads the finished
+# steps 25 at a time.
+SETTLE, BLOCK = 10, 25
 
 NONE, AGAIN = "no timer", "no timer, again"
 
@@ -48,7 +49,7 @@ def _timer(**options: Any) -> dict[str, Any]:
     return {"callbacks": [GPUPhaseTimer(summary=False, **options)]}
 
 
-# What each way passes to the Trainer.
+# What each way gives to the Trainer.
 IN_LIGHTNING: dict[str, Callable[[], dict[str, Any]]] = {
     NONE: dict,
     AGAIN: dict,
@@ -58,11 +59,8 @@ IN_LIGHTNING: dict[str, Callable[[], dict[str, Any]]] = {
     "GPUPhaseTimer(lag=0)": lambda: _timer(lag=0),
     "GPUPhaseTimer(every_n_steps=10)": lambda: _timer(every_n_steps=10),
     "four synchronize": lambda: {"callbacks": [peers.FourSynchronize()]},
-    "Lightning SimpleProfiler": lambda: {"profiler": "simple"},
-    "Lightning ThroughputMonitor": lambda: {
-        "callbacks": [peers.throughput_monitor()],
-        "logger": pl.loggers.logger.DummyLogger(),
-    },
+    "Lightning SimpleProfiler": lambda: {"profiler": pl.profilers.SimpleProfiler()},
+    "Lightning ThroughputMonitor": lambda: {"callbacks": [peers.throughput_monitor()]},
     "TorchTNT Timer(cuda_sync=True)": lambda: {"callbacks": [peers.TorchTNT()]},
     "DeepSpeed timers": lambda: {"callbacks": [peers.DeepSpeed()]},
 }
@@ -79,60 +77,127 @@ PEERS = (
 )
 
 
-class Blocks:
-    """Times blocks of steps: an event before each, which every way of timing gets alike."""
+Times = dict[str, list[float]]
+"""Of each way the time of a step in each of its turns (in milliseconds)."""
 
-    def __init__(self) -> None:
+Results = dict[str, dict[str, Any]]
+
+
+class Stopwatch:
+    """Times blocks of steps on the device, which every way of timing gets alike."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
         self._events: list[torch.Event] = []
 
-    def start_step(self, step: int) -> None:
-        """Is called at the start of each step."""
-        if step >= WARMUP and (step - WARMUP) % BLOCK == 0:
-            self._events.append(torch.Event(device="cuda", enable_timing=True))
-            self._events[-1].record()
+    def press(self) -> None:
+        """Starts a block, or ends it."""
+        self._events.append(torch.Event(device="cuda", enable_timing=True))
+        self._events[-1].record()
+        done, is_open = divmod(len(self._events), 2)
+        if not is_open:
+            print(f"\r{done} of {self._blocks} turns ", end="", file=sys.stderr, flush=True)
 
     def times(self) -> list[float]:
         """Returns the time of a step in each block (in milliseconds)."""
         self._events[-1].synchronize()
-        return [start.elapsed_time(end) / BLOCK for start, end in pairwise(self._events)]
+        starts, ends = self._events[::2], self._events[1::2]
+        return [start.elapsed_time(end) / BLOCK for start, end in zip(starts, ends, strict=True)]
 
 
-class Stopwatch(pl.Callback):
-    """Times blocks of steps in Lightning."""
+class Turns(pl.Callback):
+    """Lets ways of timing take turns in one Lightning loop."""
 
-    def __init__(self) -> None:
-        self.blocks = Blocks()
+    def __init__(self, ways: Sequence[str]) -> None:
+        self.stopwatch = Stopwatch(len(ways))
+        self._ways = iter(ways)
+        self._callbacks: list[pl.Callback] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.blocks.start_step(args[-1])
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        place = batch_idx % (SETTLE + BLOCK)
+        if place == SETTLE or (place == 0 and batch_idx > 0):
+            self.stopwatch.press()
+        if place == 0:
+            self._leave(trainer, pl_module)
+            way = next(self._ways, None)
+            if way is not None:
+                self._join(trainer, pl_module, **IN_LIGHTNING[way]())
+
+    # Any: `callbacks` and `profiler` of a Trainer have no hint.
+    def _join(
+        self,
+        trainer: Any,
+        pl_module: pl.LightningModule,
+        callbacks: Sequence[pl.Callback] = (),
+        profiler: pl.profilers.Profiler | None = None,
+    ) -> None:
+        if profiler is not None:
+            trainer.profiler = profiler
+        self._callbacks = [*callbacks]
+        for callback in callbacks:
+            callback.setup(trainer, pl_module, "fit")
+            callback.on_fit_start(trainer, pl_module)
+            callback.on_train_start(trainer, pl_module)
+            callback.on_train_epoch_start(trainer, pl_module)
+            trainer.callbacks.append(callback)
+
+    def _leave(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        trainer.profiler = pl.profilers.PassThroughProfiler()
+        for callback in self._callbacks:
+            trainer.callbacks.remove(callback)
+            callback.on_train_epoch_end(trainer, pl_module)
+            callback.on_train_end(trainer, pl_module)
+            callback.on_fit_end(trainer, pl_module)
+            callback.teardown(trainer, pl_module, "fit")
 
 
-def fit(task: Task, batch: Batch, options: dict[str, Any], steps: int) -> list[float]:
-    """Returns the time of a step in Lightning, in each block of steps (in milliseconds)."""
-    stopwatch = Stopwatch()
-    callbacks = [stopwatch, *options.pop("callbacks", [])]
+def in_lightning(
+    task: Task,
+    batch: Batch,
+    ways: Sequence[str],
+    callbacks: Sequence[pl.Callback] = (),
+    **options: Any,
+) -> Times:
+    """Lets ways take their turns in a loop; returns the time of a step in each turn.
+
+    Args:
+        task: What is trained.
+        batch: With what.
+        ways: The turns.
+        callbacks: Are there in all turns.
+        options: Those of the Trainer.
+    """
+    turns = Turns(ways)
     trainer = pl.Trainer(
-        **{
-            "accelerator": "gpu",
-            "devices": 1,
-            "precision": "bf16-mixed",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_checkpointing": False,
-            "enable_model_summary": False,
-            "callbacks": callbacks,
-            **options,
-        }
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_epochs=1,
+        logger=pl.loggers.logger.DummyLogger(),
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[turns, *callbacks],
+        **options,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer.fit(task, Repeat(batch, WARMUP + steps + 1))
-    return stopwatch.blocks.times()
+        trainer.fit(task, Repeat(batch, len(ways) * (SETTLE + BLOCK) + 1))
+    return by_way(ways, turns.stopwatch.times())
 
 
-def plain(task: Task, batch: Batch, way: str, steps: int) -> list[float]:
-    """Returns the time of a step in a plain loop, in each block of steps (in milliseconds)."""
+def in_plain_loop(task: Task, batch: Batch, ways: Sequence[str]) -> Times:
+    """As `in_lightning`, in a plain loop."""
     task.cuda()  # A Trainer takes the model back to the CPU when it ends.
+    stopwatch = Stopwatch(len(ways))
+    for way in ways:
+        take_turn(task, batch, way, stopwatch)
+    return by_way(ways, stopwatch.times())
+
+
+def take_turn(task: Task, batch: Batch, way: str, stopwatch: Stopwatch) -> None:
+    """Lets one way take its turn in a plain loop."""
     optimizer = task.configure_optimizers()
     x, y = batch
     boundary: Callable[[int], None] = lambda i: None  # noqa: E731
@@ -156,9 +221,9 @@ def plain(task: Task, batch: Batch, way: str, steps: int) -> list[float]:
     elif way.startswith("GPUPhaseHooks"):
         timer = GPUPhaseHooks(task.net, optimizer, lag=0 if "lag=0" in way else 1).attach()
         end_step = timer.step
-    blocks = Blocks()
-    for step in range(WARMUP + steps + 1):
-        blocks.start_step(step)
+    for step in range(SETTLE + BLOCK):
+        if step == SETTLE:
+            stopwatch.press()
         boundary(0)
         with torch.autocast("cuda", torch.bfloat16):
             out = task.net(x)
@@ -170,9 +235,9 @@ def plain(task: Task, batch: Batch, way: str, steps: int) -> list[float]:
         boundary(3)
         optimizer.step()
         end_step()
+    stopwatch.press()
     if timer is not None:
         timer.remove()
-    return blocks.times()
 
 
 IN_PLAIN = (
@@ -185,8 +250,12 @@ IN_PLAIN = (
 )
 
 
-Times = dict[str, list[float]]
-Results = dict[str, dict[str, Any]]
+def by_way(ways: Sequence[str], times_ms: Sequence[float]) -> Times:
+    """Returns the times of each way, in the order of its turns."""
+    found: Times = {}
+    for way, ms in zip(ways, times_ms, strict=True):
+        found.setdefault(way, []).append(ms)
+    return found
 
 
 def prepared(model: str) -> tuple[Task, Batch]:
@@ -195,61 +264,61 @@ def prepared(model: str) -> tuple[Task, Batch]:
     task, batch = load(name, torch.device("cuda"))
     if compiled:
         task.net.compile()
-    fit(task, batch, {}, STEPS[model])
+    in_lightning(task, batch, [NONE])
     return task, batch
 
 
-def measure(
-    model: str, task: Task, batch: Batch, runs: list[tuple[str, str]], rounds: int
-) -> dict[str, Times]:
-    """Returns the time per step in each block of all rounds (in milliseconds), for both loops."""
-    steps = STEPS[model]
-    found: dict[str, Times] = {}
-    for i in range(rounds):
-        for loop, way in random.sample(runs, len(runs)):
-            times = found.setdefault(loop, {}).setdefault(way, [])
-            if loop == "plain":
-                times += plain(task, batch, way, steps)
-                continue
-            try:
-                options = {**IN_LIGHTNING, **ALONE}[way]()
-            except ImportError as error:
-                print(f"{way} is absent: {error}", flush=True)
-                continue
-            times += fit(task, batch, options, steps)
-        print(f"{model}: round {i + 1} of {rounds}", flush=True)
-    return found
+def summarize(times: Times) -> dict[str, Any]:
+    """Returns the times of each way, and what it adds.
 
-
-def summarize(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Returns quartiles of each way, and the ratio of its first one to that without a timer.
-
-    A shared host slows whole blocks at random. The first quartile is that of the quiet blocks.
+    A way's time is compared with that of no timer in the same round, and of these ratios the median
+    is taken.
     """
     rows: dict[str, Any] = {}
-    for way, blocks in times.items():
-        if not blocks:
-            rows[way] = "absent"
-            continue
-        base = times[NONE] if way == AGAIN else times[NONE] + times[AGAIN]
-        quartiles = statistics.quantiles(blocks)
+    without = [statistics.mean(both) for both in zip(times[NONE], times[AGAIN], strict=True)]
+    for way, steps_ms in times.items():
+        base = times[NONE] if way == AGAIN else without
+        ratios = [ms / base_ms for ms, base_ms in zip(steps_ms, base, strict=True)]
         rows[way] = {
-            "quartiles_ms": [round(ms, 5) for ms in quartiles],
-            "ratio": round(quartiles[0] / statistics.quantiles(base)[0], 6),
+            "ratio": round(statistics.median(ratios), 6),
+            "ratios": [round(ratio, 5) for ratio in ratios],
+            "steps_ms": [round(ms, 5) for ms in steps_ms],
         }
     return rows
 
 
-def together(models: list[str], rounds: int, with_peers: bool) -> Iterator[Results]:
+def is_present(way: str) -> bool:
+    """Tells whether the package of a way is installed."""
+    try:
+        IN_LIGHTNING[way]()
+    except ImportError as error:
+        print(f"{way} is absent: {error}", flush=True)
+        return False
+    return True
+
+
+def together(models: list[str], rounds: int | None, with_peers: bool) -> Iterator[Results]:
     """Measures the ways that leave nothing behind; yields what was found after each model."""
-    tasks = {model: prepared(model) for model in models}
-    runs = [("plain", way) for way in IN_PLAIN]
-    runs += [("lightning", way) for way in IN_LIGHTNING if with_peers or way not in PEERS]
+    ways = [way for way in IN_LIGHTNING if with_peers or way not in PEERS]
+    present = [way for way in ways if is_present(way)]
     results: Results = {}
-    for model, (task, batch) in tasks.items():
-        found = measure(model, task, batch, runs, rounds)
-        results[model] = {loop: summarize(times) for loop, times in found.items()}
+    for model in models:
+        n, (task, batch) = rounds or ROUNDS[model], prepared(model)
+        results[model] = {
+            loop: summarize(measure(task, batch, [way for _ in range(n) for way in shuffled(ways)]))
+            for loop, measure, ways in (
+                ("plain", in_plain_loop, IN_PLAIN),
+                ("lightning", in_lightning, present),
+            )
+        }
+        results[model]["lightning"] |= {way: "absent" for way in ways if way not in present}
+        print(f"{model} is measured", flush=True)
         yield results
+
+
+def shuffled(ways: Sequence[str]) -> list[str]:
+    """Returns `ways` in random order."""
+    return random.sample(ways, len(ways))
 
 
 def each_alone(models: list[str], rounds: int) -> Iterator[Results]:
@@ -268,12 +337,16 @@ def alone(way: str, models: list[str], rounds: int) -> dict[str, Any]:
     """Measures one way on every model, after runs without a timer on all of them."""
     be_quiet()
     tasks = {model: prepared(model) for model in models}
-    found: dict[str, Times] = {}
-    for ways in ((NONE, AGAIN), (way,)):
-        runs = [("lightning", one) for one in ways]
-        for model, (task, batch) in tasks.items():
-            times = measure(model, task, batch, runs, rounds)
-            found.setdefault(model, {}).update(times["lightning"])
+    found = {
+        model: in_lightning(*task, [way for _ in range(rounds) for way in (NONE, AGAIN)])
+        for model, task in tasks.items()
+    }
+    for model, task in tasks.items():
+        try:
+            # All turns are its own.
+            found[model][way] = in_lightning(*task, [NONE] * rounds, **ALONE[way]())[NONE]
+        except ImportError as error:
+            print(f"{way} is absent: {error}", flush=True)
     return {model: summarize(times) for model, times in found.items()}
 
 
@@ -285,16 +358,14 @@ def be_quiet() -> None:
 
 
 def print_table(results: Results) -> None:
-    """Prints the ratio and the quartiles of each way."""
+    """Prints what each way adds, and its median time."""
     for model, loops in results.items():
         for loop, rows in loops.items():
             for way, row in sorted(rows.items()):
                 text = row
                 if row != "absent":
-                    first, second, third = row["quartiles_ms"]
-                    text = (
-                        f"{(row['ratio'] - 1) * 100:+7.2f} % {first:9.3f} {second:.3f} {third:.3f}"
-                    )
+                    percent, ms = (row["ratio"] - 1) * 100, statistics.median(row["steps_ms"])
+                    text = f"{percent:+7.2f} % {ms:9.3f} ms"
                 print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
 
 
@@ -304,7 +375,7 @@ def host() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
-def described(results: Results, rounds: int, start: float) -> dict[str, Any]:
+def described(results: Results, start: float) -> dict[str, Any]:
     """Returns what was found, and on what."""
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -312,8 +383,6 @@ def described(results: Results, rounds: int, start: float) -> dict[str, Any]:
         "lightning": lightning.__version__,
         "host": host(),
         "command": command(),
-        "rounds": rounds,
-        "steps": {model: STEPS[model] for model in results},
         "seconds": round(time.monotonic() - start),
         "results": results,
     }
@@ -322,8 +391,8 @@ def described(results: Results, rounds: int, start: float) -> dict[str, Any]:
 def main() -> None:
     """Measures, saves after each model, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
+    parser.add_argument("--rounds", type=int, help="how many turns each way has")
     parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
     parser.add_argument("--alone", action="store_true", help="measure those that leave something")
     parser.add_argument("--out", type=Path)
@@ -332,11 +401,11 @@ def main() -> None:
     models, rounds, start = arguments.models, arguments.rounds, time.monotonic()
     results: Results = {}
     for results in (
-        each_alone(models, rounds)
+        each_alone(models, rounds or 4)
         if arguments.alone
         else together(models, rounds, not arguments.no_peers)
     ):
-        save(arguments.out, described(results, rounds, start))
+        save(arguments.out, described(results, start))
     print_table(results)
 
 
