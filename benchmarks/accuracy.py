@@ -78,10 +78,10 @@ class Step:
         x, y = self.batch
         self._spin("data")
         boundary()
-        with record_function("forward"), torch.autocast("cuda", torch.bfloat16):
+        with record_function("forward"):
             out = self.task.net(x)
         boundary()
-        with record_function("loss"), torch.autocast("cuda", torch.bfloat16):
+        with record_function("loss"):
             self._spin("loss")
             loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
         boundary()

@@ -92,8 +92,8 @@ def _resnet50() -> tuple[nn.Module, Batch]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "mlp": _mlp,
-    "gpt4": lambda: _gpt(4, 512, 8),
-    "gpt12": lambda: _gpt(12, 768, 10),
+    "gpt4": lambda: _gpt(4, 512, 16),
+    "gpt12": lambda: _gpt(12, 768, 14),
     "resnet50": _resnet50,
 }
 
@@ -112,6 +112,8 @@ class Repeat:
 
 
 def load(name: str, device: torch.device) -> tuple[Task, Batch]:
-    """Returns a task with its net on the device, and a batch there."""
+    """Returns a task with its net on the device, in bfloat16 throughout, and a batch there."""
     net, (x, y) = MODELS[name]()
-    return Task(net.to(device)), (x.to(device), y.to(device))
+    if x.is_floating_point():
+        x = x.to(torch.bfloat16)
+    return Task(net.to(device, torch.bfloat16)), (x.to(device), y.to(device))

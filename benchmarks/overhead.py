@@ -173,7 +173,6 @@ def in_lightning(
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
-        precision="bf16-mixed",
         max_epochs=1,
         logger=pl.loggers.logger.DummyLogger(),
         enable_progress_bar=False,
@@ -225,10 +224,9 @@ def take_turn(task: Task, batch: Batch, way: str, stopwatch: Stopwatch) -> None:
         if step == SETTLE:
             stopwatch.press()
         boundary(0)
-        with torch.autocast("cuda", torch.bfloat16):
-            out = task.net(x)
-            boundary(1)
-            loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
+        out = task.net(x)
+        boundary(1)
+        loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
         boundary(2)
         optimizer.zero_grad()
         loss.backward()
@@ -272,17 +270,20 @@ def summarize(times: Times) -> dict[str, Any]:
     """Returns the times of each way, and what it adds.
 
     A way's time is compared with that of no timer in the same round, and of these ratios the median
-    is taken.
+    is taken; `error` is its standard error, from the quartiles of the ratios.
     """
     rows: dict[str, Any] = {}
     without = [statistics.mean(both) for both in zip(times[NONE], times[AGAIN], strict=True)]
     for way, steps_ms in times.items():
         base = times[NONE] if way == AGAIN else without
         ratios = [ms / base_ms for ms, base_ms in zip(steps_ms, base, strict=True)]
+        first, ratio, third = statistics.quantiles(ratios, method="inclusive")
+        quartiles_ms = statistics.quantiles(steps_ms, method="inclusive")
         rows[way] = {
-            "ratio": round(statistics.median(ratios), 6),
-            "ratios": [round(ratio, 5) for ratio in ratios],
-            "steps_ms": [round(ms, 5) for ms in steps_ms],
+            "quartiles_ms": [round(ms, 5) for ms in quartiles_ms],
+            "ratio": round(ratio, 6),
+            # As for a normal distribution.
+            "error": round(0.93 * (third - first) / len(ratios) ** 0.5, 6),
         }
     return rows
 
@@ -358,14 +359,14 @@ def be_quiet() -> None:
 
 
 def print_table(results: Results) -> None:
-    """Prints what each way adds, and its median time."""
+    """Prints what each way adds, and its median."""
     for model, loops in results.items():
         for loop, rows in loops.items():
             for way, row in sorted(rows.items()):
                 text = row
                 if row != "absent":
-                    percent, ms = (row["ratio"] - 1) * 100, statistics.median(row["steps_ms"])
-                    text = f"{percent:+7.2f} % {ms:9.3f} ms"
+                    added, error = (row["ratio"] - 1) * 100, row["error"] * 100
+                    text = f"{added:+7.2f} ± {error:.2f} % {row['quartiles_ms'][1]:9.3f} ms"
                 print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
 
 

@@ -35,7 +35,6 @@ def lightning_loop(model: str, timer: GPUPhaseTimer | None, steps: int) -> Count
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
-        precision="bf16-mixed",
         max_steps=WARMUP + steps + 2,
         logger=False,
         enable_progress_bar=False,
@@ -73,8 +72,7 @@ def plain_loop(model: str, timed: bool, steps: int, lag: int = 1) -> Counter[str
     for step in range(WARMUP + steps):
         if step == WARMUP:
             profiler.start()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = nn.functional.cross_entropy(task.net(x).flatten(0, -2), y.flatten())
+        loss = nn.functional.cross_entropy(task.net(x).flatten(0, -2), y.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
