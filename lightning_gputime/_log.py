@@ -57,23 +57,27 @@ class PhaseLog:
         every = self._every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
-    def add(self, steps: Sequence[RawStep]) -> bool:
-        """Takes the next steps, and logs where one is due. Tells if it did."""
+    def add(self, steps: Sequence[RawStep], sums: Sums | None = None) -> bool:
+        """Takes the next steps, and logs where one is due. Tells if it did.
+
+        Args:
+            steps: They.
+            sums: Their sums, if those are known.
+        """
         if not self._every_n_steps:
             return False
-        before = steps[0].number - 1 if self.newest is None else self.newest
-        first = 0
-        if steps[-1].number >= self.next_due(before):
-            for i, step in enumerate(steps, 1):
-                self.newest = step.number
-                if step.number >= self.next_due(before):
-                    self._sums.add(steps[first:i])
-                    self.log()
-                    first = i
-                before = step.number
-        self._sums.add(steps[first:])
+        due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
+        if len(steps) > 1 and steps[-2].number >= due:
+            first = next(i for i, step in enumerate(steps, 1) if step.number >= due)
+            self.add(steps[:first])
+            self.add(steps[first:])
+            return True
+        self._sums.merge(Sums(steps) if sums is None else sums)
         self.newest = steps[-1].number
-        return first > 0
+        is_due = self.newest >= due
+        if is_due:
+            self.log()
+        return is_due
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""

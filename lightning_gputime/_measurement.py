@@ -94,8 +94,9 @@ class Measurement:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
-        self._recent.extend(self._results.add(steps))
-        if self._log.add(steps):
+        sums = Sums(steps)
+        self._recent.extend(self._results.add(steps, sums))
+        if self._log.add(steps, sums):
             self.owes_log = False
         for call in [*self._on_step]:
             try:
@@ -132,8 +133,7 @@ class Measurement:
         # Not when a step is read: one rank may read it a step later than another, and wait there
         # for the other.
         if self._finished >= self._log.next_due(self._synced):
-            early = Sums()
-            early.add(step for step in self._recent if step.number > self._finished)
+            early = Sums(step for step in self._recent if step.number > self._finished)
             totals = since(totals_of(self._results.sums), totals_of(early))
             self._compare(totals, min(self._finished, self._newest_read))
 

@@ -139,7 +139,7 @@ class Probe:
             self._margin = max(0.75 * self._margin, _MARGIN)
             alone = tuple(EXCLUDED if one.endswith(f"/{COMM}") else one for one in step.labels)
             self.newest = step._replace(labels=alone)
-            self.busy.add([self.newest])
+            self.busy.merge(Sums([self.newest]))
         elif not was_short and self._may_wait(step, normal):
             self._misses += 1
             self._margin = min(2 * self._margin, _LARGEST_MARGIN)

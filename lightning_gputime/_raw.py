@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from lightning_gputime._phases import StepTimes, Timeline, settle
 
@@ -79,33 +76,45 @@ class Sums:
         skipped_updates: How many updates were skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Iterable[RawStep] = ()) -> None:
         self.phases: dict[str, PhaseSum] = {}
         self.step = PhaseSum()
         self.wait_ms = 0.0
         self.skipped_updates = 0
+        for labels, alike in groupby(steps, attrgetter("labels")):
+            self._add_alike(labels, alike)
 
-    def add(self, steps: Iterable[RawStep]) -> None:
-        """Adds steps up, those with the same labels in one go."""
-        for labels, group in groupby(steps, attrgetter("labels")):
-            # Without a loop in Python over the steps.
-            _, _, device, host, waits_ms, _, skipped_updates, _, _ = zip(*group, strict=True)
-            names, share = _shares(labels)
-            n, device_ms = len(device), _array(device, np.float64) @ share
-            marked_ns = _array(host, np.int64).sum(0)
-            host_ns = (marked_ns[1:] - marked_ns[:-1]) @ share
-            of_phases = device_ms.sum(0), host_ns / 1e6, device_ms.max(0)
-            sums = zip(*(values.tolist() for values in of_phases), strict=True)
-            for name, of_phase in zip(names, sums, strict=True):
-                if name is None:
-                    self.step.add(n, *of_phase)
-                    continue
-                phase = self.phases.get(name)
-                if phase is None:
-                    phase = self.phases[name] = PhaseSum()
-                phase.add(n, *of_phase)
-            self.wait_ms += sum(waits_ms)
-            self.skipped_updates += sum(skipped_updates)
+    def _add_alike(self, labels: tuple[str, ...], steps: Iterable[RawStep]) -> None:
+        # Without a loop over the steps, and without NumPy: its code is cold where this runs.
+        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _ = zip(*steps, strict=True)
+        n = len(device_ms)
+        marks_ms = [*zip(*device_ms, strict=True)]
+        marked_ns = [*map(sum, zip(*host_ns, strict=True))]
+        for name, marks in _marks_of(labels):
+            if len(marks) == 1:
+                of_steps_ms: Sequence[float] = marks_ms[marks[0]]
+            else:
+                of_marks_ms = [marks_ms[mark] for mark in marks]
+                of_steps_ms = [*map(sum, zip(*of_marks_ms, strict=True))] or [0.0] * n
+            took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
+            phase = self.step if name is None else self._phase(name)
+            phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
+        self.wait_ms += sum(waits_ms)
+        self.skipped_updates += sum(skipped_updates)
+
+    def merge(self, other: "Sums") -> None:
+        """Adds the sums over other steps."""
+        self.step.merge(other.step)
+        for name, phase in other.phases.items():
+            self._phase(name).merge(phase)
+        self.wait_ms += other.wait_ms
+        self.skipped_updates += other.skipped_updates
+
+    def _phase(self, name: str) -> "PhaseSum":
+        phase = self.phases.get(name)
+        if phase is None:
+            phase = self.phases[name] = PhaseSum()
+        return phase
 
 
 class PhaseSum:
@@ -132,19 +141,17 @@ class PhaseSum:
         if max_ms > self.max_ms:
             self.max_ms = max_ms
 
-
-def _array(rows: Sequence[Sequence[float]], dtype: type) -> npt.NDArray[Any]:
-    """Returns what `np.array` does, in half the time."""
-    n, m = len(rows), len(rows[0])
-    return np.fromiter(chain.from_iterable(rows), dtype, n * m).reshape(n, m)
+    def merge(self, other: "PhaseSum") -> None:
+        """Adds the sums over other steps."""
+        self.add(other.n, other.device_ms, other.host_ms, other.max_ms)
 
 
 @lru_cache(maxsize=256)
-def _shares(labels: tuple[str, ...]) -> tuple[Sequence[str | None], npt.NDArray[np.float64]]:
-    """Returns the phases that ran, and None for the step, and which marks count for each."""
+def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
+    """Returns which marks count for each phase that ran, and, with None, for the step."""
     settled = settle(labels)
-    names: list[str | None] = list(dict.fromkeys(name for of_mark in settled for name in of_mark))
-    share = [[float(name in of_mark) for name in names] for of_mark in settled]
-    for row, of_mark in zip(share, settled, strict=True):
-        row.append(float(bool(of_mark)))
-    return [*names, None], np.array(share)
+    names = list(dict.fromkeys(name for of_mark in settled for name in of_mark))
+    marks_of: list[tuple[str | None, Sequence[int]]] = [
+        (name, [mark for mark, of_mark in enumerate(settled) if name in of_mark]) for name in names
+    ]
+    return [*marks_of, (None, [mark for mark, of_mark in enumerate(settled) if of_mark])]

@@ -53,14 +53,20 @@ class Results:
         """Returns the steps in the history, oldest first."""
         return [step.times() for step in self._newest]
 
-    def add(self, steps: Sequence[RawStep]) -> Sequence[RawStep]:
-        """Takes the next steps, and returns those that are no warm-up."""
+    def add(self, steps: Sequence[RawStep], sums: Sums | None = None) -> Sequence[RawStep]:
+        """Takes the next steps, and returns those that are no warm-up.
+
+        Args:
+            steps: They.
+            sums: Their sums, if those are known.
+        """
         self._newest.extend(steps)
         warmup = max(self._warmup_steps - self._seen, 0)
         self._seen += len(steps)
         self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
-        self.sums.add(steps[warmup:])
-        return steps[warmup:]
+        measured = steps[warmup:]
+        self.sums.merge(Sums(measured) if warmup or sums is None else sums)
+        return measured
 
     def history(self) -> npt.NDArray[Any]:
         """Returns the newest steps as a structured array; see the timers' `history`."""

@@ -417,7 +417,7 @@ def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> N
 def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     probe, normal = Probe(FakeGPU(), 5, 0), Sums()
     probe._asked_ms = 1.5
-    normal.add([raw(0, forward=1.0, loss=1.0)])
+    normal.merge(Sums([raw(0, forward=1.0, loss=1.0)]))
     for number in (2, 7, 12):
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
         step = step._replace(filled=False, after_spin=1)
