@@ -404,5 +404,6 @@ def _show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    for key, value in metrics.items():
-        trainer.callback_metrics[key] = torch.tensor(value)
+    # One tensor for all: each new one takes a while.
+    values = torch.tensor([*metrics.values()]).unbind()
+    trainer.callback_metrics.update(zip(metrics, values, strict=True))
