@@ -11,7 +11,7 @@ from lightning_gputime._events import Clock
 from lightning_gputime._log import MetricsLogger, PhaseLog
 from lightning_gputime._named import activate, deactivate
 from lightning_gputime._phases import OTHER
-from lightning_gputime._recorder import Recorder
+from lightning_gputime._recorder import BATCH, Recorder
 
 
 class Evaluation:
@@ -43,7 +43,7 @@ class Evaluation:
         self._step = step
         # Nothing is due before the end.
         self._log = PhaseLog(prefix, sys.maxsize, loggers, publish)
-        self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=25)
+        self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=BATCH)
         self._boundaries = Boundaries(self._recorder, model, [], backward=False, **options)
         activate(self._recorder)
         self._recorder.begin()

@@ -67,7 +67,7 @@ class PhaseLog:
         if not self._every_n_steps:
             return False
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
-        if len(steps) > 1 and steps[-2].number >= due:
+        if len(steps) > 1 and steps[-2].number >= due:  # In their midst, perhaps more than once.
             first = next(i for i, step in enumerate(steps, 1) if step.number >= due)
             self.add(steps[:first])
             self.add(steps[first:])

@@ -12,6 +12,7 @@ from lightning_gputime._phases import BACKWARD, OPTIMIZER, StepTimes
 from lightning_gputime._probe import Probe
 from lightning_gputime._ranks import Totals, compare, since, totals_of
 from lightning_gputime._raw import RawStep, Sums
+from lightning_gputime._recorder import BATCH
 from lightning_gputime._results import Results
 
 SyncRanks = bool | Literal["log"]
@@ -71,8 +72,7 @@ class Measurement:
     @property
     def batch(self) -> int:
         """How many steps may be handed over together."""
-        # A divisor of the 50 steps between the logs of a Trainer: no small batch is left over.
-        return 1 if self._on_step else 25
+        return 1 if self._on_step else BATCH
 
     @property
     def compares_ranks(self) -> bool:
