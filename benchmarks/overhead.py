@@ -117,10 +117,12 @@ class Turns(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         place = batch_idx % (SETTLE + BLOCK)
-        if place == SETTLE or (place == 0 and batch_idx > 0):
+        if place == SETTLE:
             self.stopwatch.press()
-        if place == 0:
-            self._leave(trainer, pl_module)
+        elif place == 0:
+            if batch_idx > 0:
+                self.stopwatch.press()
+                self._leave(trainer, pl_module)
             way = next(self._ways, None)
             if way is not None:
                 self._join(trainer, pl_module, **IN_LIGHTNING[way]())
@@ -133,8 +135,8 @@ class Turns(pl.Callback):
         callbacks: Sequence[pl.Callback] = (),
         profiler: pl.profilers.Profiler | None = None,
     ) -> None:
-        if profiler is not None:
-            trainer.profiler = profiler
+        self._profiler = trainer.profiler
+        trainer.profiler = profiler or trainer.profiler
         self._callbacks = [*callbacks]
         for callback in callbacks:
             callback.setup(trainer, pl_module, "fit")
@@ -144,7 +146,7 @@ class Turns(pl.Callback):
             trainer.callbacks.append(callback)
 
     def _leave(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        trainer.profiler = pl.profilers.PassThroughProfiler()
+        trainer.profiler = self._profiler
         for callback in self._callbacks:
             trainer.callbacks.remove(callback)
             callback.on_train_epoch_end(trainer, pl_module)

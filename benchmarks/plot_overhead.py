@@ -1,7 +1,6 @@
 """Draws what `overhead.py` measured: the added time per step of each way, in Lightning.
 
-cd benchmarks/results
-python ../plot_overhead.py overhead.json overhead_alone.json ../../examples/images/overhead.png
+python benchmarks/plot_overhead.py benchmarks/results/overhead.json examples/images/overhead.png
 """
 
 import argparse
@@ -16,18 +15,11 @@ MODELS = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F
 LEFT_OUT = ("no timer", "callback that does nothing")
 
 
-def main(source: Path, alone: Path, target: Path) -> None:
+def main(source: Path, target: Path) -> None:
     """Draws the figure."""
     found = json.loads(source.read_text())
     rows = {model: found["results"][model]["lightning"] for model in MODELS}
-    for model, runs in json.loads(alone.read_text())["results"].items():
-        for run, ways in runs.items():
-            way = run.removeprefix("lightning, ")
-            # Where the host was too restless in that process, nothing can be read from it.
-            if abs(ways["no timer, again"]["ratio"] - 1) < 0.01:
-                rows[model][f"{way}, alone"] = ways[way]
-    in_all = set.intersection(*(set(of_model) for of_model in rows.values()))
-    ways = [way for way in in_all if way not in LEFT_OUT]
+    ways = [way for way in rows["gpt12"] if way not in LEFT_OUT]
     ways.sort(key=lambda way: max(rows[model][way]["ratio"] for model in MODELS))
     figure = Figure(figsize=(9, 5.2), layout="constrained")
     ax = figure.add_subplot()
@@ -58,6 +50,5 @@ if __name__ == "__main__":
     mpl.use("agg")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
-    parser.add_argument("alone", type=Path)
     parser.add_argument("target", type=Path)
     main(**vars(parser.parse_args()))
