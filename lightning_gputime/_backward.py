@@ -65,7 +65,7 @@ class BackwardBoundary:
 
     def _is_anothers(self) -> bool:
         # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        return any(
-            isinstance(other, BackwardBoundary) and other._model.calls
-            for other in self._stand_in.listeners
-        )
+        for other in self._stand_in.listeners:
+            if isinstance(other, BackwardBoundary) and other._model.calls:
+                return True
+        return False

@@ -12,6 +12,7 @@ from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._parts import PartBoundaries, hidden
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._untraced import leave_untraced
 
 B = TypeVar("B", bound=Removable)
 
@@ -69,6 +70,7 @@ class Boundaries:
                     called = model if wrapper is None else wrapper
                     communication = self._keep(CommunicationBoundary(recorder, called))
                 self._keep(BackwardBoundary(recorder, self._model, self.optimizers, communication))
+            leave_untraced()
         except BaseException:
             self.remove()
             raise

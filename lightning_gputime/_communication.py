@@ -93,11 +93,13 @@ class CommunicationBoundary:
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
 
 
+@untraced
 def _is_autograd_compiled() -> bool:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
+@untraced
 def _call_first(tensor: Tensor, hook_id: int) -> None:
     """Moves a hook before the others: where the model returns the loss, FSDP2 has one on it."""
     hooks = tensor._backward_hooks

@@ -67,16 +67,18 @@ class PhaseLog:
         if not self._every_n_steps:
             return False
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
-        if len(steps) > 1 and steps[-2].number >= due:  # In their midst, perhaps more than once.
-            first = next(i for i, step in enumerate(steps, 1) if step.number >= due)
-            self.add(steps[:first])
-            self.add(steps[first:])
-            return True
-        self._sums.merge(Sums(steps) if sums is None else sums)
-        self.newest = steps[-1].number
-        is_due = self.newest >= due
+        first, is_due = 0, steps[-1].number >= due
         if is_due:
-            self.log()
+            for i, step in enumerate(steps, 1):
+                if step.number >= due:
+                    known = sums if i - first == len(steps) else None
+                    self._sums.merge(known or Sums(steps[first:i]))
+                    self.newest = step.number
+                    self.log()
+                    first, due = i, self.next_due(step.number)
+        if first < len(steps):
+            self._sums.merge(Sums(steps[first:]) if first or sums is None else sums)
+            self.newest = steps[-1].number
         return is_due
 
     def log(self) -> None:

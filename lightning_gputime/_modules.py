@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._C import _current_graph_task_id
-from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.loss import _Loss
 
 from lightning_gputime._events import log
@@ -195,7 +194,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
-        if is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return
         try:
             self._call(module, *values)
@@ -247,6 +246,7 @@ def after(module: nn.Module, call: Callable[..., None], *, first: bool = False) 
     return module.register_forward_hook(_Hook(call), prepend=first, always_call=True)
 
 
+@untraced
 class _CompiledCall:
     """Times a module that was compiled in place (`module.compile()`), outside the compiled code."""
 

@@ -12,8 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gputime._modules import Removable, after, before
 from lightning_gputime._phases import BACKWARD, FORWARD, check_name
 from lightning_gputime._recorder import Recorder
+from lightning_gputime._untraced import untraced
 
 
+@untraced
 class PartBoundaries:
     """`forward/<name>` and `backward/<name>` of modules.
 
@@ -134,6 +136,7 @@ def hidden(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
     return [name for name, module in parts.items() if id(module) in inside]
 
 
+@untraced
 def _tensors_with_grad(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():

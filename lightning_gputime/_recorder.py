@@ -367,15 +367,22 @@ class Recorder:
         finished, self._finished = self._finished, []
         steps = []
         for step in finished:
-            times, free = read(step, self._graphs)
+            try:
+                times, free = read(step, self._graphs)
+            except Exception as error:
+                self._tell_left_out(error)
+                continue
             steps.append(times)
             self._free.extend(free)
         if steps:
             self._emit(steps)
 
     def _fail(self, error: Exception) -> None:
-        self.tell_once("A step could not be timed and is left out: %r", error)
+        self._tell_left_out(error)
+        # What is finished will be read.
         self._pending.clear()
-        self._finished.clear()
         self._open = []
         self._timing, self._paused, self.label = False, False, None
+
+    def _tell_left_out(self, error: Exception) -> None:
+        self.tell_once("A step could not be timed and is left out: %r", error)

@@ -4,18 +4,26 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-from torch._dynamo.decorators import skip
-
 T = TypeVar("T", bound=Callable[..., Any])
+
+_pending: list[FunctionType] = []
 
 
 def untraced(one: T) -> T:
     """Lets compiled code call a function, or the methods of a class, without tracing into them.
 
     As `torch.compiler.disable`, but at no cost in the call: what is called from there must be
-    untraced as well.
+    untraced as well. It holds from the next `leave_untraced` on.
     """
     for function in vars(one).values() if isinstance(one, type) else [one]:
         if isinstance(function, FunctionType):
-            skip(function)
+            _pending.append(function)
     return one
+
+
+def leave_untraced() -> None:
+    """Must be called before the code may run. Not at import: torch's compiler takes a second."""
+    from torch._dynamo.decorators import skip
+
+    while _pending:
+        skip(_pending.pop())

@@ -360,6 +360,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._session = None
 
 
+@untraced
 class _NextFetch:
     """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
 
@@ -404,6 +405,5 @@ def _show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    # One tensor for all: each new one takes a while.
-    values = torch.tensor([*metrics.values()]).unbind()
-    trainer.callback_metrics.update(zip(metrics, values, strict=True))
+    # In one go: Lightning gathers them anew at each look.
+    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})

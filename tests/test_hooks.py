@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
+from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, Layer, batches, steps, work
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
@@ -563,6 +563,28 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
     assert sum(read) == 120
     assert max(read) == min(every, 25)
     assert len(read) <= 120 // 25 + 120 // every + 2
+
+
+def test_an_error_costs_no_step_that_is_finished(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, records = FakeEvent.record, 0
+
+    def fail_once(event: FakeEvent) -> None:
+        nonlocal records
+        records += 1
+        if records == 100:
+            raise RuntimeError("once")
+        record(event)
+
+    monkeypatch.setattr(FakeEvent, "record", fail_once)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(40)):
+            loop.train(x)
+    left_out = set(range(40)) - set(timer.history()["step"].tolist())
+    # The one that it happened in, and the one that was pending.
+    assert len(left_out) == 2
+    assert max(left_out) - min(left_out) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])

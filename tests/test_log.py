@@ -102,3 +102,14 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
     assert [record.message for record in caplog.records] == [
         "Phase times could not be logged: OSError('disk full')"
     ]
+
+
+def test_more_logs_than_calls_may_nest_come_out_of_one_batch() -> None:
+    logger = Logger()
+    log = PhaseLog("p", 2, [logger])
+    assert log.add([raw(step, forward=float(step)) for step in range(5001)])
+    assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [
+        (step, step - 0.5) for step in range(1, 5000, 2)
+    ]
+    log.log()
+    assert logger.calls[-1][1]["p/forward_ms"] == 5000.0
