@@ -38,8 +38,8 @@ from torch import nn
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 ROUNDS = {"mlp": 30, "gpt4": 20, "gpt12": 8, "resnet50": 5, "gpt12 compiled": 8}
-# In each turn, steps that are not timed, and steps that are timed together: ours reads the finished
-# steps 25 at a time.
+# In each turn, steps that are not timed, and steps that are timed together: about one read of 25
+# finished steps falls into each.
 SETTLE, BLOCK = 10, 25
 
 NONE, AGAIN = "no timer", "no timer, again"
@@ -282,6 +282,7 @@ def summarize(times: Times) -> dict[str, Any]:
         first, ratio, third = statistics.quantiles(ratios, method="inclusive")
         quartiles_ms = statistics.quantiles(steps_ms, method="inclusive")
         rows[way] = {
+            "turns": len(steps_ms),
             "quartiles_ms": [round(ms, 5) for ms in quartiles_ms],
             "ratio": round(ratio, 6),
             # As for a normal distribution.
