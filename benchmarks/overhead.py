@@ -308,21 +308,18 @@ def together(models: list[str], rounds: int | None, with_peers: bool) -> Iterato
     results: Results = {}
     for model in models:
         n, (task, batch) = rounds or ROUNDS[model], prepared(model)
+        absent = {way: "absent" for way in ways if way not in present}
         results[model] = {
-            loop: summarize(measure(task, batch, [way for _ in range(n) for way in shuffled(ways)]))
-            for loop, measure, ways in (
-                ("plain", in_plain_loop, IN_PLAIN),
-                ("lightning", in_lightning, present),
-            )
+            "plain": summarize(in_plain_loop(task, batch, in_rounds(IN_PLAIN, n))),
+            "lightning": summarize(in_lightning(task, batch, in_rounds(present, n))) | absent,
         }
-        results[model]["lightning"] |= {way: "absent" for way in ways if way not in present}
         print(f"{model} is measured", flush=True)
         yield results
 
 
-def shuffled(ways: Sequence[str]) -> list[str]:
-    """Returns `ways` in random order."""
-    return random.sample(ways, len(ways))
+def in_rounds(ways: Sequence[str], rounds: int) -> list[str]:
+    """Returns `ways` in as many rounds, each in a random order of its own."""
+    return [way for _ in range(rounds) for way in random.sample(ways, len(ways))]
 
 
 def each_alone(models: list[str], rounds: int) -> Iterator[Results]:

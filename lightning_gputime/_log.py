@@ -67,19 +67,20 @@ class PhaseLog:
         if not self._every_n_steps:
             return False
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
-        first, is_due = 0, steps[-1].number >= due
-        if is_due:
+        first = 0
+        if steps[-1].number >= due:
             for i, step in enumerate(steps, 1):
                 if step.number >= due:
-                    known = sums if i - first == len(steps) else None
-                    self._sums.merge(known or Sums(steps[first:i]))
-                    self.newest = step.number
+                    self._take(steps[first:i], sums if i - first == len(steps) else None)
                     self.log()
                     first, due = i, self.next_due(step.number)
         if first < len(steps):
-            self._sums.merge(Sums(steps[first:]) if first or sums is None else sums)
-            self.newest = steps[-1].number
-        return is_due
+            self._take(steps[first:], None if first else sums)
+        return first > 0
+
+    def _take(self, steps: Sequence[RawStep], sums: Sums | None) -> None:
+        self._sums.merge(Sums(steps) if sums is None else sums)
+        self.newest = steps[-1].number
 
     def log(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
