@@ -9,16 +9,16 @@ from lightning_gputime._backward import BackwardBoundary
 from lightning_gputime._communication import CommunicationBoundary
 from lightning_gputime._exchange import is_distributed
 from lightning_gputime._modules import CompiledStep, ModuleBoundary, Removable
+from lightning_gputime._named import activate, deactivate
 from lightning_gputime._optimizers import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._parts import PartBoundaries, hidden
 from lightning_gputime._recorder import Recorder
-from lightning_gputime._untraced import leave_untraced
 
 B = TypeVar("B", bound=Removable)
 
 
 class Boundaries:
-    """Puts marks at the boundaries of a training step, until it is removed.
+    """Puts marks at the boundaries of a training step, also by `phase`, until it is removed.
 
     Args:
         recorder: Gets the marks.
@@ -46,6 +46,7 @@ class Boundaries:
         parts: Mapping[str, nn.Module] | None = None,
         backward: bool = True,
     ) -> None:
+        self._recorder = recorder
         self._removables: list[Removable] = []
         try:
             self._model = self._keep(
@@ -70,7 +71,7 @@ class Boundaries:
                     called = model if wrapper is None else wrapper
                     communication = self._keep(CommunicationBoundary(recorder, called))
                 self._keep(BackwardBoundary(recorder, self._model, self.optimizers, communication))
-            leave_untraced()
+            activate(recorder)
         except BaseException:
             self.remove()
             raise
@@ -106,5 +107,6 @@ class Boundaries:
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+        deactivate(self._recorder)
         for boundary in self._removables:
             boundary.remove()

@@ -9,7 +9,6 @@ from torch import nn
 from lightning_gputime._boundaries import Boundaries
 from lightning_gputime._events import Clock
 from lightning_gputime._log import MetricsLogger, PhaseLog
-from lightning_gputime._named import activate, deactivate
 from lightning_gputime._phases import OTHER
 from lightning_gputime._recorder import BATCH, Recorder
 
@@ -45,7 +44,6 @@ class Evaluation:
         self._log = PhaseLog(prefix, sys.maxsize, loggers, publish)
         self._recorder = Recorder(clock, lag=lag, emit=self._log.add, batch=BATCH)
         self._boundaries = Boundaries(self._recorder, model, [], backward=False, **options)
-        activate(self._recorder)
         self._recorder.begin()
 
     def begin_batch(self) -> None:
@@ -65,6 +63,5 @@ class Evaluation:
 
     def abort(self) -> None:
         """Leaves nothing behind."""
-        deactivate(self._recorder)
         self._boundaries.remove()
         self._recorder.rest()

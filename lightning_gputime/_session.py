@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_gputime._boundaries import Boundaries
 from lightning_gputime._measurement import Measurement
-from lightning_gputime._named import activate, deactivate
 from lightning_gputime._probe import Probe
 from lightning_gputime._recorder import Recorder
 
@@ -53,7 +52,6 @@ class Session:
         # What the open step is; probed, if not here, then perhaps on other ranks.
         self._is_timed = self._is_probed = self._follows_probed = False
         self.boundaries = Boundaries(recorder, model, optimizers, **options)
-        activate(recorder)
 
     def is_here(self) -> bool:
         """Tells whether the calling thread is the one that is timed."""
@@ -135,7 +133,6 @@ class Session:
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         self._is_removed = True
-        deactivate(self.recorder)
         self.boundaries.remove()
         self.recorder.rest()
         self._measurement.end(self.boundaries.model_was_called)

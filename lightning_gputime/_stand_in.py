@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lightning_gputime._untraced import untraced
+from lightning_gputime._untraced import leave_untraced, untraced
 
 
 class Listener(Protocol):
@@ -32,6 +32,8 @@ class StandIn:
         self._call = _announced(self._original, self.listeners)
         self._call._stand_in = self  # type: ignore[attr-defined]  # found by `listen`
         setattr(owner, name, self._call)
+        # Compiled code enters ours here, or by hooks of an optimizer, which has a stand-in, too.
+        leave_untraced()
 
     def leave(self, listener: Listener) -> None:
         """Forgets a listener. Safe to call twice."""

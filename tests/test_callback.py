@@ -1,5 +1,7 @@
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,19 @@ def test_a_profiler_of_ones_own_keeps_its_start(gpu: FakeGPU) -> None:
     assert vars(profiler)["start"] is own
     assert started
     assert steps(timer) == [STEP_MS] * 4
+
+
+def test_a_profiler_is_not_kept_alive_after_a_validation(gpu: FakeGPU) -> None:
+    def fit_with_profiler() -> weakref.ref[pl.profilers.Profiler]:
+        profiler = pl.profilers.SimpleProfiler()
+        timer = GPUPhaseTimer(clock=gpu, summary=False)
+        runner = trainer(timer, profiler=profiler, val_check_interval=2)
+        runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
+        return weakref.ref(profiler)
+
+    profiler = fit_with_profiler()
+    gc.collect()
+    assert profiler() is None
 
 
 def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
