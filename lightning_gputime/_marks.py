@@ -9,10 +9,6 @@ Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
 
 
-BLOCKED_NS = 20_000
-"""A wait shorter than this did not block: it found the step finished."""
-
-
 class Marks:
     """The marks of one step, the last of which is its end and has no label of its own.
 
@@ -44,21 +40,17 @@ class Marks:
         self.skipped_update = skipped_update
 
 
-def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> tuple[RawStep, Sequence[TimingEvent]]:
+def read(step: Marks, marks: Sequence[Mark]) -> tuple[RawStep, Sequence[TimingEvent]]:
     """Reads the events of a step that the device has finished.
 
     Args:
-        step: Its marks.
-        graphs: The marks of captured graphs, which may have been replayed in it.
+        step: The step.
+        marks: Its marks, and those of graphs that were replayed in it.
 
     Returns:
-        The step, and those of its events that nobody needs any more.
+        The step, and the events of these marks.
     """
-    marks = step.marks
-    for graph in graphs:
-        marks = _with_replay(marks, graph)
     labels, events, host_ns = zip(*marks, strict=True)
-    own = [event for _, event, _ in step.marks] if graphs else events
     try:
         device_ms = _elapsed_ms(events)
     except RuntimeError:
@@ -77,27 +69,9 @@ def read(step: Marks, graphs: Sequence[Sequence[Mark]]) -> tuple[RawStep, Sequen
         step.filled,
         step.after_spin,
     )
-    return raw, own if step.owns_end else own[:-1]
+    return raw, events
 
 
 def _elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
     # Without a loop in Python: this runs at every step.
     return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
-
-
-def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
-    """Puts the marks of a graph between a step's own, if it was replayed in that step."""
-    events = [event for _, event, _ in marks]
-    first, last = graph[0][1], graph[-1][1]
-    try:
-        lies_inside = events[0].elapsed_time(first) >= 0
-        lies_inside &= last.elapsed_time(events[-1]) >= 0
-        lies_inside &= first.elapsed_time(last) >= 0  # Else it is two graphs, replayed in turn.
-    except (RuntimeError, ValueError):
-        return marks  # Not replayed yet.
-    if not lies_inside:
-        return marks
-    i = sum(event.elapsed_time(first) >= 0 for event in events[:-1])
-    # The host launches a graph as a whole: its phases take none of the host's time.
-    host_ns = marks[i][2]
-    return [*marks[:i], *((label, event, host_ns) for label, event, _ in graph), *marks[i:]]
