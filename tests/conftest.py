@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fake_gpu import FakeGPU
+from fake_loop import Loop
 
 from lightning_gputime import _events, _named
 
@@ -11,6 +12,11 @@ from lightning_gputime import _events, _named
 @pytest.fixture
 def gpu() -> FakeGPU:
     return FakeGPU()
+
+
+@pytest.fixture
+def loop(gpu: FakeGPU) -> Loop:
+    return Loop(gpu)
 
 
 @pytest.fixture(autouse=True)

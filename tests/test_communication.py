@@ -8,7 +8,7 @@ import torch
 from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
 from fake_lightning import Model, fit
-from test_hooks import Loop, hooks
+from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
-from test_hooks import Loop
+from fake_loop import Loop
 
 from lightning_gputime import Clock, GPUPhaseHooks
 from lightning_gputime._events import DeviceClock, HostClock, clock_for

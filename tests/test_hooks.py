@@ -7,56 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, Layer, batches, steps, work
+from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
+from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
 from lightning_gputime._annotate import Annotator
 from lightning_gputime._measurement import Measurement
 from lightning_gputime._raw import RawStep
-
-
-class Loop:
-    """A model, its optimizer, and a standard step on them that takes `STEP_MS`."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-        self.model = Layer(gpu, 4.0, 7.75)
-        self.optimizer = Adder(self.model.parameters(), gpu, 2.0)
-
-    def batches(self, n: int) -> Any:
-        return batches(self.gpu, n, copy_ms=1.0)
-
-    def micro_batch(self, x: Tensor) -> None:
-        self.gpu.work(0.125)
-        work(self.model(x), self.gpu, 0.5, 0.25).sum().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def train(self, x: Tensor) -> None:
-        self.micro_batch(x)
-        self.update()
-
-
-class Logger:
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append((step, metrics))
-
-
-@pytest.fixture
-def loop(gpu: FakeGPU) -> Loop:
-    return Loop(gpu)
-
-
-def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    return GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=loop.gpu, **{"warmup_steps": 0, **options}
-    )
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:

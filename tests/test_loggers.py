@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
 from fake_lightning import Model, fit
+from fake_loop import Loop, hooks
 from lightning.pytorch.loggers import (
     CSVLogger,
     Logger,
@@ -20,7 +21,6 @@ from lightning.pytorch.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from test_hooks import Loop, hooks
 
 from lightning_gputime import GPUPhaseTimer
 

@@ -5,18 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_gpu import STEP_MS, steps
+from fake_loop import Logger, Loop
 from lightning.fabric import Fabric
-from test_hooks import Logger, Loop
 
 from lightning_gputime import GPUPhaseHooks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture
-def loop(gpu: FakeGPU) -> Loop:
-    return Loop(gpu)
 
 
 def test_fabric(loop: Loop) -> None:

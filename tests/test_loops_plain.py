@@ -6,16 +6,11 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps, work
-from test_hooks import Logger, Loop, hooks
+from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks
-
-
-@pytest.fixture
-def loop(gpu: FakeGPU) -> Loop:
-    return Loop(gpu)
 
 
 def run(loop: Loop, step: Callable[[Tensor], None], n: int = 3, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from test_hooks import Loop, hooks
+from fake_loop import Loop, hooks
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 

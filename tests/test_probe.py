@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
-from test_hooks import Logger
+from fake_loop import Logger
 from torch import Tensor, nn
 
 from lightning_gputime import (

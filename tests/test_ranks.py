@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_hooks
 import torch
 from fake_gpu import STEP_MS, FakeGPU, steps
-from test_hooks import Loop, hooks
+from fake_loop import Logger, Loop, hooks
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import _exchange, _measurement
@@ -243,13 +242,13 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     return fake
 
 
-class Logger(test_hooks.Logger):
+class RankLogger(Logger):
     def of_ranks(self) -> list[tuple[int, dict[str, float]]]:
         return [call for call in self.calls if any("/ranks/" in key for key in call[1])]
 
 
 def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeExchange) -> None:
-    loop, logger = Loop(gpu), Logger()
+    loop, logger = Loop(gpu), RankLogger()
     with hooks(loop, logger=logger, log_every_n_steps=2) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(5)):
@@ -274,7 +273,7 @@ def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeE
 def test_with_log_every_window_is_compared_whatever_was_read(
     gpu: FakeGPU, exchange: FakeExchange, lag: int
 ) -> None:
-    loop, logger = Loop(gpu), Logger()
+    loop, logger = Loop(gpu), RankLogger()
     options = {"sync_ranks": "log", "logger": logger, "log_every_n_steps": 4, "lag": lag}
     with hooks(loop, warmup_steps=0, **options) as timer:
         for x in timer.steps(loop.batches(11)):
@@ -388,7 +387,7 @@ def test_with_log_a_graph_may_be_captured_where_the_ranks_are_compared(
 def test_what_is_logged_is_never_numbered_back(
     gpu: FakeGPU, exchange: FakeExchange, options: dict[str, Any]
 ) -> None:
-    loop, logger, exchange.others = Loop(gpu), Logger(), (lambda own: own,)
+    loop, logger, exchange.others = Loop(gpu), RankLogger(), (lambda own: own,)
     with hooks(loop, logger=logger, log_every_n_steps=13, **options) as timer:
         for epoch in (21, 16, 8):
             for x in timer.steps(loop.batches(epoch)):

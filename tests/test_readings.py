@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from test_hooks import Loop, hooks
+from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from fake_gpu import STEP_MS, FakeGPU, steps
-from test_hooks import Loop, hooks
+from fake_loop import Loop, hooks
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,0 +1,49 @@
+"""A plain loop and its logger that take known times on a fake GPU."""
+
+from typing import Any
+
+from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseHooks
+
+
+class Loop:
+    """A model, its optimizer, and a standard step on them that takes `STEP_MS`."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+        self.model = Layer(gpu, 4.0, 7.75)
+        self.optimizer = Adder(self.model.parameters(), gpu, 2.0)
+
+    def batches(self, n: int) -> Any:
+        return batches(self.gpu, n, copy_ms=1.0)
+
+    def micro_batch(self, x: Tensor) -> None:
+        self.gpu.work(0.125)
+        work(self.model(x), self.gpu, 0.5, 0.25).sum().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, x: Tensor) -> None:
+        self.micro_batch(x)
+        self.update()
+
+
+class Logger:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((step, metrics))
+
+
+def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
+    """A timer of the loop, on its fake GPU and without a warm-up."""
+    return GPUPhaseHooks(
+        loop.model, loop.optimizer, clock=loop.gpu, **{"warmup_steps": 0, **options}
+    )
