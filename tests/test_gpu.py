@@ -1,9 +1,6 @@
 """What only a real GPU can show."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
+from processes import run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -379,17 +377,9 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
         pytest.skip("needs two devices")
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
-    script = Path(__file__).parent / "gpu_run.py"
-    result = subprocess.run(
-        [sys.executable, str(script), strategy, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
-    )
+    run(Path(__file__).parent / "gpu_run.py", strategy, tmp_path)
     for rank in range(2):
-        path = tmp_path / f"rank{rank}.json"
-        assert path.exists(), result.stderr[-3000:]
-        measured = json.loads(path.read_text())
+        measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         comm = measured.pop("backward/comm")
         assert set(measured) == {"data", "other", "forward", "loss", "backward", "optimizer"}
         assert measured["backward"] > measured["forward"] > 0.1

@@ -1,22 +1,13 @@
-import subprocess
-import sys
-
 import pytest
+from processes import run
 
 import lightning_gputime
-
-
-def run(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
-    return result.stdout.strip()
 
 
 def test_importing_the_package_imports_nothing_that_takes_seconds() -> None:
     slow = {"lightning", "torchmetrics", "torch._dynamo"}
     code = f"import sys, lightning_gputime; print({slow} & set(sys.modules))"
-    assert run(code) == "set()"
+    assert run("-c", code) == "set()\n"
 
 
 def test_the_plain_hooks_import_no_lightning_at_work() -> None:
@@ -29,7 +20,7 @@ with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
         model(x).sum().backward()
 print({"lightning", "torchmetrics"} & set(sys.modules))
 """
-    assert run(code) == "set()"
+    assert run("-c", code) == "set()\n"
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -1,15 +1,13 @@
 """Lightning's strategies and DistributedDataParallel, in real processes over gloo."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed
 from fake_gpu import STEP_MS, FakeGPU, steps
 from fake_loop import Loop, hooks
+from processes import run
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,15 +26,8 @@ SCRIPT = Path(__file__).parent / "ddp_run.py"
     ],
 )
 def test_every_rank_times_every_phase(strategy: str, devices: int, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), strategy, str(devices), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"},
-    )
-    # Not the exit code: a process of torch's may abort while it ends, after all of this.
+    printed = run(SCRIPT, strategy, devices, tmp_path)
     for rank in range(devices):
-        assert (tmp_path / f"rank{rank}.json").exists(), result.stderr
         measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         # The fake GPUs know nothing of each other, so the wait takes no time.
         comm = {"backward/comm": 0.0} if devices > 1 else {}
@@ -52,7 +43,7 @@ def test_every_rank_times_every_phase(strategy: str, devices: int, tmp_path: Pat
             assert measured["sentence"] is None
             assert measured["logged"] == {}
     # The table is printed on rank zero alone.
-    assert result.stdout.count("over 3 steps") == 1
+    assert printed.count("over 3 steps") == 1
 
 
 def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Path) -> None:

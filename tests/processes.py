@@ -1,0 +1,46 @@
+"""Python in processes of its own, which must end well."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_gputime
+
+PACKAGE = Path(lightning_gputime.__file__).parent.parent
+ENVIRONMENT = {
+    # Their package is the one under test, wherever they run.
+    "PYTHONPATH": str(PACKAGE),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Starts Python with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT},
+    )
+
+
+def finish(*processes: subprocess.Popen[str], timeout_s: float = 200.0) -> list[str]:
+    """Waits for processes, checks their exit codes, and returns what each has printed."""
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    told = "\n".join(text for output in outputs for text in output)
+    assert codes == [0] * len(processes), f"ended with {codes}:\n{told}"
+    return [printed for printed, _ in outputs]
+
+
+def run(*arguments: object, cwd: Path | None = None) -> str:
+    """Runs Python with these arguments to its end, and returns what it has printed."""
+    [printed] = finish(start(*arguments, cwd=cwd))
+    return printed
