@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._events import Clock, clock_for
+from lightning_gputime._record.clock import Clock, clock_for
 
 PACKAGE = os.path.dirname(lightning_gputime.__file__)
 STEPS = 1000

@@ -19,9 +19,9 @@ import torch
 from record import command, save
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_gputime import _exchange
-from lightning_gputime._exchange import Exchange
-from lightning_gputime._ranks import Totals, compare
+from lightning_gputime._results.ranks import Totals, compare
+from lightning_gputime._run import exchange
+from lightning_gputime._run.exchange import Exchange
 
 PHASES = ("data", "forward", "loss", "backward", "backward/comm", "optimizer", "other", "step")
 
@@ -36,7 +36,7 @@ def measure(world_size: int, steps: int) -> dict[str, Any]:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, None, False)
     # Each rank is a process of its own, whose first timer this is.
-    with mock.patch.object(_exchange, "_runs", iter([0] * world_size)):
+    with mock.patch.object(exchange, "_runs", iter([0] * world_size)):
         zero, *others = [
             Exchange(client if rank else server, rank, world_size) for rank in range(world_size)
         ]

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_gputime._events import Clock, TimingEvent
-from lightning_gputime._named import phase
+from lightning_gputime._boundaries.named import phase
 from lightning_gputime._phases import StepTimes
-from lightning_gputime._ranks import RankStats, RankSummary
-from lightning_gputime._summary import PhaseStats, PhaseSummary
+from lightning_gputime._record.clock import Clock, TimingEvent
+from lightning_gputime._results.means import MetricsLogger
+from lightning_gputime._results.ranks import RankStats, RankSummary
+from lightning_gputime._results.summary import PhaseStats, PhaseSummary
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = [
     "Clock",
     "GPUPhaseHooks",
     "GPUPhaseTimer",
+    "MetricsLogger",
     "PhaseStats",
     "PhaseSummary",
     "PhaseTimeMetric",

@@ -44,14 +44,14 @@ class Timeline:
         names: For each interval the phases that it counts under, see `settle`.
         device_ms: Device time of each (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds): one more than there are intervals.
-        met_ns: Host time at which the device finished, where the host waited for that (in
+        finished_ns: Host time at which the device finished, where the host waited for that (in
             nanoseconds); else 0.
     """
 
     names: tuple[tuple[str, ...], ...]
     device_ms: Sequence[float]
     host_ns: Sequence[int]
-    met_ns: int
+    finished_ns: int
 
 
 @dataclass(frozen=True, slots=True)

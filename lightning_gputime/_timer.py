@@ -1,113 +1,194 @@
-"""What both timers are made of: their common options, and the start of a measurement."""
+"""What all timers are: how a measurement starts and ends, and what can be read of it."""
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 from torch import nn
 
-from lightning_gputime._annotate import Annotator
-from lightning_gputime._arguments import check_options
-from lightning_gputime._events import Clock, HostClock
-from lightning_gputime._log import PhaseLog
-from lightning_gputime._measurement import Measurement, SyncRanks
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.submodules import resolve
+from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes
-from lightning_gputime._probe import Probe
-from lightning_gputime._readings import Readings
-from lightning_gputime._recorder import Recorder
-from lightning_gputime._results import Results
-from lightning_gputime._session import Session
+from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._results import files
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._run.session import DETACHED, Detached, Session
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 
-class Timer(Readings):
-    """The part that both timers share of how steps are timed. Their docstrings have the options."""
+class Timer:
+    """The part that all timers share.
 
-    def __init__(
-        self,
-        *,
-        prefix: str,
-        lag: int,
-        warmup_steps: int,
-        history: int,
-        annotate: bool,
-        every_n_steps: int,
-        probe_every_n_steps: int,
-        sync_ranks: SyncRanks,
-        on_step: Any,
-        clock: Clock | None,
-    ) -> None:
-        check_options(
-            prefix,
-            lag,
-            warmup_steps,
-            history,
-            annotate,
-            every_n_steps,
-            probe_every_n_steps,
-            sync_ranks,
-            on_step,
-            clock,
-        )
-        self._prefix = prefix
-        self._lag = lag
-        # Of these steps every n-th is timed.
-        self._warmup_steps = warmup_steps // every_n_steps
-        self._every_n_steps = every_n_steps
-        # In steps, of which `warmup_steps` are left alone.
-        self._probing = (probe_every_n_steps, warmup_steps) if probe_every_n_steps else None
-        self._history = history
-        self._annotate = annotate
-        self._sync_ranks: SyncRanks = sync_ranks
-        self._on_step = on_step
-        self._clock = clock
-        self._results = Results(history, self._warmup_steps)
-        self._session: Session | None = None
+    A front end says where a loop begins and ends its steps, in the words of `Session`: it calls
+    `_start` once, then `self._session.begin`, `.batch_begins`, `.end_step` and so on, and `_finish`
+    or `_abort` at the end. While no session runs, these words do nothing.
+
+    Args:
+        options: How steps are timed.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._results = Results(options.history, options.timed_warmup_steps)
+        self._session: Session | Detached = DETACHED
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Events cannot be pickled: a copy is a timer that is not attached.
+        return {**self.__dict__, "_session": DETACHED}
+
+    # For front ends
 
     def _start(
         self,
         clock: Clock,
-        model: nn.Module,
-        optimizers: Sequence[Any],
-        phase_log: PhaseLog,
+        loop: Loop,
+        means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]] = (),
-        **boundaries: Any,
-    ) -> Session:
-        """Starts a new measurement, and puts the hooks on; the options are those of `Boundaries`.
+    ) -> None:
+        """Starts a new measurement, and puts the hooks on.
 
         Args:
             clock: Where events and host times come from.
-            model: The model that is timed.
-            optimizers: The optimizers whose updates are timed.
-            phase_log: Gets every step.
+            loop: What is hooked.
+            means: Log every step.
             on_step: Are called with every step, besides the user's.
-            boundaries: Those options.
         """
-        probe = Probe(clock, *self._probing) if self._probing else None
+        options = self._options
         self._results = Results(
-            self._history, self._warmup_steps, isinstance(clock, HostClock), probe
+            options.history, options.timed_warmup_steps, isinstance(clock, HostClock)
         )
-        own = () if self._on_step is None else (self._on_step,)
-        measurement = Measurement(
-            self._results,
-            phase_log,
-            sync_ranks=self._sync_ranks,
-            lag=self._lag,
-            on_step=[*own, *on_step],
-            probe=probe,
-        )
-        recorder = Recorder(
-            clock,
-            lag=self._lag,
-            emit=measurement.add,
-            batch=measurement.batch,
-            annotate=Annotator() if self._annotate else None,
-        )
-        self._session = Session(
-            recorder,
-            model,
-            optimizers,
-            measurement=measurement,
-            every_n_steps=self._every_n_steps,
-            probe=probe,
-            **boundaries,
-        )
-        return self._session
+        own = () if options.on_step is None else (options.on_step,)
+        self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
+
+    def _finish(self) -> None:
+        """Ends the measurement: reads and compares the last steps, and takes the hooks off."""
+        session, self._session = self._session, DETACHED
+        session.finish()
+
+    def _abort(self) -> None:
+        """Ends the measurement after an error, without a wait for the device or other ranks."""
+        session, self._session = self._session, DETACHED
+        session.abort()
+
+    def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Returns the option `modules`, looked up in a model.
+
+        Raises:
+            ValueError: If the model has no module of a name.
+        """
+        return resolve(self._options.modules, model)
+
+    # For users
+
+    def phase(self, name: str) -> NamedPhase:
+        """Returns a context manager: the time of its code belongs to `name`.
+
+        As `lightning_gputime.phase`, for this timer alone.
+
+        Args:
+            name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part
+                of `forward`.
+
+        Raises:
+            ValueError: If no key can be made of the name.
+        """
+        return self._session.phase(name)
+
+    @property
+    def last(self) -> StepTimes | None:
+        """The newest step that the device has finished, or None."""
+        return self._read().last
+
+    def flush(self) -> None:
+        """Waits for the steps that have ended and are unread, and reads them."""
+        self._session.flush()
+
+    def history(self) -> npt.NDArray[Any]:
+        """Returns the newest steps, as a structured array of shape (steps,).
+
+        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
+        NaN where a phase did not run. Warm-up steps are included.
+        """
+        return self._read().history()
+
+    def summary(self) -> PhaseSummary:
+        """Returns the statistics of the steps read so far, warm-up left out."""
+        return self._read().summary()
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the history as CSV: a row a step, empty where a phase did not run.
+
+        Args:
+            path: The file; it is replaced whole.
+
+        Raises:
+            OSError: If it cannot be written. No measurement is lost.
+        """
+        files.write(path, files.csv_text(self.history()))
+
+    def to_pandas(self) -> "DataFrame":
+        """Returns the history as a `pandas.DataFrame`, with the number of the step as its index.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: python -m pip install pandas") from error
+        return pandas.DataFrame.from_records(self.history(), index="step")
+
+    def plot(self, step: int | None = None, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draws the phases of each step, stacked, or one step with its GPU and its host lane.
+
+        Args:
+            step: The number of one step in the history; by default all are drawn.
+            ax: The matplotlib axes to draw on; by default of a new figure.
+
+        Returns:
+            The matplotlib figure and axes.
+
+        Raises:
+            ImportError: If matplotlib is not installed (extra `plot`).
+            ValueError: If the history has no such step.
+        """
+        from lightning_gputime._results import plot
+
+        steps = self._read().newest()
+        if step is None:
+            return plot.plot_steps(steps, ax)
+        for times in steps:
+            if times.step == step:
+                return plot.plot_step(times, ax)
+        raise ValueError(f"step {step} is not in the history of {len(steps)} steps")
+
+    def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
+        """Writes the newest steps as a trace that Perfetto and chrome://tracing open.
+
+        It has a lane for the device and one for the host. A step takes about 1 kB, and as much
+        again for each of the timer's `modules`.
+
+        Args:
+            path: The file, such as "trace.json"; it is replaced whole.
+            steps: How many of the newest steps.
+
+        Raises:
+            OSError: If it cannot be written. No measurement is lost.
+        """
+        from lightning_gputime._results.trace import trace
+
+        files.write(path, trace(self._read().newest()[-steps:]))
+
+    def _read(self) -> Results:
+        """Reads what the device has finished, without a wait; not from another thread."""
+        self._session.drain()
+        return self._results

@@ -1,22 +1,21 @@
 """The timer for Lightning."""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._arguments import check_bools, check_modules
-from lightning_gputime._evaluation import Evaluation
-from lightning_gputime._events import Clock, clock_for, log
-from lightning_gputime._log import PhaseLog
-from lightning_gputime._measurement import SyncRanks
-from lightning_gputime._parts import resolve
-from lightning_gputime._phases import AFTER_BACKWARD, DATA, OPTIMIZER, OTHER, StepTimes, in_order
-from lightning_gputime._plot import new_axes
-from lightning_gputime._stand_in import listen
-from lightning_gputime._summary import show
+from lightning_gputime import _lightning
+from lightning_gputime._messages import messages
+from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._record.clock import Clock, clock_for
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.plot import new_axes
+from lightning_gputime._results.table import show
+from lightning_gputime._run.evaluation import Evaluation
 from lightning_gputime._timer import Timer
 from lightning_gputime._untraced import untraced
 
@@ -31,7 +30,7 @@ def _never_raises(hook: Hook) -> Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:
-            log.warning("Steps are no longer timed, because a hook failed: %r", error)
+            messages.warning("Steps are no longer timed, because a hook failed: %r", error)
             self._detach()
 
     # A step that is compiled calls some of them.
@@ -120,81 +119,63 @@ class GPUPhaseTimer(Timer, pl.Callback):
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
-            prefix=prefix,
-            lag=lag,
-            warmup_steps=warmup_steps,
-            history=history,
-            annotate=annotate,
-            every_n_steps=every_n_steps,
-            probe_every_n_steps=probe_every_n_steps,
-            sync_ranks=sync_ranks,
-            on_step=on_step,
-            clock=clock,
+            Options(
+                prefix=prefix,
+                lag=lag,
+                warmup_steps=warmup_steps,
+                history=history,
+                modules=modules,
+                annotate=annotate,
+                every_n_steps=every_n_steps,
+                probe_every_n_steps=probe_every_n_steps,
+                sync_ranks=sync_ranks,
+                on_step=on_step,
+                clock=clock,
+            )
         )
         check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         self._prog_bar = prog_bar
         self._print_summary = summary
-        self._modules = check_modules(modules)
         self._log_figure = log_figure
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._evaluation: Evaluation | None = None
-        self._next_fetch: _NextFetch | None = None
-        self._in_batch = self._tried_update = False
+        self._next_fetch: _lightning.NextFetch | None = None
+        self._in_batch = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events cannot be pickled: ddp_spawn and copies get a timer that is not attached.
-        return {
-            **self.__dict__,
-            "_session": None,
-            "_next_fetch": None,
-            "_evaluation": None,
-        }
+        return {**super().__getstate__(), "_next_fetch": None, "_evaluation": None}
 
     # Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        resolve(self._modules, pl_module)  # Raises, before training, if a name is wrong.
+        self._submodules(pl_module)  # Raises, before training, if a name is wrong.
 
     @_never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
-        clock = self._clock_of(trainer)
-        every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-        publish = functools.partial(_publish, trainer)
+        every_n_steps = _lightning.log_every_n_steps(trainer)
         self._start(
-            clock,
-            pl_module,
-            [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
-            PhaseLog(self._prefix, every_n_steps, trainer.loggers, publish),
-            [functools.partial(_show_on_bar, trainer)] if self._prog_bar else [],
-            optimizer_wrappers=_lightning_optimizers(pl_module),
-            wrapper=_wrapper(trainer),
-            compiled_step=getattr(pl_module, "_compiler_ctx", None) is not None,
-            parts=resolve(self._modules, pl_module),
+            self._clock_of(trainer),
+            _lightning.loop_of(trainer, pl_module, self._submodules(pl_module)),
+            self._means(trainer, self._options.prefix, every_n_steps),
+            [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
 
     @_never_raises
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
         self._in_batch = False
-        if self._session is not None:
-            self._session.begin(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._session.begin(_lightning.step_number(trainer))
 
     @_never_raises
     def on_train_batch_start(self, *_: Any) -> None:
         self._in_batch = True
-        if self._session is not None:
-            recorder = self._session.recorder
-            recorder.resume(OTHER)
-            recorder.mark(OTHER)
+        self._session.batch_begins()
 
     @_never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self._tried_update = True
-        # Where training_step returned None there was no backward, but the update runs.
-        if self._session is not None and self._session.recorder.label != AFTER_BACKWARD:
-            self._session.recorder.mark(OPTIMIZER)
+        self._session.update_begins()
 
     @_never_raises
     def on_train_batch_end(
@@ -206,24 +187,26 @@ class GPUPhaseTimer(Timer, pl.Callback):
         batch_idx: int,
     ) -> None:
         # A batch that is None ends without having started; its time is the next one's `data`.
-        if self._session is None or not self._in_batch:
+        if not self._in_batch:
             return
         self._in_batch = False
-        if self._is_update(trainer, pl_module, batch_idx):
-            self._tried_update = False
-            self._session.end_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        # With manual optimization only the optimizers know.
+        if pl_module.automatic_optimization:
+            is_update = _lightning.ends_update(trainer, batch_idx)
         else:
-            self._session.recorder.mark(DATA)
+            is_update = self._session.has_updated or not trainer.optimizers
+        if is_update:
+            self._session.end_step(_lightning.step_number(trainer))
+        else:
+            self._session.batch_ends()
 
     @_never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            self._session.sync()
+        self._session.compare_ranks()
 
     @_never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            self._session.recorder.pause()
+        self._session.pause()
         if not trainer.sanity_checking:
             self._start_evaluation("val", trainer, pl_module)
 
@@ -231,8 +214,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_evaluation()
         # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
-        if self._session is not None and self._next_fetch is None:
-            self._next_fetch = _NextFetch(trainer, self._resume)
+        if self._session.is_attached and self._next_fetch is None:
+            self._next_fetch = _lightning.NextFetch(trainer, self._resume)
 
     @_never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -245,7 +228,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_never_raises
     def on_validation_batch_start(self, *_: Any) -> None:
         if self._evaluation is not None:
-            self._evaluation.begin_batch()
+            self._evaluation.batch_begins()
 
     def on_test_batch_start(self, *_: Any) -> None:
         self.on_validation_batch_start()
@@ -256,7 +239,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_never_raises
     def on_validation_batch_end(self, *_: Any) -> None:
         if self._evaluation is not None:
-            self._evaluation.end_batch()
+            self._evaluation.batch_ends()
 
     def on_test_batch_end(self, *_: Any) -> None:
         self.on_validation_batch_end()
@@ -274,20 +257,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            self.flush()
-            self._session.sync()
-            self._detach()
+        if self._session.is_attached:
+            self._finish()
             self._report(trainer)
 
     @_never_raises
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        was_training = self._session is not None
-        if self._session is not None:
-            # After an error the device may never finish: read what is there.
-            self._session.recorder.drain()
+        was_training = self._session.is_attached
         self._detach()
         if was_training and isinstance(exception, KeyboardInterrupt):
             self._report(trainer)
@@ -295,17 +273,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._detach()
-
-    def _is_update(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int
-    ) -> bool:
-        session = self._session
-        assert session is not None
-        if pl_module.automatic_optimization:
-            return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        # A GradScaler that skips an update calls this hook of ours, and none of the optimizer's.
-        boundaries = session.boundaries
-        return boundaries.updates > 0 or self._tried_update or not boundaries.optimizers
 
     def _report(self, trainer: pl.Trainer) -> None:
         if self._print_summary and trainer.is_global_zero:
@@ -318,92 +285,43 @@ class GPUPhaseTimer(Timer, pl.Callback):
             add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
             if add_figure is not None and self.last is not None:
                 figure, _ = self.plot(ax=new_axes())
-                add_figure(f"{self._prefix}/steps", figure, self.last.step)
+                add_figure(f"{self._options.prefix}/steps", figure, self.last.step)
 
     def _clock_of(self, trainer: pl.Trainer) -> Clock:
         device = trainer.strategy.root_device
-        return self._clock or clock_for(device, tell=trainer.is_global_zero)
+        return self._options.clock or clock_for(device, tell=trainer.is_global_zero)
+
+    def _means(self, trainer: pl.Trainer, prefix: str, every_n_steps: int) -> MeanLog:
+        publish = functools.partial(_lightning.publish, trainer)
+        return MeanLog(prefix, every_n_steps, trainer.loggers, publish)
 
     def _start_evaluation(
         self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
         self._evaluation = Evaluation(
-            pl_module,
             self._clock_of(trainer),
-            lag=self._lag,
-            prefix=f"{self._prefix}/{stage}",
-            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            loggers=trainer.loggers,
-            publish=functools.partial(_publish, trainer),
-            wrapper=_wrapper(trainer),
+            _lightning.evaluation_loop_of(trainer, pl_module),
+            # Nothing is due before the end.
+            self._means(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
+            lag=self._options.lag,
+            number=_lightning.step_number(trainer),
         )
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
-            self._evaluation.end()
+            self._evaluation.finish()
             self._evaluation = None
 
     def _resume(self) -> None:
         self._next_fetch = None
-        if self._session is not None:
-            self._session.recorder.resume()
+        self._session.resume()
 
     def _detach(self) -> None:
+        """Ends whatever runs, without a wait for the device or other ranks."""
         if self._evaluation is not None:
             self._evaluation.abort()
             self._evaluation = None
         if self._next_fetch is not None:
             self._next_fetch.remove()
             self._next_fetch = None
-        if self._session is not None:
-            self._session.remove()
-            self._session = None
-
-
-@untraced
-class _NextFetch:
-    """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
-
-    def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
-        self._call = call
-        profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
-        self._stand_in = listen(profiler, "start", self)
-
-    def before(self, action_name: str, *_: Any, **__: Any) -> bool:
-        """Is told what the trainer begins."""
-        if "train_dataloader_next" in action_name:
-            self.remove()
-            self._call()
-        return False
-
-    def after(self) -> None:
-        """Is never told."""
-
-    def remove(self) -> None:
-        """Takes it off the profiler. Safe to call twice."""
-        self._stand_in.leave(self)
-
-
-def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
-    """Returns the module that the strategy calls in place of the LightningModule, if it does."""
-    model = trainer.strategy.model
-    return None if model is trainer.lightning_module else model
-
-
-def _lightning_optimizers(pl_module: pl.LightningModule) -> list[Any]:
-    """Returns what `self.optimizers()` gives a training_step with manual optimization."""
-    if pl_module.automatic_optimization:
-        return []
-    optimizers = pl_module.optimizers()
-    return optimizers if isinstance(optimizers, list) else [optimizers]
-
-
-def _show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
-    shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
-    bar: dict[str, Any] = trainer.progress_bar_metrics
-    bar["phase_ms"] = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
-
-
-def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    # In one go: Lightning gathers them anew at each look.
-    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
+        self._abort()

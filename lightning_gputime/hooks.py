@@ -1,19 +1,18 @@
 """The timer for a plain PyTorch loop."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_gputime._arguments import check_bools, check_int, check_modules
-from lightning_gputime._events import Clock, clock_for, log
-from lightning_gputime._log import MetricsLogger, PhaseLog
-from lightning_gputime._measurement import SyncRanks
-from lightning_gputime._parts import resolve
-from lightning_gputime._phases import DATA, OTHER
-from lightning_gputime._session import Session
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._messages import messages
+from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
+from lightning_gputime._record.clock import Clock, clock_for
+from lightning_gputime._results.means import MeanLog, MetricsLogger
 from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
@@ -96,60 +95,57 @@ class GPUPhaseHooks(Timer):
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
-            prefix=prefix,
-            lag=lag,
-            warmup_steps=warmup_steps,
-            history=history,
-            annotate=annotate,
-            every_n_steps=every_n_steps,
-            probe_every_n_steps=probe_every_n_steps,
-            sync_ranks=sync_ranks,
-            on_step=on_step,
-            clock=clock,
+            Options(
+                prefix=prefix,
+                lag=lag,
+                warmup_steps=warmup_steps,
+                history=history,
+                modules=modules,
+                annotate=annotate,
+                every_n_steps=every_n_steps,
+                probe_every_n_steps=probe_every_n_steps,
+                sync_ranks=sync_ranks,
+                on_step=on_step,
+                clock=clock,
+            )
         )
         check_bools(wrap_backward=wrap_backward)
         check_int(
             "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
         )
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
-        self._model = _check_model(model)
-        self._optimizers = _check_optimizers(optimizers)
+        self._loop = Loop(
+            _check_model(model),
+            _check_optimizers(optimizers),
+            pause_evaluation=optimizers is not None,
+            submodules=self._submodules(model),
+            wrap_backward=wrap_backward,
+        )
         self._loggers = _check_loggers(logger)
         self._device = None if device is None else _check_device(device)
         if self._device is not None and clock is None:
             clock_for(self._device)
-        self._modules = resolve(check_modules(modules), self._model)
-        self._wrap_backward = wrap_backward
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
         self._step = self._micro_batches = 0
 
     def attach(self) -> Self:
         """Puts the hooks on and starts a new measurement. Safe to call twice."""
-        if self._session is not None:
-            return self
-        clock = self._clock or clock_for(self._device or _device_of(self._model), tell=True)
-        self._step = self._micro_batches = 0
-        session = self._start(
-            clock,
-            self._model,
-            self._optimizers,
-            PhaseLog(self._prefix, self._log_every_n_steps, self._loggers),
-            pause_evaluation=bool(self._optimizers),
-            parts=self._modules,
-            backward=self._wrap_backward,
-        )
-        session.begin(self._step)
+        if not self._session.is_attached:
+            device = self._device or _device_of(self._loop.model)
+            clock = self._options.clock or clock_for(device, tell=True)
+            means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
+            self._step = self._micro_batches = 0
+            self._start(clock, self._loop, means)
+            self._session.begin(self._step)
         return self
 
     def remove(self) -> None:
         """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
-        if self._session is not None:
-            self.flush()
-            self._session.sync()
-            self._detach()
+        if self._session.is_attached:
+            self._finish()
             if not self._step:
-                log.warning(
+                messages.warning(
                     "No step has ended: iterate over steps(loader), or call step() at the end of"
                     " the loop's body."
                 )
@@ -165,10 +161,8 @@ class GPUPhaseHooks(Timer):
     ) -> None:
         if exc is None:
             self.remove()
-        elif self._session is not None:
-            # After an error the device may never finish: read what is there.
-            self._session.recorder.drain()
-            self._detach()
+        else:
+            self._abort()
 
     def steps(self, iterable: Iterable[T]) -> Iterator[T]:
         """Yields the items of a loader, and ends a step (or a micro-batch) after each.
@@ -182,16 +176,13 @@ class GPUPhaseHooks(Timer):
         Raises:
             RuntimeError: If the timer is not attached.
         """
-        self._attached("steps()").begin(self._step)
-        self._micro_batches = 0
+        self._begin("steps()")
         for item in iterable:
-            if self._session is not None:
-                self._session.recorder.mark(OTHER)
+            self._session.batch_begins()
             yield item
-            if self._session is not None:
+            if self._session.is_attached:
                 self.step()
-        if self._session is not None:
-            self._session.sync()
+        self._session.compare_ranks()
 
     def step(self) -> None:
         """Ends a step (or a micro-batch). Call it at the end of the loop's body.
@@ -199,36 +190,29 @@ class GPUPhaseHooks(Timer):
         Raises:
             RuntimeError: If the timer is not attached.
         """
-        session = self._session or self._attached("step()")
-        if not session.is_here():
+        session = self._session
+        if get_ident() != session.thread:
             # The loop runs in another thread than the one that attached the timer.
-            session.begin(self._step)
+            self._begin("step()")
             return
         if self._accumulate_grad_batches > 1:
             self._micro_batches += 1
             is_last = self._micro_batches == self._accumulate_grad_batches
-            if not is_last and not session.boundaries.updates:
-                session.recorder.mark(DATA)
+            if not is_last and not session.has_updated:
+                session.batch_ends()
                 return
         session.end_step(self._step)
         self._step += 1
         self._micro_batches = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None}
-
-    def _attached(self, call: str) -> Session:
-        if self._session is None:
+    def _begin(self, call: str) -> None:
+        if not self._session.is_attached:
             raise RuntimeError(
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
-        return self._session
-
-    def _detach(self) -> None:
-        if self._session is not None:
-            self._session.remove()
-            self._session = None
+        self._session.begin(self._step)
+        self._micro_batches = 0
 
 
 def _check_model(model: Any) -> nn.Module:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gputime._events import log
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
     BACKWARD,
     COMM,
@@ -18,7 +18,7 @@ from lightning_gputime._phases import (
     StepTimes,
     check_name,
 )
-from lightning_gputime._ranks import STEP, compare
+from lightning_gputime._results.ranks import STEP, compare
 
 _COUNTED = (*PHASES, *(f"{phase}/{COMM}" for phase in (FORWARD, BACKWARD, OTHER)))
 
@@ -76,7 +76,7 @@ class PhaseTimeMetric(Metric):
         """
         if unknown := times.phase_ms.keys() - {*self._names} - self._told:
             self._told |= unknown
-            log.warning(
+            messages.warning(
                 "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
                 sorted(unknown),
                 [*self._names[:-1], *sorted(unknown)],

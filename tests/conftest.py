@@ -6,7 +6,8 @@ import torch
 from fake_gpu import FakeGPU
 from fake_loop import Loop
 
-from lightning_gputime import _events, _named
+from lightning_gputime._boundaries import named
+from lightning_gputime._record import clock
 
 
 @pytest.fixture
@@ -22,9 +23,9 @@ def loop(gpu: FakeGPU) -> Loop:
 @pytest.fixture(autouse=True)
 def _nothing_stays_installed() -> Iterator[None]:
     backward = torch.autograd.backward
-    _events._tell_host_clock.cache_clear()
+    clock._tell_host_clock.cache_clear()
     yield
-    left, _named._active[:] = [*_named._active], []
+    left, named._active[:] = [*named._active], []
     assert not left
     assert torch.autograd.backward is backward
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._raw import RawStep
-from lightning_gputime._readings import Readings
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._timer import Timer
 
 MS = 1_000_000
 
@@ -204,10 +204,10 @@ def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) ->
         yield torch.ones(1, 2)
 
 
-def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> RawStep:
+def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> StepRecord:
     """A step that was read, whose phases took the host as long as the device."""
     ends = accumulate((round(ms * MS) for ms in phase_ms.values()), initial=0)
-    return RawStep(
+    return StepRecord(
         number, tuple(phase_ms), tuple(phase_ms.values()), tuple(ends), host_wait_ms, 0, False
     )
 
@@ -223,7 +223,7 @@ STEP_MS = {
 """What a standard step takes, in the fake LightningModule and in the fake plain loop."""
 
 
-def steps(timer: Readings) -> list[dict[str, float]]:
+def steps(timer: Timer) -> list[dict[str, float]]:
     """The phases of each step in a timer's history, those that did not run left out."""
     timer.flush()
     history = timer.history()

@@ -11,8 +11,9 @@ from fake_gpu import Adder, FakeGPU, Layer, Loss, work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gputime._boundaries import Boundaries
-from lightning_gputime._recorder import Recorder
+from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._record.recorder import Recorder
 
 
 class Timed:
@@ -25,7 +26,7 @@ class Timed:
             lag=0,
             emit=lambda steps: self.steps.extend(dict(s.times().phase_ms) for s in steps),
         )
-        self.boundaries = Boundaries(self.recorder, model, optimizers, **options)
+        self.boundaries = Boundaries(self.recorder, Loop(model, optimizers, **options))
         self.recorder.begin("other")
 
     def end_step(self) -> dict[str, float]:
@@ -263,7 +264,7 @@ def test_backward_can_be_left_alone(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     before = torch.autograd.backward
-    timed = time_step(gpu, Layer(gpu, 1.0, 2.0), backward=False)
+    timed = time_step(gpu, Layer(gpu, 1.0, 2.0), wrap_backward=False)
     assert torch.autograd.backward is before
     assert timed.end_step() == {}
 

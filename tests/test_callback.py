@@ -1,7 +1,9 @@
 import copy
 import gc
 import pickle
+from dataclasses import replace
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,19 +286,19 @@ def test_a_second_fit_of_the_same_trainer_goes_on_counting(gpu: FakeGPU) -> None
 def test_a_timer_pickles_and_copies_before_and_after_training(gpu: FakeGPU, trained: bool) -> None:
     timer = GPUPhaseTimer(prefix="gpu", summary=False, warmup_steps=0)
     if trained:
-        timer._clock = gpu
+        timer._options = replace(timer._options, clock=gpu)
         fit(gpu, Model(gpu), timer=timer)
-        timer._clock = None
+        timer._options = replace(timer._options, clock=None)
     for twin in (pickle.loads(pickle.dumps(timer)), copy.deepcopy(timer)):
         assert steps(twin) == steps(timer)
-        assert twin._prefix == "gpu"
+        assert twin._options.prefix == "gpu"
 
 
 def test_a_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
     class Copies(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             twin = copy.deepcopy(timer)
-            assert twin._session is None
+            assert not twin._session.is_attached
             copied = copy.deepcopy(model.net)
             copied(torch.ones(1, 2))
 
@@ -385,7 +387,7 @@ def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture
 def test_a_timer_that_fails_lets_training_go_on(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_gputime._session.Boundaries", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("lightning_gputime._run.session.Boundaries", lambda *_, **__: 1 / 0)
     timer = GPUPhaseTimer(clock=gpu)
     runner = trainer(timer)
     runner.fit(Model(gpu), Loader(gpu, 3))

@@ -9,7 +9,7 @@ from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
 from fake_loop import Loop
 
 from lightning_gputime import Clock, GPUPhaseHooks
-from lightning_gputime._events import DeviceClock, HostClock, clock_for
+from lightning_gputime._record.clock import DeviceClock, HostClock, clock_for
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
 

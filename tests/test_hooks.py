@@ -12,9 +12,11 @@ from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
-from lightning_gputime._annotate import Annotator
-from lightning_gputime._measurement import Measurement
-from lightning_gputime._raw import RawStep
+from lightning_gputime._boundaries import boundaries
+from lightning_gputime._boundaries import boundaries
+from lightning_gputime._record.ranges import Annotator
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._run.delivery import Delivery
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
@@ -219,7 +221,7 @@ def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop
 def test_an_attach_that_fails_leaves_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
-    monkeypatch.setattr("lightning_gputime._boundaries.BackwardBoundary", lambda *_: 1 / 0)
+    monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hooks(loop).attach()
     assert installed(*things) == bare
@@ -508,13 +510,13 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    add = Measurement.add
+    add = Delivery.add
 
-    def count(self: Measurement, steps: list[RawStep]) -> None:
+    def count(self: Delivery, steps: list[StepRecord]) -> None:
         read.append(len(steps))
         add(self, steps)
 
-    monkeypatch.setattr(Measurement, "add", count)
+    monkeypatch.setattr(Delivery, "add", count)
     with hooks(loop, log_every_n_steps=every) as timer:
         for x in timer.steps(loop.batches(120)):
             loop.train(x)

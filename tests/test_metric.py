@@ -154,7 +154,7 @@ def test_an_on_step_that_raises_ends_itself_and_nothing_else(
 
 def test_a_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
     timer = pickle.loads(pickle.dumps(GPUPhaseTimer(on_step=PhaseTimeMetric())))
-    assert isinstance(timer._on_step, PhaseTimeMetric)
+    assert isinstance(timer._options.on_step, PhaseTimeMetric)
 
 
 def test_the_states_stay_on_the_host_in_their_precision() -> None:

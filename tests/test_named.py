@@ -4,8 +4,9 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 
-from lightning_gputime import StepTimes, _named, phase
-from lightning_gputime._recorder import Recorder
+from lightning_gputime import StepTimes, phase
+from lightning_gputime._boundaries import named
+from lightning_gputime._record.recorder import Recorder
 
 
 class Timed:
@@ -18,13 +19,13 @@ class Timed:
         )
 
     def __enter__(self) -> "Timed":
-        _named.activate(self.recorder)
+        named.activate(self.recorder)
         self.recorder.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _named.deactivate(self.recorder)
-        _named.deactivate(self.recorder)
+        named.deactivate(self.recorder)
+        named.deactivate(self.recorder)
 
 
 def test_phase_acts_on_the_timer_at_work(gpu: FakeGPU) -> None:

@@ -14,16 +14,20 @@ from lightning_gputime import (
     GPUPhaseHooks,
     GPUPhaseTimer,
     StepTimes,
-    _annotate,
-    _measurement,
-    _probe,
 )
-from lightning_gputime._events import HostClock
-from lightning_gputime._log import PhaseLog
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._probe import Probe
-from lightning_gputime._raw import Sums
-from lightning_gputime._results import Results
+from lightning_gputime._record.ranges import Annotator
+from lightning_gputime._record.clock import HostClock
+from lightning_gputime._record.ranges import Annotator
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.results import Results
+from lightning_gputime._run import session
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._run import session
+from lightning_gputime._run.comparison import Comparison
+from lightning_gputime._run.delivery import Delivery
+from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.schedule import Kind, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""
@@ -176,7 +180,7 @@ def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> N
 def test_steps_that_other_ranks_may_probe_are_left_out(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_probe, "is_distributed", lambda: True)
+    monkeypatch.setattr(session, "is_distributed", lambda: True)
     timer = run(Loop(gpu), 25, wait_in_loss=True, sync_ranks=False)
     assert len(gpu.spins) == 3
     kept = [n for n in range(25) if n not in PROBED and n - 1 not in PROBED]
@@ -276,9 +280,8 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
 def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None:
-    probe = Probe(FakeGPU(), every, 0)
-    probe._launch_ms.append(1.0)
-    chosen = [index for index in range(100 * every) if probe.is_due(index)]
+    schedule = Schedule(probe_every_n_steps=every)
+    chosen = [index for index in range(100 * every) if schedule.kind(index) is Kind.PROBED]
     assert [index // every for index in chosen] == list(range(100))
     assert all(two - one >= 2 for one, two in pairwise(chosen))
     # No habit of the loop, at any place of the n steps, meets more than its share of them.
@@ -336,30 +339,36 @@ def test_a_spin_that_raises_ends_the_probing_alone(
 def test_an_exchange_of_ranks_before_a_probed_step_is_no_part_of_it(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_measurement.Measurement, "compares_at_logs", True)
-    monkeypatch.setattr(
-        _measurement.Measurement, "compare_at_log", lambda self: gpu.host_work(200.0)
-    )
+    def owe(self: Comparison, finished: int) -> None:
+        self.owed = finished
+
+    def pay(self: Comparison) -> None:
+        self.owed = None
+        gpu.host_work(200.0)
+
+    monkeypatch.setattr(Comparison, "log_is_due", owe)
+    monkeypatch.setattr(Comparison, "pay", pay)
     summary = run(Loop(gpu), 40, log_every_n_steps=1).summary()
     assert summary.probed_steps == 8
     assert gpu.spins[1:] == [15.0] * 7
 
 
 def test_waits_for_other_ranks_are_not_work() -> None:
-    probe = Probe(FakeGPU(), 5, 0)
+    results, logger = Results(10, 0), Logger()
+    probe = Probe(FakeGPU(), results)
     step = raw(2, forward=1.0, backward=3.0, **{"backward/comm": 2.0})
-    probe.take([step._replace(filled=True)], Sums())
-    assert probe.busy.phases["backward"].device_ms == 3.0
-    assert "backward/comm" not in probe.busy.phases
-    assert probe.busy.step.device_ms == 4.0
+    assert probe.take([step._replace(filled=True)]) == []
+    assert results.newest_probed is not None
+    busy = Sums([results.newest_probed])
+    assert busy.phases["backward"].device_ms == 3.0
+    assert "backward/comm" not in busy.phases
+    assert busy.step.device_ms == 4.0
 
-    results, logger = Results(10, 0, probe=probe), Logger()
-    phase_log = PhaseLog("phase_time", 1, [logger])
-    measurement = _measurement.Measurement(
-        results, phase_log, sync_ranks=False, lag=1, on_step=[], probe=probe
-    )
-    measurement.add([step._replace(filled=True)])
-    measurement.add([raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})])
+    means = MeanLog("phase_time", 1, [logger])
+    comparison = Comparison(results, means, sync_ranks=False, lag=1)
+    delivery = Delivery(results, means, comparison, lag=1, on_step=[], probe=probe)
+    delivery.add([step._replace(filled=True)])
+    delivery.add([raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})])
     assert results.summary().gap_share == pytest.approx(0.5 / 21.5)
     [(_, metrics)] = logger.calls
     assert metrics["phase_time/step_gap_ms"] == 0.5
@@ -415,14 +424,15 @@ def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> N
 
 
 def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
-    probe, normal = Probe(FakeGPU(), 5, 0), Sums()
+    results = Results(10, 0)
+    results.add([raw(0, forward=1.0, loss=1.0)])
+    probe = Probe(FakeGPU(), results)
     probe._asked_ms = 1.5
-    normal.merge(Sums([raw(0, forward=1.0, loss=1.0)]))
     for number in (2, 7, 12):
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
         step = step._replace(filled=False, after_spin=1)
-        assert probe.take([step], normal) == []
-    assert "in `loss`" in probe.failure
+        assert probe.take([step]) == []
+    assert "in `loss`" in results.probe_failure
 
 
 def test_a_probe_that_an_epochs_end_drops_costs_no_step(gpu: FakeGPU) -> None:
@@ -456,7 +466,7 @@ def test_a_profiler_sees_no_range_for_the_spin(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
-    monkeypatch.setattr(_annotate.Annotator, "__call__", lambda self, name: ranges.append(name))
+    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
     timer = run(Loop(gpu), 20, annotate=True)
     assert timer.summary().probed_steps == 4
     assert "forward" in ranges

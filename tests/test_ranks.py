@@ -15,9 +15,10 @@ from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime import _exchange, _measurement
-from lightning_gputime._exchange import Exchange
-from lightning_gputime._ranks import Totals, compare, since
+from lightning_gputime._results.ranks import Totals, compare, since
+from lightning_gputime._run import comparison
+from lightning_gputime._run import exchange as exchange_module
+from lightning_gputime._run.exchange import Exchange
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 
@@ -115,12 +116,12 @@ def test_a_window_is_the_difference_of_two_totals() -> None:
 
 def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
     store = HashStore()
-    numbers = _exchange._runs
+    numbers = exchange_module._runs
     result = []
     for rank in range(world_size):
-        _exchange._runs = iter([0])  # type: ignore[assignment]  # each is a process of its own
+        exchange_module._runs = iter([0])  # type: ignore[assignment]  # each is a process of its own
         result.append(Exchange(store, rank, world_size, timeout_s=timeout_s))
-    _exchange._runs = numbers
+    exchange_module._runs = numbers
     return result
 
 
@@ -236,7 +237,7 @@ def slower_forward(own: Totals) -> Totals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr(_measurement, "open_exchange", lambda: fake)
+    monkeypatch.setattr(comparison, "open_exchange", lambda: fake)
     return fake
 
 
@@ -400,7 +401,6 @@ def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -
     # As in Lightning, where a manual optimization does not update in every batch.
     loop = Loop(gpu)
     timer = hooks(loop, sync_ranks="log", log_every_n_steps=4).attach()
-    assert timer._session is not None
     for number in range(1, 20, 2):
         timer._session.end_step(number)
     assert [sent["step"][1] for sent in exchange.sent] == [2, 4, 6, 8]
@@ -453,7 +453,7 @@ def test_a_store_that_fails_ends_the_comparison_and_nothing_else(
 def test_a_single_process_sends_nothing_and_does_not_wait_at_the_end_of_an_epoch(
     gpu: FakeGPU,
 ) -> None:
-    assert _exchange.open_exchange() is None
+    assert exchange_module.open_exchange() is None
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
 from fake_loop import Loop, hooks
@@ -162,7 +163,9 @@ def test_a_trace_of_the_newest_steps_is_less_than_two_kilobytes_a_step(
 def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
     figure, ax = timer.plot()
     assert ax.figure is figure
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
         "augment",
         "other",
         "optimizer",
@@ -183,7 +186,7 @@ def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: in
     _, ax = timer.plot()
     if n:
         [area, *_] = ax.collections
-        xs = area.get_paths()[0].vertices[:, 0]
+        xs = np.asarray(area.get_paths()[0].vertices)[:, 0]
         assert (xs.min(), xs.max()) == (0, 1)
     lanes = load_trace(timer, tmp_path / "trace.json")
     assert sum("step" in name for name, _, _ in lanes["device"]) == n
@@ -195,11 +198,10 @@ def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path:
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:
-                assert timer._session is not None
-                timer._session.recorder.mark("data")
-                timer._session.recorder.pause()
+                timer._session.batch_ends()
+                timer._session.pause()
                 gpu.work(50.0)
-                timer._session.recorder.resume()
+                timer._session.resume()
         loop.update()
     lanes = load_trace(timer, tmp_path / "trace.json")
     assert [dur for name, _, dur in lanes["device"] if name == "not timed"] == [50_000.0]
@@ -210,7 +212,8 @@ def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(
 ) -> None:
     _, ax = timer.plot(step=1)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["GPU", "host"]
-    gpu_lane = [bar for bar in ax.patches if bar.get_y() + bar.get_height() / 2 == 0]
+    bars: Any = ax.patches
+    gpu_lane = [bar for bar in bars if bar.get_y() + bar.get_height() / 2 == 0]
     widths = sorted(bar.get_width() for bar in gpu_lane if bar.get_width() > 0)
     assert widths == pytest.approx(sorted(STEP_MS.values()))
     assert "(ms)" in ax.get_xlabel()

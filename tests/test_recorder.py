@@ -4,7 +4,7 @@ import pytest
 from fake_gpu import FakeEvent, FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._recorder import Recorder
+from lightning_gputime._record.recorder import Recorder
 
 
 class Recorded:
@@ -171,11 +171,11 @@ def test_resume_without_pause_does_nothing(gpu: FakeGPU, run: Recorded) -> None:
 def test_a_phase_named_while_paused_begins_with_the_resume(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("forward")
     run.recorder.pause()
-    run.recorder.enter("export")
+    run.recorder.enter_phase("export")
     gpu.work(70.0)
     run.recorder.resume()
     gpu.work(2.0)
-    run.recorder.leave("export")
+    run.recorder.leave_phase("export")
     gpu.work(1.0)
     run.recorder.end_step(0)
     run.recorder.flush()
@@ -187,13 +187,13 @@ def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
 ) -> None:
     run.recorder.mark("forward")
     gpu.work(1.0)
-    run.recorder.enter("augment")
+    run.recorder.enter_phase("augment")
     gpu.work(2.0)
-    run.recorder.enter("crop")
+    run.recorder.enter_phase("crop")
     gpu.work(4.0)
-    run.recorder.leave("crop")
+    run.recorder.leave_phase("crop")
     gpu.work(8.0)
-    run.recorder.leave("augment")
+    run.recorder.leave_phase("augment")
     gpu.work(16.0)
     run.recorder.end_step(0)
     run.recorder.flush()
@@ -201,12 +201,12 @@ def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
 
 
 def test_inside_a_named_phase_the_boundaries_do_not_count(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter("teacher")
+    run.recorder.enter_phase("teacher")
     run.recorder.mark("forward")
     gpu.work(2.0)
     run.recorder.mark("other")
     gpu.work(3.0)
-    run.recorder.leave("teacher")
+    run.recorder.leave_phase("teacher")
     assert run.recorder.label == "other"
     run.recorder.end_step(0)
     run.recorder.flush()
@@ -214,11 +214,11 @@ def test_inside_a_named_phase_the_boundaries_do_not_count(gpu: FakeGPU, run: Rec
 
 
 def test_a_named_phase_reaches_across_steps(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter("all")
+    run.recorder.enter_phase("all")
     for number in range(2):
         gpu.work(2.0)
         run.recorder.end_step(number)
-    run.recorder.leave("all")
+    run.recorder.leave_phase("all")
     run.recorder.end_step(2)
     run.recorder.flush()
     assert [times.phase_ms.get("all") for times in run.emitted] == [2.0, 2.0, 0.0]
@@ -227,13 +227,13 @@ def test_a_named_phase_reaches_across_steps(gpu: FakeGPU, run: Recorded) -> None
 
 def test_phases_that_are_left_out_of_order_are_left(gpu: FakeGPU, run: Recorded) -> None:
     for number in range(2):
-        run.recorder.enter("fetch")
+        run.recorder.enter_phase("fetch")
         gpu.work(1.0)
-        run.recorder.enter("load")
+        run.recorder.enter_phase("load")
         gpu.work(2.0)
-        run.recorder.leave("fetch")
+        run.recorder.leave_phase("fetch")
         gpu.work(4.0)
-        run.recorder.leave("load")
+        run.recorder.leave_phase("load")
         gpu.work(8.0)
         run.recorder.end_step(number)
     run.recorder.flush()
@@ -260,13 +260,13 @@ def test_a_read_that_fails_while_paused_leaves_the_step_out(
 
 
 def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter("backward")
+    run.recorder.enter_phase("backward")
     gpu.work(5.0)
-    run.recorder.leave("backward")
+    run.recorder.leave_phase("backward")
     gpu.work(1.0)
-    run.recorder.enter("optimizer")
+    run.recorder.enter_phase("optimizer")
     gpu.work(2.0)
-    run.recorder.leave("optimizer")
+    run.recorder.leave_phase("optimizer")
     gpu.work(4.0)
     run.recorder.end_step(0)
     run.recorder.flush()
@@ -355,8 +355,8 @@ def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
         run.recorder.mark("forward")
         run.recorder.pause()
         run.recorder.end_step(99)
-        run.recorder.enter("augment")
-        run.recorder.leave("augment")
+        run.recorder.enter_phase("augment")
+        run.recorder.leave_phase("augment")
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -420,7 +420,7 @@ def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.rest()
     created = gpu.created
     run.step(0)
-    run.recorder.enter("augment")
+    run.recorder.enter_phase("augment")
     run.recorder.flush()
     assert run.emitted == []
     assert gpu.created == created

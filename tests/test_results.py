@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from fake_gpu import raw
 
-from lightning_gputime._raw import RawStep
-from lightning_gputime._results import Results
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.results import Results
 
 
-def filled(*steps: RawStep, capacity: int = 100, warmup_steps: int = 0) -> Results:
+def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Results:
     results = Results(capacity, warmup_steps)
     for step in steps:
         results.add([step])

@@ -1,0 +1,93 @@
+"""Where one phase ends and the next begins: all boundaries of a loop together."""
+
+from typing import TypeVar
+
+from lightning_gputime._boundaries.attach import Removable
+from lightning_gputime._boundaries.backward import BackwardBoundary
+from lightning_gputime._boundaries.comm import CommBoundary, is_distributed
+from lightning_gputime._boundaries.compiled import CompiledStep, inside_compiled
+from lightning_gputime._boundaries.forward import ForwardBoundary
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.named import activate, deactivate
+from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
+from lightning_gputime._boundaries.submodules import SubmoduleBoundary
+from lightning_gputime._record.recorder import Recorder
+
+B = TypeVar("B", bound=Removable)
+
+
+class Boundaries:
+    """Puts marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
+
+    Args:
+        recorder: Gets the marks.
+        loop: What is hooked.
+    """
+
+    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+        self._recorder = recorder
+        self._removables: list[Removable] = []
+        self._submodules: SubmoduleBoundary | None = None
+        try:
+            self._put_on(recorder, loop)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _put_on(self, recorder: Recorder, loop: Loop) -> None:
+        self._forward = self._keep(
+            CompiledStep(recorder, loop.model)
+            if loop.compiled_step
+            else ForwardBoundary(recorder, loop)
+        )
+        if loop.submodules:
+            self._submodules = self._keep(SubmoduleBoundary(recorder, loop.submodules))
+            if names := inside_compiled(loop.submodules, loop.model):
+                recorder.tell_once(
+                    "These modules run inside compiled code, and are not timed apart: %s",
+                    ", ".join(names),
+                )
+        self._optimizers = [
+            self._keep(OptimizerBoundary(recorder, optimizer)) for optimizer in loop.optimizers
+        ]
+        for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
+            self._keep(ZeroGradBoundary(recorder, optimizer))
+        if loop.wrap_backward:
+            comm = self._keep(CommBoundary(recorder, loop.called)) if is_distributed() else None
+            self._keep(BackwardBoundary(recorder, self._forward, self._optimizers, comm))
+        activate(recorder)
+
+    def _keep(self, boundary: B) -> B:
+        self._removables.append(boundary)
+        return boundary
+
+    @property
+    def updates(self) -> int:
+        """How many optimizer updates were seen since the last `step_ended`."""
+        return sum(optimizer.updates for optimizer in self._optimizers)
+
+    @property
+    def model_was_called(self) -> bool:
+        """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
+        return self._forward.was_ever_called
+
+    def step_ended(self, *, timed: bool = True) -> bool:
+        """Must be called at the end of each step.
+
+        Returns:
+            Whether there are optimizers, and none of them ran its update.
+        """
+        skipped_update = bool(self._optimizers)
+        for optimizer in self._optimizers:
+            if optimizer.step_ended():
+                skipped_update = False
+        self._forward.step_ended(timed)
+        if timed and self._submodules is not None:
+            self._submodules.step_ended()
+        return skipped_update
+
+    def remove(self) -> None:
+        """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+        deactivate(self._recorder)
+        for boundary in self._removables:
+            boundary.remove()

@@ -1,0 +1,121 @@
+"""The parts of a step in which a rank only waits for the others, as marks."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gputime._boundaries.attach import Removable, hook_before
+from lightning_gputime._phases import BACKWARD, COMM, PHASES
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._untraced import untraced
+
+
+@untraced
+class CommBoundary:
+    """`backward/comm`: from the end of this rank's own work in a backward to the end of backward.
+
+    And `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin of DDP.
+
+    The autograd engine calls what was queued in a backward when its work is done, in the order in
+    which it was queued. DDP and FSDP2 queue their last waits there, from hooks on parameters and
+    activations; this queues its mark from the first hook of all, on the loss.
+
+    Args:
+        recorder: Gets the marks.
+        model: What the loop calls.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._synced = [
+            module for module in model.modules() if isinstance(module, DistributedDataParallel)
+        ]
+        self._handles: list[Any] = []
+        self._module_handles: list[Removable] = []
+        for module in self._synced:
+            self._module_handles.append(hook_before(module, self._enter_sync, first=False))
+            self._module_handles.append(hook_before(module.module, self._leave_sync))
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules. Safe to call twice."""
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles.clear()
+
+    def begin(self, tensors: Any) -> None:
+        """Must be called before a backward of `tensors`."""
+        if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
+            return  # a micro-batch inside `no_sync`
+        if _is_autograd_compiled():
+            return  # It would trace the hook.
+        # Not over a generator, which the backward needs itself.
+        for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                try:
+                    self._handles.append(tensor.register_hook(self._queue))
+                    _call_first(tensor, self._handles[-1].id)
+                except Exception as error:
+                    self._tell(error)
+
+    def end(self) -> None:
+        """Must be called after that backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
+        # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
+        label = self._recorder.label
+        if label is not None and label in PHASES and module.will_sync_module_buffers():
+            self._recorder.mark(f"{label}/{COMM}")
+
+    def _leave_sync(self, *values: Any) -> None:
+        phase, _, part = (self._recorder.label or "").partition("/")
+        if part == COMM and phase != BACKWARD:
+            self._recorder.mark(phase)
+
+    def _queue(self, _: Tensor) -> None:
+        # Once a backward: the first of several losses is the one.
+        if self._handles:
+            self.end()
+            try:
+                torch.autograd.Variable._execution_engine.queue_callback(self._mark)
+            except Exception as error:
+                self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
+
+    def _mark(self) -> None:
+        self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
+
+
+def is_distributed() -> bool:
+    """Tells whether this process trains together with others."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+@untraced
+def _is_autograd_compiled() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(compiled, "compiled_autograd_enabled", False) is True
+
+
+@untraced
+def _call_first(tensor: Tensor, hook_id: int) -> None:
+    """Moves a hook before the others: where the model returns the loss, FSDP2 has one on it."""
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        # torch goes by the order of insertion, which `move_to_end` does not change.
+        others = [(other, hook) for other, hook in hooks.items() if other != hook_id]
+        for other, _ in others:
+            del hooks[other]
+        hooks.update(others)

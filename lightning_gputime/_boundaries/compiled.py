@@ -1,0 +1,88 @@
+"""Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._phases import OTHER, TRAINING_STEP
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._untraced import untraced
+
+
+@untraced
+class CompiledStep:
+    """`training_step` of a LightningModule that was compiled whole: one phase of that name.
+
+    Forward and loss cannot be told apart inside.
+    """
+
+    name = TRAINING_STEP
+    calls = 1
+    was_ever_called = True
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._stand_in = listen(model, self.name, self)
+        recorder.tell_once(
+            "%s is compiled: forward and loss are one phase of that name.", self.name
+        )
+
+    def call_begins(self, *_: Any, **__: Any) -> bool:
+        """Marks the begin."""
+        self._recorder.mark(self.name)
+        return True
+
+    def call_ends(self) -> None:
+        """Marks the end."""
+        self._recorder.mark(OTHER)
+
+    def step_ended(self, timed: bool) -> None:
+        """Does nothing: there is nothing to count."""
+
+    def remove(self) -> None:
+        self._stand_in.forget(self)
+
+
+@untraced
+class CompiledCall:
+    """A module that was compiled in place (`module.compile()`), seen from outside that code."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[..., None],
+        leave: Callable[..., None],
+    ) -> None:
+        self._module, self._enter, self._leave = module, enter, leave
+        self._stand_in = listen(module, "_compiled_call_impl", self)
+
+    def call_begins(self, *_: Any, **__: Any) -> bool:
+        """Tells of the begin, as a module hook would."""
+        self._enter(self._module)
+        return True
+
+    def call_ends(self) -> None:
+        """Tells of the end."""
+        self._leave(self._module)
+
+    def remove(self) -> None:
+        self._stand_in.forget(self)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tells whether a module is the result of `torch.compile`, or was compiled in place."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
+def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
+    """Returns the names of the modules that run inside compiled code, where no hook fires."""
+    inside: set[int] = set()
+    for module in (model, *model.modules()):
+        compiled = getattr(module, "_orig_mod", None)
+        if module._compiled_call_impl is not None:
+            compiled = module
+        if compiled is not None:
+            inside.update(id(one) for one in compiled.modules())
+    return [name for name, module in parts.items() if id(module) in inside]

@@ -1,0 +1,38 @@
+"""What a timer is told of the loop that it times."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a loop runs, as far as it can be seen from outside.
+
+    Attributes:
+        model: Its calls are `forward`, and those of its direct children where it is not called
+            itself.
+        optimizers: Their updates end `optimizer`.
+        optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
+        wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
+        compiled_step: Whether the model's `training_step` is compiled as a whole.
+        pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
+        submodules: The modules that are sub-phases, by name.
+        wrap_backward: Whether to time `torch.autograd.backward`, by standing in for it.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Any] = ()
+    optimizer_wrappers: Sequence[Any] = ()
+    wrapper: nn.Module | None = None
+    compiled_step: bool = False
+    pause_evaluation: bool = False
+    submodules: Mapping[str, nn.Module] = field(default_factory=dict)
+    wrap_backward: bool = True
+
+    @property
+    def called(self) -> nn.Module:
+        """What the trainer calls to run a training step."""
+        return self.model if self.wrapper is None else self.wrapper

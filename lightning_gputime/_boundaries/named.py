@@ -1,0 +1,83 @@
+"""Phases named by hand, in code that does not know whether it is timed."""
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from lightning_gputime._phases import check_name
+from lightning_gputime._record.recorder import Recorder
+
+# The recorders that are attached now. Module state, because `phase` must find them from anywhere.
+_active: list[Recorder] = []
+
+# A data loader's worker that was forked off must not touch the device.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_active.clear)
+
+
+class NamedPhase:
+    """The context manager that `phase` returns.
+
+    Args:
+        name: The phase that the time of the code inside belongs to.
+        recorders: Those that it acts on.
+    """
+
+    __slots__ = ("_name", "_recorders")
+
+    def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
+        self._name = name if torch.compiler.is_compiling() else check_name(name)
+        self._recorders = recorders
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.enter_phase(self._name)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.leave_phase(self._name)
+
+
+def phase(name: str) -> NamedPhase:
+    """Returns a context manager: the time of its code belongs to `name`, then to the phase before.
+
+    It acts on the timer that is timing the current step in this thread (on each, if there are
+    several), and does nothing when there is none or when the code is being compiled; so the code of
+    a model can carry it for ever.
+
+    Inside it the automatic boundaries do not count: what the name says, wins. The timer's own names
+    can be given too: `with phase("loss")` in a model that computes its loss inside `forward` splits
+    the two.
+
+    Args:
+        name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part of
+            `forward`.
+
+    Raises:
+        ValueError: If the name is empty, contains "<" or ">", or begins with "step" or "host_wait".
+
+    Example:
+        >>> with phase("augment"):
+        ...     x = augment(x)
+    """
+    return NamedPhase(name, _active)
+
+
+def activate(recorder: Recorder) -> None:
+    """Lets `phase` act on `recorder`."""
+    _active.append(recorder)
+
+
+def deactivate(recorder: Recorder) -> None:
+    """Ends what `activate` began. Safe to call twice."""
+    if recorder in _active:
+        _active.remove(recorder)

@@ -1,0 +1,137 @@
+"""Sub-phases of `forward` and `backward`: the share of a module."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
+from lightning_gputime._phases import BACKWARD, FORWARD, check_name
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._untraced import untraced
+
+
+@untraced
+class SubmoduleBoundary:
+    """`forward/<name>` and `backward/<name>` of modules.
+
+    Backward is marked by hooks on a module's outputs and inputs: it begins when the gradient of an
+    output is there, and ends when that of an input is. Where no input needs one, it ends with the
+    whole backward, or where that of another part begins.
+    """
+
+    def __init__(self, recorder: Recorder, parts: Mapping[str, nn.Module]) -> None:
+        self._recorder = recorder
+        self._names = {id(module): name for name, module in parts.items()}
+        # For each call that is not over: the label before it, and its inputs.
+        self._open: list[tuple[str, dict[int, Any]] | None] = []
+        self._handles: list[Removable] = []
+        for module in parts.values():
+            self._handles.append(hook_before(module, self._enter, first=False, with_kwargs=True))
+            self._handles.append(hook_after(module, self._exit, first=True))
+        # Of this step: hooks on tensors, and the tensors whose gradient begins a part.
+        self._tensor_handles: list[Removable] = []
+        self._outputs = WeakIdKeyDictionary()
+
+    def step_ended(self) -> None:
+        """Must be called at the end of each step."""
+        self._open.clear()
+        self._outputs.clear()
+        for handle in self._tensor_handles:
+            handle.remove()
+        self._tensor_handles.clear()
+
+    def remove(self) -> None:
+        self.step_ended()
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
+            return
+        outer = self._recorder.label or ""
+        if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
+            self._open.append(None)  # Inside a phase that was named by hand.
+            return
+        inputs = list(_tensors_with_grad((args, kwargs)))
+        self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
+        label = f"{outer}/{self._names[id(module)]}"
+        self._recorder.mark(label)
+        for tensor in inputs:
+            # Where the input is the output of a part, that part's begin is this one's end.
+            if tensor not in self._outputs:
+                self._at_gradient(tensor, lambda: self._end(_backward(label), _backward(outer)))
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
+            return
+        if not self._open:
+            return
+        opened = self._open.pop()
+        if opened is None:
+            return
+        outer, inputs = opened
+        label = _backward(f"{outer}/{self._names[id(module)]}")
+        for tensor in _tensors_with_grad(output):
+            # An input that is returned as it is has no work behind it.
+            if inputs.get(id(tensor), self) is not tensor.grad_fn:
+                self._at_gradient(tensor, lambda: self._begin(label))
+                self._outputs[tensor] = True
+        self._recorder.mark(outer)
+
+    def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
+        self._tensor_handles.append(tensor.register_hook(lambda _: call()))
+
+    def _begin(self, label: str) -> None:
+        # A part inside this one that ends with it has begun already.
+        if not self._is_inside(label):
+            self._recorder.mark_in_backward(label)
+
+    def _end(self, label: str, outer: str) -> None:
+        # A part inside this one may begin with the same input, and so end with it.
+        if self._recorder.label == label or self._is_inside(label):
+            self._recorder.mark_in_backward(outer)
+
+    def _is_inside(self, label: str) -> bool:
+        return (self._recorder.label or "").startswith(f"{label}/")
+
+
+def _backward(label: str) -> str:
+    return BACKWARD + label.removeprefix(FORWARD)
+
+
+def resolve(
+    modules: Sequence[str] | Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, nn.Module]:
+    """Returns the modules that shall be timed as parts, by name.
+
+    Raises:
+        ValueError: If the model has no module of a name; the message names those that it has.
+    """
+    if isinstance(modules, Mapping):
+        return {check_name(name): module for name, module in modules.items()}
+    inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
+    inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
+    named = dict(inner.named_modules())
+    for name in modules:
+        if not name or name not in named:
+            known = ", ".join(name for name, _ in inner.named_children()) or "none inside"
+            raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
+    return {name: named[name] for name in modules}
+
+
+@untraced
+def _tensors_with_grad(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors_with_grad(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_with_grad(one)

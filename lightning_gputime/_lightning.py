@@ -1,0 +1,99 @@
+"""All that reaches into Lightning; the only place with its private names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._untraced import untraced
+
+
+def loop_of(
+    trainer: pl.Trainer, model: pl.LightningModule, submodules: Mapping[str, torch.nn.Module]
+) -> Loop:
+    """Describes the loop in which a trainer trains a model."""
+    return Loop(
+        model,
+        [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
+        optimizer_wrappers=_optimizer_wrappers(model),
+        wrapper=_wrapper(trainer),
+        compiled_step=getattr(model, "_compiler_ctx", None) is not None,
+        submodules=submodules,
+    )
+
+
+def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
+    """Describes the loop in which a trainer evaluates a model."""
+    return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
+
+
+def step_number(trainer: pl.Trainer) -> int:
+    """Returns the number that Lightning logs the current step under."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def log_every_n_steps(trainer: pl.Trainer) -> int:
+    """Returns how many steps lie between two logs."""
+    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
+    return every_n_steps
+
+
+def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Tells whether the trainer runs the optimizers after this batch, and not only accumulates."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Puts metrics where other callbacks find them."""
+    # In one go: Lightning gathers them anew at each look.
+    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
+
+
+def show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
+    """Shows the phases of a step on the progress bar."""
+    # Not by `log`, which copies each number to the device and back.
+    shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
+    bar: dict[str, Any] = trainer.progress_bar_metrics
+    bar["phase_ms"] = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
+
+
+@untraced
+class NextFetch:
+    """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
+
+    def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
+        self._call = call
+        profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
+        self._stand_in = listen(profiler, "start", self)
+
+    def call_begins(self, action_name: str, *_: Any, **__: Any) -> bool:
+        """Is told what the trainer begins."""
+        if "train_dataloader_next" in action_name:
+            self.remove()
+            self._call()
+        return False
+
+    def call_ends(self) -> None:
+        """Is never told."""
+
+    def remove(self) -> None:
+        """Takes it off the profiler. Safe to call twice."""
+        self._stand_in.forget(self)
+
+
+def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
+    """Returns the module that the strategy calls in place of the LightningModule, if it does."""
+    model = trainer.strategy.model
+    return None if model is trainer.lightning_module else model
+
+
+def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
+    """Returns what `self.optimizers()` gives a training_step with manual optimization."""
+    if model.automatic_optimization:
+        return []
+    optimizers = model.optimizers()
+    return optimizers if isinstance(optimizers, list) else [optimizers]

@@ -1,0 +1,18 @@
+"""What the timer says to its user, under the package's name."""
+
+import logging
+
+messages = logging.getLogger("lightning_gputime")
+
+
+class TellOnce:
+    """Logs each warning the first time only: a training loop must not fill the log."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, message: str, *args: object) -> None:
+        """Logs a warning unless one with this `message` was logged before."""
+        if message not in self._told:
+            self._told.add(message)
+            messages.warning(message, *args)

@@ -1,0 +1,210 @@
+"""Clocks: where timing events come from. The only place that names an event class."""
+
+import functools
+import time
+from typing import Any, Protocol
+
+import torch
+
+from lightning_gputime._messages import messages
+from lightning_gputime._untraced import untraced
+
+
+class TimingEvent(Protocol):
+    """A point on the timeline of a device, with the methods of `torch.Event`."""
+
+    def record(self) -> None:
+        """Puts the event at the end of what the calling thread's current stream has queued."""
+
+    def query(self) -> bool:
+        """Tells, without waiting, whether the device has reached the event."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has reached the event."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Returns the time from this event to `end_event` (in milliseconds).
+
+        Raises:
+            ValueError: If one of them was never recorded.
+            RuntimeError: If the device has not reached both.
+        """
+
+
+class Clock(Protocol):
+    """A device's time beside the host's. The constructor argument `clock` of both timers."""
+
+    def event(self) -> TimingEvent:
+        """Returns a new event, not yet recorded."""
+
+    def host_ns(self) -> int:
+        """Returns the host's time (in nanoseconds), from an arbitrary origin."""
+
+    def is_capturing(self) -> bool:
+        """Tells whether the current stream is being captured into a graph.
+
+        Then no event may be queried, and none recorded but those of `for_graphs`: it would break
+        the capture.
+        """
+
+    def for_graphs(self) -> "Clock | None":
+        """Returns a clock whose events can be recorded in a graph, or None if there is none.
+
+        Each replay of the graph records them again.
+        """
+
+    # A clock may also have `spin(cycles)`, which keeps the device busy for so many cycles of some
+    # counter of its own. Without it steps cannot be probed.
+
+
+@untraced
+class DeviceClock:
+    """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
+
+    `torch.Event` rather than `torch.cuda.Event`: it works on every backend, and its `record` takes
+    a quarter of the time, because it does not look the current stream up in Python.
+
+    Args:
+        device: The accelerator.
+
+    Raises:
+        ValueError: If the device is not here or has no timing events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        try:
+            module = torch.get_device_module(device)
+            if device.index is not None and device.index >= module.device_count():
+                raise RuntimeError(f"this machine has {module.device_count()}")
+            # `record` takes the stream of the thread's current device, whatever device the event
+            # was created for.
+            self._is_current = device.index in (None, torch.accelerator.current_device_index())
+            self.event().record()
+        except Exception as error:
+            raise ValueError(
+                f"device {str(device)!r} cannot be timed here ({error}): give an available"
+                " accelerator, or 'cpu' for the host clock"
+            ) from error
+        self.host_ns = time.perf_counter_ns
+        self.is_capturing = getattr(module, "is_current_stream_capturing", _never)
+        if device.type == "cuda":
+            # Is asked at every mark: without the function in Python around it.
+            self.is_capturing = getattr(
+                torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing
+            )
+        if hasattr(module, "_sleep") and self._is_current:
+            self.spin = module._sleep
+        if device.type == "mps":
+            # The first elapsed_time on MPS fails unless the device was synchronized once.
+            torch.mps.synchronize()
+
+    def event(self) -> TimingEvent:
+        """Returns a new event, not yet recorded."""
+        event = torch.Event(device=self._device, enable_timing=True)
+        return event if self._is_current else _EventOnOtherDevice(event, self._device)
+
+    def for_graphs(self) -> "Clock | None":
+        """Returns the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
+        if self._device.type != "cuda" or not self._is_current:
+            return None
+        try:
+            torch.cuda.Event(enable_timing=True, external=True)
+        except TypeError:
+            return None
+        return _GraphClock(self)
+
+
+@untraced
+class _GraphClock:
+    """The clock of a device whose events can be recorded in a CUDA graph, at a higher price."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self.host_ns, self.is_capturing = clock.host_ns, clock.is_capturing
+
+    def event(self) -> TimingEvent:
+        return torch.cuda.Event(enable_timing=True, external=True)
+
+    def for_graphs(self) -> Clock:
+        return self
+
+
+@untraced
+class _EventOnOtherDevice:
+    """An event for a device that is not the thread's current one."""
+
+    __slots__ = ("_device", "_event", "query", "synchronize")
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+        self.query, self.synchronize = event.query, event.synchronize
+
+    def record(self) -> None:
+        self._event.record(torch.accelerator.current_stream(self._device))
+
+    def elapsed_time(self, end_event: "_EventOnOtherDevice", /) -> float:
+        return self._event.elapsed_time(end_event._event)
+
+
+@untraced
+class HostClock:
+    """The host's clock behind the interface of a device's, for models that run on the CPU."""
+
+    def __init__(self) -> None:
+        self.host_ns = time.perf_counter_ns
+        self.is_capturing = _never
+
+    def event(self) -> TimingEvent:
+        """Returns a new event, not yet recorded."""
+        return _HostEvent()
+
+    def for_graphs(self) -> None:
+        """Returns None: nothing is captured on the CPU."""
+
+
+@untraced
+class _HostEvent:
+    __slots__ = ("_ns",)
+
+    def __init__(self) -> None:
+        self._ns: int | None = None
+
+    def record(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: "_HostEvent", /) -> float:
+        if self._ns is None or end_event._ns is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._ns - self._ns) / 1e6
+
+
+def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
+    """Returns the clock that work on `device` is timed with.
+
+    Args:
+        device: Where the model is.
+        tell: Whether to log, once, that there is no device to time, if so.
+
+    Raises:
+        ValueError: If the device is not here or has no timing events.
+    """
+    if device.type != "cpu":
+        return DeviceClock(device)
+    if tell:
+        _tell_host_clock()
+    return HostClock()
+
+
+@functools.cache
+def _tell_host_clock() -> None:
+    messages.warning("The model is on the CPU: its phases are timed on the host's clock.")
+
+
+def _never() -> bool:
+    return False

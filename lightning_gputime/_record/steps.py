@@ -1,0 +1,64 @@
+"""One step as it was read: the record that the numbers are made of."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_gputime._phases import StepTimes, Timeline, settle
+
+
+class StepRecord(NamedTuple):
+    """A step that was read. Nothing in it refers to an object: it costs no garbage collection.
+
+    Attributes:
+        number: The number that the step is logged under.
+        labels: The labels of the step's marks, without the last one, which is its end.
+        device_ms: Device time from each mark to the next (in milliseconds).
+        host_ns: Host time of each mark (in nanoseconds).
+        wait_ms: How long the host waited for the device to finish the step (in milliseconds).
+        finished_ns: Host time at which the device finished, where the host waited for that (in
+            nanoseconds); else 0.
+        skipped_update: Whether no optimizer ran its update.
+        filled: Whether, in a step that was probed, the device had not begun it when the host had
+            launched all of it.
+        after_spin: The index of the mark behind what kept the device busy; 0 if nothing did.
+    """
+
+    number: int
+    labels: tuple[str, ...]
+    device_ms: tuple[float, ...]
+    host_ns: tuple[int, ...]
+    wait_ms: float
+    finished_ns: int
+    skipped_update: bool
+    filled: bool | None = None
+    after_spin: int = 0
+
+    @property
+    def spun_ms(self) -> float:
+        """How long the device was kept busy before it (in milliseconds)."""
+        return self.device_ms[self.after_spin - 1] if self.after_spin else 0.0
+
+    def times(self) -> StepTimes:
+        """Returns the times of its phases."""
+        settled = settle(self.labels)
+        phase_ms: dict[str, float] = {}
+        host_ms: dict[str, float] = {}
+        step_ms = 0.0
+        for names, ms, (start, end) in zip(
+            settled, self.device_ms, pairwise(self.host_ns), strict=True
+        ):
+            if names:
+                step_ms += ms
+            for name in names:
+                phase_ms[name] = phase_ms.get(name, 0.0) + ms
+                host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
+        timeline = Timeline(settled, self.device_ms, self.host_ns, self.finished_ns)
+        return StepTimes(
+            self.number,
+            phase_ms,
+            host_ms,
+            self.wait_ms,
+            step_ms,
+            self.skipped_update,
+            timeline,
+        )

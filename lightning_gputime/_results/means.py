@@ -1,0 +1,120 @@
+"""Means over a window of steps, sent to loggers."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import COMM, DATA, StepTimes
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.sums import Sums
+
+
+class MetricsLogger(Protocol):
+    """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Stores `metrics` under `step`."""
+
+
+class MeanLog:
+    """Sends the means since the last log to the loggers, once every so many steps.
+
+    Args:
+        prefix: First part of each key.
+        every_n_steps: The steps `n - 1`, `2 n - 1`, ... are logged, as Lightning counts them, or
+            the next one where such a number is skipped; with 0 none is.
+        loggers: Get the means, under keys with their own separator.
+        publish: Also gets them, under keys with "/".
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        every_n_steps: int,
+        loggers: Sequence[MetricsLogger],
+        publish: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> None:
+        self._prefix = prefix
+        self._every_n_steps = every_n_steps
+        self._loggers = loggers
+        self._publish = publish
+        self._sums = Sums()
+        self._logged = -1
+        self.newest: int | None = None
+        """The number of the newest step that was added, or of the one before the first."""
+        self.busy: StepTimes | None = None
+        """The newest step that was probed; logged beside the means."""
+        self._failed = False
+
+    def start(self, before: int) -> None:
+        """Must be told the number of the step before the first."""
+        if self.newest is None:
+            self.newest = before
+
+    def next_due(self, step: int) -> float:
+        """Returns the number from which on a step is logged, if `step` is the last before."""
+        every = self._every_n_steps
+        return ((step + 1) // every + 1) * every - 1 if every else math.inf
+
+    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
+        """Takes the next steps, and logs where one is due. Tells if it did.
+
+        Args:
+            steps: What was read, in order.
+            sums: The sums over these steps, if they are known.
+        """
+        if not self._every_n_steps:
+            return False
+        due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
+        first = 0
+        if steps[-1].number >= due:
+            for i, step in enumerate(steps, 1):
+                if step.number >= due:
+                    self._take(steps[first:i], sums if i - first == len(steps) else None)
+                    self.log_means()
+                    first, due = i, self.next_due(step.number)
+        if first < len(steps):
+            self._take(steps[first:], None if first else sums)
+        return first > 0
+
+    def _take(self, steps: Sequence[StepRecord], sums: Sums | None) -> None:
+        self._sums.merge(Sums(steps) if sums is None else sums)
+        self.newest = steps[-1].number
+
+    def log_means(self) -> None:
+        """Logs the steps since the last log, if there are any, under the newest one's number."""
+        sums, self._sums = self._sums, Sums()
+        n = sums.step.n
+        if n and self.newest is not None:
+            means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
+            means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
+            if self.busy is not None:
+                busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
+                means |= {f"{name}_busy": ms for name, ms in busy.items()}
+                # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
+                as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
+                comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
+                means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
+            self.log_values({f"{name}_ms": ms for name, ms in means.items()}, self.newest)
+
+    def log_values(self, values: Mapping[str, float], step: int) -> None:
+        """Logs `values` under the number of a step, or of the last log if that is newer."""
+        # Some loggers drop what comes under a number that is behind.
+        step = self._logged = max(step, self._logged)
+        metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
+        for logger in self._loggers:
+            separator = getattr(logger, "group_separator", "/")
+            own = {key.replace("/", separator): value for key, value in metrics.items()}
+            self._try(functools.partial(logger.log_metrics, own, step=step))
+        if self._publish is not None:
+            self._try(functools.partial(self._publish, metrics))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if not self._failed:
+                messages.warning("Phase times could not be logged: %r", error)
+            self._failed = True

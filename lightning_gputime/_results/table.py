@@ -1,0 +1,84 @@
+"""Tables for a terminal, for a notebook, and for rich."""
+
+import html
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table whose first column has names, and the others numbers.
+
+    Attributes:
+        title: What stands above it.
+        lines: Its cells, line by line: the header, the body, and one line for the whole. Without
+            any, the table is its title.
+        sentences: What stands below it.
+    """
+
+    title: str
+    lines: Sequence[tuple[str, ...]]
+    sentences: Sequence[str]
+
+    def text(self) -> str:
+        """Returns it as plain text."""
+        if not self.lines:
+            return self.title
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in self.lines
+        ]
+        rule = "-" * len(text[0])
+        table = [self.title, "", text[0], rule, *text[1:-1], rule, text[-1]]
+        return "\n".join([*table, *(f"\n{sentence}" for sentence in self.sentences)])
+
+    def html(self) -> str:
+        """Returns it as HTML."""
+        if not self.lines:
+            return f"<p>{html.escape(self.title)}</p>"
+        header, *body, whole = self.lines
+        rows = [_row(header, "th"), *(_row(line, "td") for line in body), _row(whole, "th")]
+        sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences)
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption><thead>{rows[0]}</thead>"
+            f"<tbody>{''.join(rows[1:])}</tbody></table>{sentences}"
+        )
+
+    def rich(self) -> Any:
+        """Returns it as a table of rich."""
+        from rich.table import Table as RichTable
+
+        if not self.lines:
+            return self.title
+        header, *body = self.lines
+        caption = "\n".join(self.sentences) or None
+        table = RichTable(title=self.title, caption=caption, title_justify="left")
+        for i, name in enumerate(header):
+            table.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for i, line in enumerate(body):
+            table.add_row(*line, end_section=i >= len(body) - 2)
+        return table
+
+
+def _row(line: tuple[str, ...], tag: str) -> str:
+    cells = (html.escape(cell).replace("  ", "&emsp;") for cell in line)
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
+
+
+def show(table: object) -> None:
+    """Prints a table: through rich on a terminal, where rich is installed, else as plain text."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console().print(table)
+            return
+    print(table)

@@ -1,0 +1,118 @@
+"""When the ranks of a distributed run are set beside each other, and over which steps."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_gputime._messages import messages
+from lightning_gputime._options import SyncRanks
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.ranks import Totals, compare, since, totals_of
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._run.exchange import Exchange, open_exchange
+
+
+class Comparison:
+    """Compares the ranks, in the same steps on all of them, whatever each has read.
+
+    Args:
+        results: Their sums are compared; they keep the outcome.
+        means: Log the outcome.
+        sync_ranks: When: never, at each `sync`, or also at each log.
+        lag: That of the recorder.
+    """
+
+    def __init__(
+        self, results: Results, means: MeanLog, *, sync_ranks: SyncRanks, lag: int
+    ) -> None:
+        self._results = results
+        self._means = means
+        self._exchange: Exchange | None = None
+        if sync_ranks:
+            try:
+                self._exchange = open_exchange()
+            except Exception as error:
+                self._give_up(error)
+        self._at_logs = sync_ranks == "log"
+        # The newest steps: what a rank has read before the others must is not compared yet.
+        self._recent: deque[StepRecord] = deque(maxlen=lag + 1)
+        # The number of the last step that `sync` has compared.
+        self._synced = -1
+        self._before: dict[int, Totals] = {}
+        self.owed: int | None = None
+        """The number up to which the ranks are to be compared when a step is over; else None."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are other ranks, and they are compared."""
+        return self._exchange is not None
+
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Takes the steps that were read, those of the warm-up left out."""
+        self._recent.extend(steps)
+
+    def log_is_due(self, finished: int) -> None:
+        """Must be told where a log is due; then, with "log", a comparison is.
+
+        Args:
+            finished: The number of the newest step that every rank has read by now.
+        """
+        if self._at_logs and self._exchange is not None:
+            self.owed = finished
+
+    def pay(self) -> None:
+        """Compares the ranks as owed. All ranks call it at the end of the same step."""
+        finished, self.owed = self.owed, None
+        # Not when a step is read: one rank may read it a step later than another, and wait there
+        # for the other.
+        if finished is not None and finished >= self._means.next_due(self._synced):
+            early = Sums(step for step in self._recent if step.number > finished)
+            totals = since(totals_of(self._results.sums), totals_of(early))
+            self._compare(totals, min(finished, self._newest_read))
+
+    def sync(self, newest: int | None) -> None:
+        """Compares the ranks, in all that was read up to here. All ranks must call it.
+
+        Args:
+            newest: The number of the last step that has ended, if one has.
+        """
+        if newest is not None:
+            self._synced = newest
+        self._compare(totals_of(self._results.sums), self._newest_read)
+
+    def end(self) -> None:
+        """Waits for no rank any more."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            try:
+                exchange.leave()
+            except Exception as error:
+                # The first process, which has the store, may have ended before this one.
+                messages.debug("This rank could not say that it leaves: %r", error)
+
+    @property
+    def _newest_read(self) -> int:
+        return max(self._means.newest or 0, 0)
+
+    def _compare(self, totals: Totals, number: int) -> None:
+        if self._exchange is None:
+            return
+        try:
+            gathered = self._exchange.gather(totals)
+            windows = {
+                rank: since(now, self._before.get(rank, {})) for rank, now in gathered.items()
+            }
+            self._before.update(gathered)
+            # Comparing needs two; on the ranks but zero nothing was gathered.
+            if len(self._before) > 1:
+                self._results.ranks = compare(self._before)
+            if len(windows) > 1 and (ranks := compare(windows)) is not None:
+                metrics = {f"ranks/{key}": value for key, value in ranks.metrics().items()}
+                self._means.log_values(metrics, number)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        messages.warning("The times of the ranks are not compared any more: %r", error)
+        self._exchange = None

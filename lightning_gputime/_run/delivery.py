@@ -1,0 +1,105 @@
+"""Where steps go when they were read: to the results, the log, the ranks and the user."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import StepTimes
+from lightning_gputime._record.backlog import BATCH
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._run.comparison import Comparison
+from lightning_gputime._run.probe import Probe
+
+
+class Delivery:
+    """Hands each step that was read to all who want it, and knows when a log is due.
+
+    Args:
+        results: Get every step.
+        means: Get every step.
+        comparison: Gets every step but the warm-up.
+        lag: That of the recorder.
+        on_step: Are called with every step.
+        probe: Takes the steps that were probed; nobody else gets them.
+    """
+
+    def __init__(
+        self,
+        results: Results,
+        means: MeanLog,
+        comparison: Comparison,
+        *,
+        lag: int,
+        on_step: Sequence[Callable[[StepTimes], object]],
+        probe: Probe | None = None,
+    ) -> None:
+        self._results = results
+        self._means = means
+        self._comparison = comparison
+        self._probe = probe
+        self._on_step = [getattr(one, "update", one) for one in on_step]
+        # The numbers of the last steps that ended, as many as are needed to know which one ended
+        # `lag` steps ago: every rank has read it by now, if it was timed.
+        self._ended: deque[int] = deque(maxlen=lag + 1)
+        # From this number on a step is the next to be logged.
+        self._due = math.inf
+        # Whether such a step has finished and is not read.
+        self._owes_log = False
+
+    @property
+    def batch(self) -> int:
+        """How many steps may be handed over together."""
+        return 1 if self._on_step else BATCH
+
+    def starts(self, number: int) -> None:
+        """Must be told the number of the first step before it ends."""
+        self._means.start(number - 1)
+        self._due = self._means.next_due(number - 1)
+
+    def step_ends(self, number: int) -> bool:
+        """Must be told the number of each step that ends.
+
+        Returns:
+            Whether the finished steps must be read now, because they are to be logged.
+        """
+        ended = self._ended
+        ended.append(number)
+        if number >= self._due and len(ended) == ended.maxlen and ended[0] >= self._due:
+            finished = ended[0]
+            self._due = self._means.next_due(finished)
+            newest = self._means.newest
+            self._owes_log = newest is not None and finished >= self._means.next_due(newest)
+            self._comparison.log_is_due(finished)
+        return self._owes_log
+
+    def add(self, steps: list[StepRecord]) -> None:
+        """Takes the next steps that were read."""
+        if self._probe is not None:
+            steps = self._without_probed(steps, self._probe)
+            if not steps:
+                return
+        sums = Sums(steps)
+        self._comparison.add(self._results.add(steps, sums))
+        if self._means.add(steps, sums):
+            self._owes_log = False
+        for call in [*self._on_step]:
+            try:
+                for step in steps:
+                    call(step.times())
+            except Exception as error:
+                messages.warning("on_step is called no more, because it failed: %r", error)
+                self._on_step.remove(call)
+
+    def end(self) -> None:
+        """Logs what is left over."""
+        self._means.log_means()
+
+    def _without_probed(self, steps: list[StepRecord], probe: Probe) -> list[StepRecord]:
+        steps = probe.take(steps)
+        newest = None if self._results.probe_failure else self._results.newest_probed
+        self._means.busy = newest.times() if newest is not None else None
+        return steps

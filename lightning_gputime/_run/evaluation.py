@@ -1,0 +1,48 @@
+"""Timing of the steps of an evaluation loop: `data`, `forward`, `other`."""
+
+from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._phases import OTHER
+from lightning_gputime._record.backlog import BATCH
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._results.means import MeanLog
+
+
+class Evaluation:
+    """One run of an evaluation loop, whose means are logged when it ends.
+
+    Args:
+        clock: Where events and host times come from.
+        loop: What is hooked.
+        means: Log the steps; nothing must be due before the end.
+        lag: As that of the timer.
+        number: The number that the means are logged under.
+    """
+
+    def __init__(self, clock: Clock, loop: Loop, means: MeanLog, *, lag: int, number: int) -> None:
+        self._number = number
+        self._means = means
+        self._recorder = Recorder(clock, lag=lag, emit=means.add, batch=BATCH)
+        self._boundaries = Boundaries(self._recorder, loop)
+        self._recorder.begin()
+
+    def batch_begins(self) -> None:
+        """Says that the batch is there: its fetch is over."""
+        self._recorder.mark(OTHER)
+
+    def batch_ends(self) -> None:
+        """Says that the step of this batch is over."""
+        self._boundaries.step_ended()
+        self._recorder.end_step(self._number)
+
+    def finish(self) -> None:
+        """Reads the last steps, logs the means, and takes everything off."""
+        self._recorder.flush()
+        self.abort()
+        self._means.log_means()
+
+    def abort(self) -> None:
+        """Takes everything off."""
+        self._boundaries.remove()
+        self._recorder.rest()

@@ -1,0 +1,119 @@
+"""How the ranks of a distributed run send what they measured to rank zero."""
+
+import itertools
+import json
+import time
+from typing import Any
+
+import torch.distributed
+
+from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._messages import messages
+from lightning_gputime._results.ranks import Totals
+
+# Timers are attached in the same order on every rank, so their numbers agree.
+_runs = itertools.count()
+
+
+class Exchange:
+    """Gathers the totals of all ranks on rank zero, through the store of the process group.
+
+    Not a collective: in one a missing rank would block all others, and end the group when it
+    times out. Here each rank writes and goes on, and only rank zero waits, for a bounded time.
+    Ranks without a timer, and those that have left, are not waited for.
+
+    Args:
+        store: Any store that all ranks share.
+        rank: Number of this process.
+        world_size: Number of processes.
+        timeout_s: How long rank zero waits for another rank; after that no more (in seconds).
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float = 30.0) -> None:
+        # Not at the top: torch can be built without it.
+        from torch._C._distributed_c10d import PrefixStore
+
+        self._store = PrefixStore(f"lightning_gputime/{next(_runs)}", store)
+        self._rank = rank
+        self._others = range(1, world_size)
+        self._present: set[int] | None = None
+        self._gone = 0
+        self._timeout_s = timeout_s
+        self._window = 0
+        self._deleted = 0
+        if rank:
+            self._store.set(f"here/{rank}", "")
+
+    def gather(self, totals: Totals) -> dict[int, Totals]:
+        """Sends `totals`. All ranks must call it at the same places of the training.
+
+        Returns:
+            On rank zero, the totals of all ranks that took part; else an empty dict.
+        """
+        window, self._window = self._window, self._window + 1
+        store = self._store
+        if self._rank:
+            store.set(f"{window}/{self._rank}", json.dumps(totals))
+            # What rank zero has read by now is no longer needed.
+            for old in range(self._deleted, min(store.add("read", 0), window)):
+                store.delete_key(f"{old}/{self._rank}")
+                self._deleted = old + 1
+            return {}
+        ranks = self._wait_for(window)
+        values = store.multi_get([f"{window}/{rank}" for rank in ranks]) if ranks else []
+        store.add("read", 1)
+        return {0: totals, **{r: json.loads(v) for r, v in zip(ranks, values, strict=True)}}
+
+    def leave(self) -> None:
+        """Says that this rank sends nothing any more."""
+        if self._rank:
+            self._store.set(f"left/{self._rank}", "")
+            self._store.add("left", 1)
+
+    def _wait_for(self, window: int) -> list[int]:
+        if self._present is None:
+            # With a timer each rank is there before its first step, which the ranks of DDP end
+            # together.
+            self._present = set(self._those("here", [*self._others], time.monotonic() + 1.0))
+            if absent := [rank for rank in self._others if rank not in self._present]:
+                messages.warning(
+                    "These ranks have no timer, or attached fewer timers than rank 0 before this"
+                    " one; they are not compared: %s",
+                    ", ".join(map(str, absent)),
+                )
+        ranks = sorted(self._present)
+        there = self._those(str(window), ranks, time.monotonic() + self._timeout_s)
+        if missing := self._present.difference(there):
+            messages.warning(
+                "The times of %d ranks did not arrive, and are left out from here on: %s",
+                len(missing),
+                ", ".join(map(str, sorted(missing))),
+            )
+            self._present -= missing
+        return there
+
+    def _those(self, key: str, ranks: list[int], deadline: float) -> list[int]:
+        """Waits until all of `ranks` have written `key`, and returns those that have."""
+        store = self._store
+        while ranks and not store.check([f"{key}/{rank}" for rank in ranks]):
+            gone = store.add("left", 0)
+            if gone != self._gone or time.monotonic() > deadline:
+                self._gone = gone
+                there = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
+                coming = [r for r in ranks if r in there or not store.check([f"left/{r}"])]
+                if self._present is not None:
+                    self._present -= {*ranks} - {*coming}
+                if time.monotonic() > deadline:
+                    return there
+                ranks = coming
+                continue
+            time.sleep(0.001)
+        return ranks
+
+
+def open_exchange() -> Exchange | None:
+    """Returns an exchange among the ranks of the default process group; None without others."""
+    if not is_distributed():
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())

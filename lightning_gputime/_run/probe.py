@@ -1,0 +1,141 @@
+"""Probing: a step that is launched while the device is kept busy has no launch gaps."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import COMM, EXCLUDED, in_order
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import Sums
+
+# How long the device is kept busy: so many times as long as the host usually needs for a step.
+_MARGIN, _LARGEST_MARGIN = 1.5, 12.0
+# At this rate the first spin is not too short on any device; the later ones go by its length.
+_CYCLES_PER_MS = 2e6
+_LONGEST_MS = 1000.0
+_TRIES = 3
+
+
+class Probe:
+    """Fills the device's queue before some steps, and judges what those steps took.
+
+    A spin kernel keeps the device busy until the host has launched the whole step. Then the step
+    runs without a gap, and its phases are the work alone. The host waits for its end, so that no
+    later step starts with a full queue. What ranks wait for each other in such a step depends on
+    their spins, and is left out.
+
+    Args:
+        clock: That of the timer. Needs `spin`.
+        results: Get the probed steps, and the reason if none can be probed.
+    """
+
+    def __init__(self, clock: Clock, results: Results) -> None:
+        self._clock = clock
+        self._spin = getattr(clock, "spin", None)
+        self._results = results
+        self._cycles_per_ms = _CYCLES_PER_MS
+        self._margin = _MARGIN
+        self._asked_ms = 0.0
+        # How often in a row a probe was not filled, interrupted, or would have taken too long.
+        self._misses = self._interrupted = self._too_long = 0
+        self._began_ns: int | None = None
+        self._launch_ms: deque[float] = deque(maxlen=9)
+        if self._spin is None:
+            self._give_up("there is no device, or not the current one, whose queue could be filled")
+
+    def is_ready(self) -> bool:
+        """Tells whether the step that begins can be probed; then `keep_busy` must follow."""
+        if self._results.probe_failure or not self._launch_ms or self._clock.is_capturing():
+            return False
+        usual_ms = statistics.median(self._launch_ms)
+        if _MARGIN * usual_ms > _LONGEST_MS:
+            self._too_long += 1
+            if self._too_long == _TRIES:
+                self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
+            return False
+        self._too_long = 0
+        self._asked_ms = min(self._margin * usual_ms, _LONGEST_MS)
+        return True
+
+    def step_ends(self, *, usual: bool) -> None:
+        """Must be called when a step ends, before anything else.
+
+        Args:
+            usual: Whether the host took as long for it as it usually does: it was neither in the
+                warm-up, nor probed, nor follows a step that was.
+        """
+        if self._began_ns is not None and usual:
+            self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
+
+    def step_begins(self) -> None:
+        """Must be called when all is done that is done between two steps."""
+        self._began_ns = self._clock.host_ns()
+
+    def keep_busy(self) -> None:
+        """Lets the device spin, for as long as the host needs for the step that begins."""
+        try:
+            assert self._spin is not None
+            self._spin(round(self._asked_ms * self._cycles_per_ms))
+        except Exception as error:
+            self._give_up(f"the device cannot be kept busy: {error!r}")
+
+    def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
+        """Takes the probed steps out of those that were read, and returns the others."""
+        for step in steps:
+            if step.filled is not None and not self._results.probe_failure:
+                self._judge(step)
+        return [step for step in steps if step.filled is None]
+
+    def _judge(self, step: StepRecord) -> None:
+        if EXCLUDED in step.labels[step.after_spin :]:
+            self._interrupted += 1
+            if self._interrupted == _TRIES:
+                self._give_up("an evaluation runs inside every one of them")
+            return
+        self._interrupted = 0
+        was_short = step.spun_ms < 0.9 * self._asked_ms
+        if step.spun_ms > 0:
+            self._cycles_per_ms *= self._asked_ms / step.spun_ms
+        if step.filled:
+            self._misses = 0
+            self._margin = max(0.75 * self._margin, _MARGIN)
+            alone = tuple(EXCLUDED if one.endswith(f"/{COMM}") else one for one in step.labels)
+            self._results.add_probed(step._replace(labels=alone))
+        elif not was_short and self._may_wait(step):
+            self._misses += 1
+            self._margin = min(2 * self._margin, _LARGEST_MARGIN)
+            if self._misses == _TRIES:
+                where = _held_up(step, self._results.sums)
+                self._give_up(
+                    f"the host waits for the GPU inside them, in `{where}` (`.item()`, `.cpu()`, a"
+                    " copy from memory that is not pinned, more launches than the queue holds?)"
+                )
+
+    def _may_wait(self, step: StepRecord) -> bool:
+        """Tells a host that waits until the spin is over from one that was slow on its own."""
+        launch_ms = self._asked_ms / self._margin
+        usual = self._results.sums.step
+        step_ms = usual.device_ms / max(usual.n, 1)
+        host_ms = (step.host_ns[-1] - step.host_ns[step.after_spin]) / 1e6
+        return host_ms < step.spun_ms + 2 * launch_ms + step_ms
+
+    def _give_up(self, why: str) -> None:
+        which = "no step" if self._results.newest_probed is None else "no further step"
+        self._results.probe_failure = f"{which} can be probed: {why}"
+        messages.warning("In this loop %s", self._results.probe_failure)
+
+
+def _held_up(step: StepRecord, usual: Sums) -> str:
+    """Returns the phase that took the host longer than it does in other steps, by most."""
+    host_ms = step.times().host_ms
+    longer = {name: host_ms[name] - _mean_host_ms(usual, name) for name in in_order([*host_ms])}
+    top_level = [name for name in longer if "/" not in name]
+    return max(top_level, key=longer.__getitem__)
+
+
+def _mean_host_ms(sums: Sums, name: str) -> float:
+    phase = sums.phases.get(name)
+    return phase.host_ms / phase.n if phase is not None else 0.0
