@@ -1,15 +1,35 @@
 """All that reaches into Lightning; the only place with its private names."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._untraced import untraced
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def never_raises(hook: Hook) -> Hook:
+    """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:
+            messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+            self._detach()
+
+    # A step that is compiled calls some of them.
+    untraced(hook)
+    return cast("Hook", untraced(guarded))
 
 
 def loop_of(
@@ -59,6 +79,14 @@ def show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
     shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
     bar: dict[str, Any] = trainer.progress_bar_metrics
     bar["phase_ms"] = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
+
+
+def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
+    """Sends a figure to the loggers that take one."""
+    for logger in trainer.loggers:
+        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+        if add_figure is not None:
+            add_figure(tag, figure, step)
 
 
 @untraced

@@ -2,14 +2,13 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
-from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
@@ -17,25 +16,6 @@ from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.table import show
 from lightning_gputime._run.evaluation import Evaluation
 from lightning_gputime._timer import Timer
-from lightning_gputime._untraced import untraced
-
-Hook = TypeVar("Hook", bound=Callable[..., None])
-
-
-def _never_raises(hook: Hook) -> Hook:
-    """Ends the timing, and lets the training go on, when a hook of ours fails."""
-
-    @functools.wraps(hook)
-    def guarded(self: "GPUPhaseTimer", *args: Any, **kwargs: Any) -> None:
-        try:
-            hook(self, *args, **kwargs)
-        except Exception as error:
-            messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-            self._detach()
-
-    # A step that is compiled calls some of them.
-    untraced(hook)
-    return cast("Hook", untraced(guarded))
 
 
 class GPUPhaseTimer(Timer, pl.Callback):
@@ -151,7 +131,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
         every_n_steps = _lightning.log_every_n_steps(trainer)
@@ -162,22 +142,22 @@ class GPUPhaseTimer(Timer, pl.Callback):
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
         self._in_batch = False
         self._session.begin(_lightning.step_number(trainer))
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_batch_start(self, *_: Any) -> None:
         self._in_batch = True
         self._session.batch_begins()
 
-    @_never_raises
+    @_lightning.never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
         self._session.update_begins()
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -200,68 +180,58 @@ class GPUPhaseTimer(Timer, pl.Callback):
         else:
             self._session.batch_ends()
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.compare_ranks()
 
-    @_never_raises
+    @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.pause()
         if not trainer.sanity_checking:
             self._start_evaluation("val", trainer, pl_module)
 
-    @_never_raises
+    @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_evaluation()
         # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
         if self._session.is_attached and self._next_fetch is None:
             self._next_fetch = _lightning.NextFetch(trainer, self._resume)
 
-    @_never_raises
+    @_lightning.never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_evaluation("test", trainer, pl_module)
 
-    @_never_raises
+    @_lightning.never_raises
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_evaluation("predict", trainer, pl_module)
 
-    @_never_raises
-    def on_validation_batch_start(self, *_: Any) -> None:
+    @_lightning.never_raises
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
         if self._evaluation is not None:
             self._evaluation.batch_begins()
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        self.on_validation_batch_start()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self.on_validation_batch_start()
-
-    @_never_raises
-    def on_validation_batch_end(self, *_: Any) -> None:
+    @_lightning.never_raises
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         if self._evaluation is not None:
             self._evaluation.batch_ends()
 
-    def on_test_batch_end(self, *_: Any) -> None:
-        self.on_validation_batch_end()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_predict_batch_end(self, *_: Any) -> None:
-        self.on_validation_batch_end()
-
-    @_never_raises
+    @_lightning.never_raises
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_evaluation()
 
-    @_never_raises
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_evaluation()
+    on_predict_end = on_test_end
 
-    @_never_raises
+    @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session.is_attached:
             self._finish()
             self._report(trainer)
 
-    @_never_raises
+    @_lightning.never_raises
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -270,22 +240,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if was_training and isinstance(exception, KeyboardInterrupt):
             self._report(trainer)
 
-    @_never_raises
+    @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._detach()
 
     def _report(self, trainer: pl.Trainer) -> None:
         if self._print_summary and trainer.is_global_zero:
             show(self.summary())
-        if self._log_figure and trainer.is_global_zero:
-            self._send_figure(trainer)
-
-    def _send_figure(self, trainer: pl.Trainer) -> None:
-        for logger in trainer.loggers:
-            add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-            if add_figure is not None and self.last is not None:
-                figure, _ = self.plot(ax=new_axes())
-                add_figure(f"{self._options.prefix}/steps", figure, self.last.step)
+        if self._log_figure and trainer.is_global_zero and self.last is not None:
+            figure, _ = self.plot(ax=new_axes())
+            tag = f"{self._options.prefix}/steps"
+            _lightning.send_figure(trainer, tag, figure, self.last.step)
 
     def _clock_of(self, trainer: pl.Trainer) -> Clock:
         device = trainer.strategy.root_device

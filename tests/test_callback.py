@@ -1,7 +1,6 @@
 import copy
 import gc
 import pickle
-from dataclasses import replace
 import weakref
 from dataclasses import replace
 from pathlib import Path

@@ -16,12 +16,10 @@ from lightning_gputime import (
     StepTimes,
 )
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._run import session
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run import session
 from lightning_gputime._run.comparison import Comparison
