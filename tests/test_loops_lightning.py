@@ -130,7 +130,7 @@ def fp16() -> MixedPrecision:
         {"gradient_clip_val": 0.5},
         {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ],
-    ids=str,
+    ids=["fp32", "bf16", "fp16", "clipping by norm", "clipping by value"],
 )
 def test_every_precision_and_clipping(gpu: FakeGPU, options: dict[str, Any]) -> None:
     options = {
