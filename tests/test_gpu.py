@@ -168,6 +168,7 @@ def test_a_model_on_another_device_than_the_current_one_is_timed_there() -> None
             with torch.cuda.device("cuda:1"):
                 torch.cuda._sleep(SPIN)
             out.sum().backward()
+    assert len(timer.history()) == 5
     assert (timer.history()["loss_ms"] > 1.0).all()
 
 

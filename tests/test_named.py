@@ -36,9 +36,11 @@ def test_phase_acts_on_the_timer_at_work(gpu: FakeGPU) -> None:
     assert timed.emitted[0].phase_ms == {"data": 0.0, "augment": 3.0}
 
 
-def test_phase_does_nothing_without_a_timer() -> None:
+def test_phase_runs_its_code_without_a_timer(gpu: FakeGPU) -> None:
     with phase("augment"):
-        pass
+        gpu.work(3.0)
+    assert gpu.free_at == 3_000_000
+    assert gpu.created == 0
 
 
 def test_phase_acts_on_every_timer_at_work(gpu: FakeGPU) -> None:

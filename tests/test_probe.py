@@ -282,11 +282,16 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
     chosen = [index for index in range(100 * every) if schedule.kind(index) is Kind.PROBED]
     assert [index // every for index in chosen] == list(range(100))
     assert all(two - one >= 2 for one, two in pairwise(chosen))
-    # No habit of the loop, at any place of the n steps, meets more than its share of them.
-    for habit in (2, 5, 10):
-        if every % habit == 0 and every >= 50:
-            shares = Counter(index % habit for index in chosen)
-            assert max(shares.values()) <= 200 / habit
+
+
+@pytest.mark.parametrize("habit", [2, 5, 10])
+@pytest.mark.parametrize("every", [50, 100, 1000])
+def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, habit: int) -> None:
+    probe = Probe(FakeGPU(), every, 0)
+    probe._launch_ms.append(1.0)
+    shares = Counter(index % habit for index in range(100 * every) if probe.is_due(index))
+    assert sum(shares.values()) == 100
+    assert max(shares.values()) <= 200 / habit
 
 
 def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> None:

@@ -37,16 +37,19 @@ def totals(steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 
 
 
 @pytest.mark.parametrize(
-    ("phase", "named"),
+    ("phase", "named", "max_ms", "slowest"),
     [
-        ("data", "data"),
-        ("forward", "forward"),
-        ("backward", "backward compute"),
-        ("optimizer", "optimizer"),
+        ("data", "data", 4.0, 1),
+        ("forward", "forward", 7.0, 1),
+        # All of them took as long in backward: what the others waited, this one worked.
+        ("backward", "backward compute", 11.5, 0),
+        ("optimizer", "optimizer", 5.0, 1),
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_slow_rank_and_its_phase_are_named(phase: str, named: str, world_size: int) -> None:
+def test_the_slow_rank_and_its_phase_are_named(
+    phase: str, named: str, max_ms: float, slowest: int, world_size: int
+) -> None:
     of_ranks = {rank: totals(comm=3.5) for rank in range(world_size)}
     of_ranks[1] = totals(comm=0.5, late=phase)
 
@@ -56,12 +59,12 @@ def test_the_slow_rank_and_its_phase_are_named(phase: str, named: str, world_siz
     assert ranks.slowest == 1
     assert ranks.behind_ms == pytest.approx(3.0)
     assert ranks.sentence == f"rank 1 is 3 ms a step slower than the median, in {named}"
-    # All of them took as long: what the others waited, this one worked.
     assert ranks.rows["step"].min_ms == pytest.approx(18.5)
     assert ranks.rows["step"].max_ms == pytest.approx(18.5)
     assert ranks.rows["backward/comm"].min_ms == pytest.approx(0.5)
     assert ranks.rows["local"].max_ms == pytest.approx(18.0)
-    assert ranks.rows[phase].slowest == 1 or phase == "backward"
+    assert ranks.rows["local"].slowest == 1
+    assert (ranks.rows[phase].max_ms, ranks.rows[phase].slowest) == (max_ms, slowest)
 
 
 @pytest.mark.parametrize(("late_ms", "slowest"), [(0.74, None), (0.76, 1)])
@@ -324,12 +327,19 @@ def test_with_log_all_ranks_compare_the_same_steps(
     options = {"every_n_steps": every, "lag": lag, "log_every_n_steps": log_every}
     late = steps_compared(exchange, False, **options)
     assert steps_compared(exchange, True, **options) == late
-    # Without what ended after the log, and with all that ended before.
+    assert late[-1] == 60 // every
+
+
+@pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 2), (1, 3), (1, 5), (2, 1)])
+@pytest.mark.parametrize("log_every", [4, 5, 10])
+def test_with_log_all_that_ended_before_a_log_is_compared_and_nothing_after(
+    exchange: FakeExchange, every: int, lag: int, log_every: int
+) -> None:
+    options = {"every_n_steps": every, "lag": lag, "log_every_n_steps": log_every}
     logs = range(log_every - 1, 60 - lag, log_every)
     of_logs = [(number + 1) // every for number in logs]
-    if every == 1 or (every <= 2 and lag == 1):
-        assert late == [*of_logs, 60 // every, 60 // every]
-    assert late[-1] == 60 // every
+    compared = steps_compared(exchange, False, **options)
+    assert compared == [*of_logs, 60 // every, 60 // every]
 
 
 def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
