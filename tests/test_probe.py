@@ -287,9 +287,9 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
 @pytest.mark.parametrize("habit", [2, 5, 10])
 @pytest.mark.parametrize("every", [50, 100, 1000])
 def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, habit: int) -> None:
-    probe = Probe(FakeGPU(), every, 0)
-    probe._launch_ms.append(1.0)
-    shares = Counter(index % habit for index in range(100 * every) if probe.is_due(index))
+    schedule = Schedule(probe_every_n_steps=every)
+    chosen = [index for index in range(100 * every) if schedule.kind(index) is Kind.PROBED]
+    shares = Counter(index % habit for index in chosen)
     assert sum(shares.values()) == 100
     assert max(shares.values()) <= 200 / habit
 

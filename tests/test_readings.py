@@ -190,17 +190,6 @@ def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: in
     assert sum("step" in name for name, _, _ in lanes["device"]) == n
 
 
-def test_one_step_is_drawn_as_wide_as_one(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(1)):
-            loop.train(x)
-    _, ax = timer.plot()
-    [area, *_] = ax.collections
-    xs = area.get_paths()[0].vertices[:, 0]
-    assert (xs.min(), xs.max()) == (0, 1)
-
-
 def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path: Path) -> None:
     loop = Loop(gpu)
     with hooks(loop, accumulate_grad_batches=2) as timer:

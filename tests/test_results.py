@@ -154,6 +154,21 @@ def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> Non
     assert filled(raw(0, 1.0, forward=19.0)).summary().verdict.startswith("launch-bound")
 
 
+@pytest.mark.parametrize(
+    ("busy_ms", "verdict"),
+    [
+        (15.68, "GPU-bound: the GPU worked in all but 2% of the step"),
+        (8.0, "launch-bound: the GPU waited for the host, which waited 0.4 of 16 ms a step"),
+    ],
+)
+def test_where_the_host_hardly_waits_the_probed_steps_tell_whether_the_gpu_idles(
+    busy_ms: float, verdict: str
+) -> None:
+    results = filled(raw(0, 0.4, forward=16.0))
+    results.add_probed(raw(1, forward=busy_ms))
+    assert results.summary().verdict.startswith(verdict)
+
+
 def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
     results = Results(10, 0, on_host_clock=True)
     results.add([raw(0, forward=2.0)])

@@ -8,6 +8,9 @@ from lightning_gputime._phases import COMM, DATA
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.table import Table
 
+# From this part of a step on, launch gaps are worth an advice.
+_MANY_GAPS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseStats:
@@ -97,6 +100,9 @@ class PhaseSummary:
             if not held_up:
                 return f"GPU-bound: {grounds}"
             return f"mixed: {grounds}, which worked or waited in {', '.join(held_up)}"
+        gaps = self.gap_share
+        if gaps is not None and gaps < _MANY_GAPS:
+            return f"GPU-bound: the GPU worked in all but {gaps:.0%} of the step"
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 
     @property
@@ -182,7 +188,7 @@ class PhaseSummary:
         share = self.gap_share
         if share is None:
             return ""
-        advice = ": batch more, use CUDA graphs or torch.compile" if share >= 0.1 else ""
+        advice = ": batch more, use CUDA graphs or torch.compile" if share >= _MANY_GAPS else ""
         return f"{share:.0%} of this step is launch gaps{advice}"
 
 
