@@ -3,16 +3,13 @@
 python benchmarks/experiments.py --out benchmarks/results/experiments.json
 """
 
-import argparse
 import multiprocessing
 import runpy
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import torch
-from record import command, save
+from record import environment, new_parser, save
 
 EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
 NAMES = (
@@ -33,21 +30,13 @@ def run(name: str) -> dict[str, dict[str, float]]:
 
 
 def main(out: Path | None) -> None:
-    """Runs them all."""
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command(),
-        "unit": "ms",
-        "results": {},
-    }
+    """Runs them all, and saves after each."""
+    results = {}
     for name in NAMES:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-            results["results"][name] = executor.submit(run, name).result()
-        save(out, results)
+            results[name] = executor.submit(run, name).result()
+        save(out, environment() | {"unit": "ms", "results": results})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    main(parser.parse_args().out)
+    main(new_parser(__doc__).parse_args().out)

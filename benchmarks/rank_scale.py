@@ -5,25 +5,26 @@ The ranks are simulated: one process writes for all of them, through a real TCP 
     python benchmarks/rank_scale.py --out benchmarks/results/rank_scale.json
 """
 
-import argparse
 import json
-import platform
 import statistics
 import time
 import tracemalloc
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from unittest import mock
 
-import torch
-from record import command, save
+from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_gputime._results.ranks import Totals, compare
 from lightning_gputime._run import exchange
 from lightning_gputime._run.exchange import Exchange
 
+T = TypeVar("T")
+
 PHASES = ("data", "forward", "loss", "backward", "backward/comm", "optimizer", "other", "step")
+SIZES = ((8, 1000), (128, 1000), (1024, 1000), (1024, 10**6))
+"""Numbers of ranks and of steps."""
 
 
 def totals(rank: int, steps: int) -> Totals:
@@ -31,27 +32,33 @@ def totals(rank: int, steps: int) -> Totals:
     return dict.fromkeys(PHASES, ((10.0 + rank % 7 / 10) * steps, steps))
 
 
-def measure(world_size: int, steps: int) -> dict[str, Any]:
-    """Compares `world_size` ranks once, and returns what it took."""
+def exchanges(world_size: int) -> list[Exchange]:
+    """Returns the exchange of each rank."""
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, None, False)
     # Each rank is a process of its own, whose first timer this is.
     with mock.patch.object(exchange, "_runs", iter([0] * world_size)):
-        zero, *others = [
+        return [
             Exchange(client if rank else server, rank, world_size) for rank in range(world_size)
         ]
-    send_ms = []
-    for rank, other in enumerate(others, start=1):
-        start = time.perf_counter()
-        other.gather(totals(rank, steps))
-        send_ms.append((time.perf_counter() - start) * 1e3)
+
+
+def timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """Returns what a call returns, and how long it took (in milliseconds)."""
+    start = time.perf_counter()
+    result = call(*args)
+    return result, (time.perf_counter() - start) * 1e3
+
+
+def measure(world_size: int, steps: int) -> dict[str, Any]:
+    """Compares `world_size` ranks once, and returns what it took."""
+    zero, *others = exchanges(world_size)
+    send_ms = [
+        timed(other.gather, totals(rank, steps))[1] for rank, other in enumerate(others, start=1)
+    ]
     tracemalloc.start()
-    start = time.perf_counter()
-    gathered = zero.gather(totals(0, steps))
-    gather_ms = (time.perf_counter() - start) * 1e3
-    start = time.perf_counter()
-    ranks = compare(gathered)
-    compare_ms = (time.perf_counter() - start) * 1e3
+    gathered, gather_ms = timed(zero.gather, totals(0, steps))
+    ranks, compare_ms = timed(compare, gathered)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert ranks is not None
@@ -67,24 +74,15 @@ def measure(world_size: int, steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> dict[str, Any]:
-    """Measures several numbers of ranks and steps; returns what was found."""
-    results = [
-        measure(ranks, steps)
-        for ranks, steps in [(8, 1000), (128, 1000), (1024, 1000), (1024, 10**6)]
-    ]
-    for result in results:
-        print(result, flush=True)
-    return {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "command": command(),
-        "results": results,
-    }
+def main() -> list[dict[str, Any]]:
+    """Measures several numbers of ranks and steps; prints and returns what was found."""
+    results = []
+    for size in SIZES:
+        results.append(measure(*size))
+        print(results[-1], flush=True)
+    return results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    save(out, main())
+    out = new_parser(__doc__).parse_args().out
+    save(out, environment("machine", "torch", "command") | {"results": main()})
