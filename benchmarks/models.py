@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+Batch = tuple[Tensor, Tensor]
+
 
 class Block(nn.Module):
     """A transformer block with causal attention."""
@@ -60,17 +62,18 @@ class Task(pl.LightningModule):
         logits: Tensor = self.net(x)
         return logits
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        """Returns the loss of what the net returned."""
+        return nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss of one batch."""
         x, y = batch
-        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
+        return self.loss(self(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-
-Batch = tuple[Tensor, Tensor]
 
 
 def _gpt(layers: int, width: int, batch: int) -> tuple[nn.Module, Batch]:

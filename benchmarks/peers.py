@@ -12,29 +12,58 @@ import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from loops import Way
+
+
+class Boundaries(pl.Callback):
+    """Something that is told of the boundaries of a step, as a callback or in a plain loop."""
+
+    def boundary(self, i: int) -> None:
+        """Is called with 0 at the start of a step, and at the end of each phase."""
+
+    def end_step(self) -> None:
+        """Is called at the end of each step."""
+
+    def way(self) -> Way:
+        """Returns the same for a plain loop."""
+        return Way(self.boundary, self.end_step)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.boundary(0)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.boundary(1)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.boundary(2)
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.boundary(3)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.boundary(4)
+        self.end_step()
 
 
 def _cuda_event() -> torch.Event:
     return torch.Event(device="cuda", enable_timing=True)
 
 
-class FiveEvents(pl.Callback):
+class FiveEvents(Boundaries):
     """The floor: five bare events a step, read one step late."""
 
     def __init__(self, new_event: Callable[[], Any] = _cuda_event) -> None:
         self._sets = [[new_event() for _ in range(5)] for _ in range(2)]
         self._step = 0
 
-    def record(self, i: int) -> None:
-        """Records the event of a boundary."""
+    def boundary(self, i: int) -> None:
         self._sets[self._step % 2][i].record()
 
-    def read(self) -> None:
-        """Ends the step, and reads the one before."""
+    def end_step(self) -> None:
         self._step += 1
         if self._step > 1:
             events = self._sets[self._step % 2]
@@ -42,52 +71,26 @@ class FiveEvents(pl.Callback):
             for start, end in pairwise(events):
                 start.elapsed_time(end)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.record(0)
 
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.record(1)
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.record(2)
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.record(3)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.record(4)
-        self.read()
-
-
-class FourSynchronize(pl.Callback):
+class FourSynchronize(Boundaries):
     """The host's clock, after waiting for the device at each boundary."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.times = [time.perf_counter()]
-
-    def synchronize(self) -> None:
-        """Waits for the device, and takes the time."""
-        torch.cuda.synchronize()
+    def boundary(self, i: int) -> None:
+        if i == 0:
+            self.times = []
+        else:
+            torch.cuda.synchronize()
         self.times.append(time.perf_counter())
 
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.synchronize()
 
-    def on_before_backward(self, *_: Any) -> None:
-        self.synchronize()
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.synchronize()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.synchronize()
-
-
-class Spans(pl.Callback):
+class Spans(Boundaries):
     """Something that times named spans: forward with the loss, backward, and the update."""
+
+    starts: ClassVar = {0: "forward", 2: "backward", 3: "optimizer"}
+    stops: ClassVar = {1: "forward", 3: "backward", 4: "optimizer"}
 
     def start(self, name: str) -> None:
         """Begins a span."""
@@ -95,21 +98,11 @@ class Spans(pl.Callback):
     def stop(self, name: str) -> None:
         """Ends it."""
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.start("forward")
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.stop("forward")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.start("backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.stop("backward")
-        self.start("optimizer")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.stop("optimizer")
+    def boundary(self, i: int) -> None:
+        if i in self.stops:
+            self.stop(self.stops[i])
+        if i in self.starts:
+            self.start(self.starts[i])
 
 
 class TorchTNT(Spans):
@@ -143,9 +136,8 @@ class DeepSpeed(Spans):
     def stop(self, name: str) -> None:
         self._timers(name).stop()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        super().on_train_batch_end()
-        for name in ("forward", "backward", "optimizer"):
+    def end_step(self) -> None:
+        for name in self.starts.values():
             self._timers(name).elapsed(reset=True)
 
 
