@@ -3,14 +3,12 @@
 python benchmarks/gaps.py --out benchmarks/results/gaps.json
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
+from loops import train_step
 from models import load
-from record import command, save
-from torch import nn
+from record import environment, new_parser, save
 
 from lightning_gputime import GPUPhaseHooks
 
@@ -19,14 +17,11 @@ STEPS = {"mlp": 300, "gpt4": 100, "gpt12": 60}
 
 def measure(model: str) -> dict[str, Any]:
     """Returns the times of a step, and what is said of them."""
-    task, (x, y) = load(model, torch.device("cuda"))
+    task, batch = load(model, torch.device("cuda"))
     optimizer = task.configure_optimizers()
     with GPUPhaseHooks(task.net, optimizer, warmup_steps=10, probe_every_n_steps=5) as timer:
         for _ in timer.steps(range(STEPS[model])):
-            loss = nn.functional.cross_entropy(task.net(x).flatten(0, -2), y.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            train_step(task, optimizer, batch)
     summary = timer.summary()
     print(model, summary, sep="\n", flush=True)
     rows = {**summary.rows, "step": summary.step}
@@ -43,19 +38,7 @@ def measure(model: str) -> dict[str, Any]:
     }
 
 
-def main(out: Path | None) -> None:
-    """Measures every model."""
-    results = {model: measure(model) for model in STEPS}
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command(),
-        "results": results,
-    }
-    save(out, found)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    main(parser.parse_args().out)
+    out = new_parser(__doc__).parse_args().out
+    results = {model: measure(model) for model in STEPS}
+    save(out, environment() | {"results": results})
