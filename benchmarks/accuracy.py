@@ -11,62 +11,48 @@ then nothing that the profiler does to the host reaches the GPU.
     python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
 """
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import torch
-from models import Task, load
-from record import command, save
+from kernels import Event, cycles_of, end_of, of_categories, spin_in_backward, spin_ms, traced
+from loops import train_step
+from models import load
+from record import environment, new_parser, save
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from lightning_gputime import GPUPhaseHooks
 
 MODELS = ("mlp", "gpt4", "gpt12", "resnet50")
 PHASES = ("forward", "loss", "backward", "optimizer")
 SPIN_MS, FILL_MS, STEPS = 5.0, 60.0, 12
+SETTLE = 2  # steps that are left out
 
-
-class SpinInBackward(torch.autograd.Function):
-    """The identity, whose backward spins."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
-        """Returns `x`."""
-        ctx.cycles = cycles
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Spins, and returns the gradient."""
-        torch.cuda._sleep(ctx.cycles)
-        return grads[0], None
+Phases = dict[str, float]
+"""The time of each phase (in milliseconds)."""
 
 
 class Step:
-    """A training step that is cut by ranges of the profiler, or by synchronizations."""
+    """A training step that is cut by ranges of the profiler, and can spin in each phase."""
 
     def __init__(self, model: str) -> None:
-        task, self.batch = load(model, torch.device("cuda"))
-        self.task: Task = task
-        self.optimizer = task.configure_optimizers()
+        self.task, self.batch = load(model, torch.device("cuda"))
+        self.optimizer = self.task.configure_optimizers()
         self.spins: dict[str, int] = {}
+        self._range = ExitStack()
         # In the call of the model, as a part of it would.
-        inner = next(module for module in task.net.modules() if not list(module.children()))
-        inner.register_forward_hook(self._spin_in_forward)
+        inner = next(module for module in self.task.net.modules() if not list(module.children()))
+        inner.register_forward_hook(self._spin_in_net)
 
-    def _spin_in_forward(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if "forward" in self.spins:
-            torch.cuda._sleep(self.spins["forward"])
+    def _spin_in_net(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self._spin("forward")
         if "backward" in self.spins:
-            spinning: Tensor = SpinInBackward.apply(output, self.spins["backward"])  # type: ignore[no-untyped-call]
-            return spinning
+            return spin_in_backward(output, self.spins["backward"])
         return output
 
     def _spin(self, phase: str) -> None:
@@ -75,102 +61,78 @@ class Step:
 
     def __call__(self, boundary: Callable[[], None] = lambda: None) -> None:
         """Trains one step, and calls `boundary` between its phases."""
-        x, y = self.batch
+
+        def cut(i: int) -> None:
+            self._range.close()
+            boundary()
+            if i < len(PHASES):
+                self._begin(PHASES[i])
+
         self._spin("data")
-        boundary()
-        with record_function("forward"):
-            out = self.task.net(x)
-        boundary()
-        with record_function("loss"):
-            self._spin("loss")
-            loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
-        boundary()
-        self.optimizer.zero_grad()
-        with record_function("backward"):
-            loss.backward()
-        boundary()
-        with record_function("optimizer"):
-            self._spin("optimizer")
-            self.optimizer.step()
-        boundary()
+        train_step(self.task, self.optimizer, self.batch, cut)
+
+    def _begin(self, phase: str) -> None:
+        self._range.enter_context(record_function(phase))
+        if phase in ("loss", "optimizer"):  # In the others the net spins.
+            self._spin(phase)
 
 
-def cycles_of(ms: float) -> int:
-    """Returns how many cycles `torch.cuda._sleep` needs to take `ms`."""
-    cycles: float = 100_000_000 / spin_ms(100_000_000) * ms
-    return round(cycles)
-
-
-def spin_ms(cycles: int) -> float:
-    """Returns how long a spin kernel takes (in milliseconds)."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    ms: float = start.elapsed_time(end)
-    return ms
-
-
-def timed(step: Step, steps: int) -> list[dict[str, float]]:
-    """Returns the phases of each step (in milliseconds), the first two left out."""
-    found: list[dict[str, float]] = []
+def timed(step: Step, steps: int) -> list[Phases]:
+    """Returns the phases of each step, by the timer."""
+    found: list[Phases] = []
     with GPUPhaseHooks(
         step.task.net, step.optimizer, on_step=lambda times: found.append(dict(times.phase_ms))
     ) as timer:
         for _ in range(steps):
             step()
             timer.step()
-    return found[2:]
+    return found[SETTLE:]
 
 
-def means(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of each phase (in milliseconds)."""
+def means(steps: list[Phases]) -> Phases:
+    """Returns the mean of each phase."""
     return {phase: statistics.mean(one[phase] for one in steps) for phase in PHASES}
 
 
-def in_trace(events: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns, for each step but the first two, the phases by their kernels (in milliseconds)."""
+def kernels_in(events: list[Event]) -> list[Event]:
+    """Returns what the GPU did."""
+    return of_categories(events, "kernel", "gpu_memcpy", "gpu_memset")
+
+
+def in_trace(events: list[Event]) -> list[Phases]:
+    """Returns the phases of each step, by their kernels."""
     launches = {
         event["args"]["correlation"]: event["ts"]
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+        for event in of_categories(events, "cuda_runtime", "cuda_driver")
+        if "correlation" in event["args"]
     }
     kernels = [
-        (launches[event["args"]["correlation"]], event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-        and event["args"]["correlation"] in launches
+        (launches[kernel["args"]["correlation"]], kernel)
+        for kernel in kernels_in(events)
+        if kernel["args"]["correlation"] in launches
     ]
-    found: list[dict[str, float]] = []
-    for phase in PHASES:
-        ranges = sorted(
-            (event["ts"], event["ts"] + event["dur"])
-            for event in events
-            if event.get("cat") == "user_annotation" and event["name"] == phase
-        )
-        for i, (begin, end) in enumerate(ranges):
-            own = [(start, stop) for at, start, stop in kernels if begin <= at < end]
-            if len(found) <= i:
-                found.append({})
-            found[i][phase] = (max(b for _, b in own) - min(a for a, _ in own)) / 1000
-    return found[2:]
+    ranges = of_categories(events, "user_annotation")
+    columns = [
+        [span_ms(one, kernels) for one in ranges if one["name"] == phase] for phase in PHASES
+    ]
+    rows = zip(*columns, strict=True)
+    return [dict(zip(PHASES, row, strict=True)) for row in rows][SETTLE:]
 
 
-def traced(run: Callable[[], Any], *activities: ProfilerActivity) -> tuple[Any, list[Any]]:
-    """Returns what `run` does, and the events of its trace."""
-    with profile(activities=activities) as profiler:
-        result = run()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return result, json.loads(path.read_text())["traceEvents"]
+def span_ms(phase: Event, kernels: list[tuple[float, Event]]) -> float:
+    """Returns how long the kernels took that a phase launched, from the first to the last.
+
+    Args:
+        phase: A range of the host.
+        kernels: Each with its launch.
+    """
+    own = [kernel for at, kernel in kernels if phase["ts"] <= at < end_of(phase)]
+    start: float = min(kernel["ts"] for kernel in own)
+    return (max(map(end_of, own)) - start) / 1000
 
 
-def four_synchronize(step: Step, steps: int) -> dict[str, float]:
-    """Returns the phases by the host's clock (in milliseconds), the GPU synchronized at each."""
+def four_synchronize(step: Step, steps: int) -> Phases:
+    """Returns the phases by the host's clock, the GPU synchronized at each."""
     times: list[float] = []
 
     def boundary() -> None:
@@ -179,24 +141,23 @@ def four_synchronize(step: Step, steps: int) -> dict[str, float]:
 
     for _ in range(steps):
         step(boundary)
-    steps_ms = [times[i : i + 5] for i in range(0, len(times), 5)][2:]
-    return {
-        phase: statistics.mean((one[i + 1] - one[i]) * 1e3 for one in steps_ms)
-        for i, phase in enumerate(PHASES)
-    }
-
-
-def idle_ms(events: list[dict[str, Any]], steps: int) -> float:
-    """Returns how long no kernel ran (in milliseconds a step)."""
-    kernels = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    n = len(PHASES) + 1
+    rows = [pairwise(times[i : i + n]) for i in range(SETTLE * n, len(times), n)]
+    return means(
+        [
+            {phase: (end - start) * 1e3 for phase, (start, end) in zip(PHASES, row, strict=True)}
+            for row in rows
+        ]
     )
-    idle, until = 0.0, kernels[0][1]
-    for start, end in kernels:
-        idle += max(start - until, 0.0)
-        until = max(until, end)
+
+
+def idle_ms(events: list[Event], steps: int) -> float:
+    """Returns how long no kernel ran (in milliseconds a step)."""
+    kernels = kernels_in(events)
+    idle, until = 0.0, end_of(kernels[0])
+    for kernel in kernels:
+        idle += max(kernel["ts"] - until, 0.0)
+        until = max(until, end_of(kernel))
     return idle / 1000 / steps
 
 
@@ -216,6 +177,16 @@ def measure_idle(step: Step, rounds: int = 3, steps: int = 40) -> dict[str, floa
     return {name: statistics.median(ms) for name, ms in found.items()}
 
 
+def measure_growth(step: Step, fill: int, spin: int) -> dict[str, Phases]:
+    """Returns by how much each phase grows when one of them spins."""
+    base, grown = means(timed(step, STEPS)), {}
+    for phase in PHASES:
+        step.spins = {"data": fill, phase: spin}
+        with_spin = means(timed(step, STEPS))
+        grown[phase] = {other: with_spin[other] - base[other] for other in PHASES}
+    return grown
+
+
 def measure(model: str) -> dict[str, Any]:
     """Returns what was found on one model."""
     step = Step(model)
@@ -226,12 +197,7 @@ def measure(model: str) -> dict[str, Any]:
     by_synchronize = four_synchronize(step, STEPS)
     step.spins = {"data": fill}
     ours, events = traced(lambda: timed(step, STEPS), ProfilerActivity.CPU, ProfilerActivity.CUDA)
-    base = means(timed(step, STEPS))
-    grown = {}
-    for phase in PHASES:
-        step.spins = {"data": fill, phase: spin}
-        with_spin = means(timed(step, STEPS))
-        grown[phase] = {other: with_spin[other] - base[other] for other in PHASES}
+    grown = measure_growth(step, fill, spin)
     return {
         "step_ms": step_ms,
         "timer_ms": means(ours),
@@ -243,36 +209,35 @@ def measure(model: str) -> dict[str, Any]:
     }
 
 
+def show(model: str, found: dict[str, Any]) -> None:
+    """Prints what was found on one model."""
+    for phase in PHASES:
+        ours, trace, four = (
+            found[key][phase] for key in ("timer_ms", "trace_ms", "four_synchronize_ms")
+        )
+        grown = found["growth_ms"][phase]
+        others = max(abs(ms) for other, ms in grown.items() if other != phase)
+        print(
+            f"{model:9} {phase:9} timer {ours:8.4f} trace {trace:8.4f}"
+            f" ({(ours - trace) * 1e3:+6.1f} us) four synchronize {four:8.4f};"
+            f" spin {found['spin_ms']:.4f}: grew {grown[phase]:.4f}, others {others:.4f}",
+            flush=True,
+        )
+    if found["idle_ms"]:
+        print(f"{model:9} step {found['step_ms']:.3f} ms, idle {found['idle_ms']}", flush=True)
+
+
 def main(models: list[str]) -> dict[str, Any]:
     """Measures all models; returns what was found."""
     results = {}
     for model in models:
-        found = results[model] = measure(model)
-        for phase in PHASES:
-            ours, trace, four = (
-                found[key][phase] for key in ("timer_ms", "trace_ms", "four_synchronize_ms")
-            )
-            grown = found["growth_ms"][phase]
-            others = max(abs(ms) for other, ms in grown.items() if other != phase)
-            print(
-                f"{model:9} {phase:9} timer {ours:8.4f} trace {trace:8.4f}"
-                f" ({(ours - trace) * 1e3:+6.1f} us) four synchronize {four:8.4f};"
-                f" spin {found['spin_ms']:.4f}: grew {grown[phase]:.4f}, others {others:.4f}",
-                flush=True,
-            )
-        if found["idle_ms"]:
-            print(f"{model:9} step {found['step_ms']:.3f} ms, idle {found['idle_ms']}", flush=True)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command(),
-        "results": results,
-    }
+        results[model] = measure(model)
+        show(model, results[model])
+    return results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    save(arguments.out, main(arguments.models))
+    save(arguments.out, environment() | {"results": main(arguments.models)})

@@ -5,44 +5,29 @@ Each rank trains 8 Linear(4096) under DDP, then under FSDP2, while one rank is d
     torchrun --nproc-per-node 2 benchmarks/ranks.py --out benchmarks/results/ranks_x2.json
 """
 
-import argparse
-import json
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-from record import save
+from kernels import Event, cycles_of, end_of, of_categories, spin_in_backward, traced
+from record import environment, new_parser, save
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity
 
 from lightning_gputime import GPUPhaseHooks
 
+STRATEGIES = ("ddp", "ddp bucket view", "fsdp2")
 CASES = ("balanced", "data", "forward", "backward", "optimizer")
 LATE_MS = 17.0
 STEPS, TRACED = 30, 10
 SLOW_RANK = 1
-
-
-class LateBackward(torch.autograd.Function):
-    """The identity, whose backward keeps the GPU busy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
-        """Returns `x`."""
-        ctx.cycles = cycles
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Spins, and returns the gradient."""
-        torch.cuda._sleep(ctx.cycles)
-        return grads[0], None
 
 
 class Net(nn.Module):
@@ -58,8 +43,17 @@ class Net(nn.Module):
         torch.cuda._sleep(self.late.get("forward", 1))
         for layer in self.layers:
             x = layer(x)
-        late: Tensor = LateBackward.apply(x, self.late.get("backward", 1))  # type: ignore[no-untyped-call]
-        return late
+        return spin_in_backward(x.clone(), self.late.get("backward", 1))
+
+
+def distributed(net: Net, strategy: str) -> nn.Module:
+    """Returns the net under a strategy."""
+    if strategy != "fsdp2":
+        view = strategy == "ddp bucket view"
+        return DistributedDataParallel(net, gradient_as_bucket_view=view)
+    for part in (*net.layers, net):
+        fully_shard(part)
+    return net
 
 
 class Loop:
@@ -67,14 +61,7 @@ class Loop:
 
     def __init__(self, strategy: str, case: str, cycles: int) -> None:
         self.late = {case: cycles} if torch.distributed.get_rank() == SLOW_RANK else {}
-        self.model: nn.Module = Net(self.late).cuda()
-        if strategy == "fsdp2":
-            for layer in self.model.layers:
-                fully_shard(layer)
-            fully_shard(self.model)
-        else:
-            view = strategy == "ddp bucket view"
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=view)
+        self.model = distributed(Net(self.late).cuda(), strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.delimiter = torch.zeros(1, device="cuda")
 
@@ -96,114 +83,105 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-
-def cycles_of(ms: float) -> int:
-    """Returns how many cycles `torch.cuda._sleep` needs to take `ms`."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)
-    start.record()
-    torch.cuda._sleep(100_000_000)
-    end.record()
-    end.synchronize()
-    cycles: float = 100_000_000 / start.elapsed_time(end) * ms
-    return round(cycles)
+    def train(self, timer: GPUPhaseHooks, steps: int) -> None:
+        """Trains some steps."""
+        for x in timer.steps(self.batches(steps)):
+            self.step(x)
 
 
-def exposed_in_trace(path: str) -> list[float]:
+def exposed_in_trace(events: list[Event]) -> list[float]:
     """Returns, for each step, how long backward went on after its last kernel of this rank's own.
 
     That is the last on the stream of the computation that begins before the last NCCL kernel ends,
     copies into a reduce-scatter not counted: what DDP and FSDP2 copy is communication.
     """
-    events = json.loads(Path(path).read_text())["traceEvents"]
-    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    delimiters = [e for e in kernels if "erfinv" in e["name"]]
+    kernels = of_categories(events, "kernel")
+    delimiters = [kernel for kernel in kernels if "erfinv" in kernel["name"]]
     stream = delimiters[0]["args"]["stream"]
     exposed = []
     for begin, end in zip(delimiters[::2], delimiters[1::2], strict=True):
-        inside = [e for e in kernels if begin["ts"] < e["ts"] < end["ts"]]
-        nccl = [e["ts"] + e["dur"] for e in inside if "nccl" in e["name"].lower()]
-        own = [
-            e["ts"] + e["dur"]
-            for e in inside
-            if e["args"]["stream"] == stream
-            and e["ts"] < max(nccl)
-            and "chunk_cat" not in e["name"]
-        ]
-        exposed.append((end["ts"] - max(own)) / 1000)
+        inside = [kernel for kernel in kernels if begin["ts"] < kernel["ts"] < end["ts"]]
+        comm_end = max(end_of(kernel) for kernel in inside if "nccl" in kernel["name"].lower())
+        own_end = max(
+            end_of(kernel)
+            for kernel in inside
+            if kernel["args"]["stream"] == stream
+            and kernel["ts"] < comm_end
+            and "chunk_cat" not in kernel["name"]
+        )
+        exposed.append((end["ts"] - own_end) / 1000)
     return exposed
 
 
-def measure(strategy: str, case: str, cycles: int) -> dict[str, Any]:
-    """Returns what this rank's timer says, and on the side of it the trace."""
-    loop = Loop(strategy, case, cycles)
-    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0) as timer:
-        for x in timer.steps(loop.batches(STEPS)):
-            loop.step(x)
-    summary = timer.summary()
-    traced = GPUPhaseHooks(loop.model, loop.optimizer, lag=0, warmup_steps=0)
-    with (
-        traced,
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
-    ):
-        for x in traced.steps(loop.batches(TRACED)):
-            loop.step(x)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "trace.json")
-        profiler.export_chrome_trace(path)
-        # The first steps under the profiler are slow to launch.
-        trace_ms = exposed_in_trace(path)[3:]
-    comm_ms = traced.history()["backward/comm_ms"][3:]
+def hold_against_trace(loop: Loop) -> dict[str, float]:
+    """Returns the mean time of the communication by the timer and by the trace."""
+    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0, warmup_steps=0) as timer:
+        _, events = traced(lambda: loop.train(timer, TRACED), ProfilerActivity.CUDA)
+    # The first steps under the profiler are slow to launch.
+    comm_ms, trace_ms = timer.history()["backward/comm_ms"][3:], exposed_in_trace(events)[3:]
     return {
-        "phases_ms": {name: row.mean_ms for name, row in summary.rows.items()},
-        "step_ms": summary.step.mean_ms,
-        "sentence": summary.ranks.sentence if summary.ranks is not None else None,
         "comm_ms": statistics.mean(comm_ms.tolist()),
         "comm_in_trace_ms": statistics.mean(trace_ms),
         "largest_difference_ms": max(abs(comm_ms - trace_ms).tolist()),
     }
 
 
+def measure(strategy: str, case: str, cycles: int) -> dict[str, Any]:
+    """Returns what this rank's timer says, and on the side of it the trace."""
+    loop = Loop(strategy, case, cycles)
+    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0) as timer:
+        loop.train(timer, STEPS)
+    summary = timer.summary()
+    return {
+        "phases_ms": {name: row.mean_ms for name, row in summary.rows.items()},
+        "step_ms": summary.step.mean_ms,
+        "sentence": summary.ranks.sentence if summary.ranks is not None else None,
+        **hold_against_trace(loop),
+    }
+
+
+def show(strategy: str, case: str, found: list[dict[str, Any]]) -> None:
+    """Prints what the ranks found."""
+    print(f"{strategy}, {case}: {found[0]['sentence'] or 'nobody is named'}")
+    for rank, one in enumerate(found):
+        backward, comm = (one["phases_ms"][phase] for phase in ("backward", "backward/comm"))
+        print(
+            f"  rank {rank}: step {one['step_ms']:.3f} backward {backward:.3f}"
+            f" compute {backward - comm:.3f} comm {comm:.3f}; under the profiler: comm"
+            f" {one['comm_ms']:.3f} trace {one['comm_in_trace_ms']:.3f}"
+            f" largest difference {one['largest_difference_ms']:.3f}",
+            flush=True,
+        )
+
+
+def measure_all(world_size: int) -> dict[str, Any]:
+    """Measures all strategies and cases; returns what all ranks found, printed by rank zero."""
+    cycles = cycles_of(LATE_MS)
+    results: dict[str, Any] = {strategy: {} for strategy in STRATEGIES}
+    for strategy, case in product(STRATEGIES, CASES):
+        found: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(found, measure(strategy, case, cycles))
+        results[strategy][case] = found
+        if torch.distributed.get_rank() == 0:
+            show(strategy, case, found)
+    return results
+
+
 def main(out: Path | None) -> None:
-    """Measures all strategies and cases; rank zero prints and writes what all ranks found."""
+    """Measures in a process group; rank zero saves."""
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     world_size = torch.distributed.get_world_size()
-    cycles = cycles_of(LATE_MS)
-    results: dict[str, dict[str, list[Any]]] = {}
-    for strategy in ("ddp", "ddp bucket view", "fsdp2"):
-        results[strategy] = {}
-        for case in CASES:
-            found: list[Any] = [None] * world_size
-            torch.distributed.all_gather_object(found, measure(strategy, case, cycles))
-            results[strategy][case] = found
-            if local_rank == 0:
-                print(f"{strategy}, {case}: {found[0]['sentence'] or 'nobody is named'}")
-                for rank, one in enumerate(found):
-                    backward, comm = (one["phases_ms"][k] for k in ("backward", "backward/comm"))
-                    print(
-                        f"  rank {rank}: step {one['step_ms']:.3f} backward {backward:.3f}"
-                        f" compute {backward - comm:.3f} comm {comm:.3f}; under the profiler: comm"
-                        f" {one['comm_ms']:.3f} trace {one['comm_in_trace_ms']:.3f}"
-                        f" largest difference {one['largest_difference_ms']:.3f}",
-                        flush=True,
-                    )
-    if local_rank == 0 and out is not None:
-        result = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "command": f"torchrun --nproc-per-node {world_size} benchmarks/ranks.py",
-            "late_ms": LATE_MS,
-            "slow_rank": SLOW_RANK,
-            "results": results,
-        }
-        save(out, result)
+    found = environment("gpu", "torch") | {
+        "command": f"torchrun --nproc-per-node {world_size} benchmarks/ranks.py",
+        "late_ms": LATE_MS,
+        "slow_rank": SLOW_RANK,
+        "results": measure_all(world_size),
+    }
+    save(out if local_rank == 0 else None, found)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    main(parser.parse_args().out)
+    main(new_parser(__doc__).parse_args().out)

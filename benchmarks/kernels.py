@@ -1,0 +1,78 @@
+"""Kernels: those that spin for a known time, and those in a trace of the profiler."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+
+Event = dict[str, Any]
+"""An event of a trace, with its times in microseconds."""
+
+
+class SpinInBackward(torch.autograd.Function):
+    """The identity, whose backward spins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
+        """Returns `x`."""
+        ctx.cycles = cycles
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Spins, and returns the gradient."""
+        torch.cuda._sleep(ctx.cycles)
+        return grads[0], None
+
+
+def spin_in_backward(x: Tensor, cycles: int) -> Tensor:
+    """Returns `x`; its backward spins."""
+    spinning: Tensor = SpinInBackward.apply(x, cycles)  # type: ignore[no-untyped-call]
+    return spinning
+
+
+def cycles_of(ms: float) -> int:
+    """Returns how many cycles `torch.cuda._sleep` needs to take `ms`."""
+    return round(100_000_000 / spin_ms(100_000_000) * ms)
+
+
+def spin_ms(cycles: int) -> float:
+    """Returns how long a spin kernel takes (in milliseconds)."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10_000_000)
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    ms: float = start.elapsed_time(end)
+    return ms
+
+
+def traced(run: Callable[[], T], *activities: ProfilerActivity) -> tuple[T, list[Event]]:
+    """Returns what `run` does, and the events of its trace."""
+    with profile(activities=activities) as profiler:
+        result = run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return result, json.loads(path.read_text())["traceEvents"]
+
+
+def of_categories(events: list[Event], *categories: str) -> list[Event]:
+    """Returns the events of these categories, in the order of their starts."""
+    found = (event for event in events if event.get("cat") in categories)
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def end_of(event: Event) -> float:
+    """Returns when an event ends (in microseconds)."""
+    end: float = event["ts"] + event["dur"]
+    return end
