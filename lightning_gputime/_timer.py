@@ -17,7 +17,8 @@ from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.session import DETACHED, Detached, Session
+from lightning_gputime._run.detached import DETACHED, Detached
+from lightning_gputime._run.session import Session
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -174,7 +174,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if pl_module.automatic_optimization:
             is_update = _lightning.ends_update(trainer, batch_idx)
         else:
-            is_update = self._session.has_updated or not trainer.optimizers
+            is_update = self._session.has_updated or not self._session.sees_updates
         if is_update:
             self._session.end_step(_lightning.step_number(trainer))
         else:

@@ -129,32 +129,50 @@ def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+class Wrapped:
+    """A wrapper in the style of Lookahead or DeepSpeed, which has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register_"):
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+class Swaps(pl.Callback):
+    """Puts the wrapper in the place of the optimizer."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
+
+
 def test_an_optimizer_that_is_none_of_torch_has_no_optimizer_phase(gpu: FakeGPU) -> None:
-    class Wrapped:
-        """A wrapper in the style of Lookahead or DeepSpeed, which has no hooks."""
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self._optimizer = optimizer
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("register_"):
-                raise AttributeError(name)
-            return getattr(self._optimizer, name)
-
-        def step(self, closure: Any = None) -> Any:
-            return self._optimizer.step(closure)
-
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
-
-    class Swaps(pl.Callback):
-        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
-
-    fit(gpu, Model(gpu), timer=timer, callbacks=[Swaps()])
+    timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
     without = {**STEP_MS, "other": 2.125}
     del without["optimizer"]
     assert steps(timer) == [without] * 3
     assert timer.summary().skipped_updates == 0
+
+
+def test_where_no_update_is_seen_every_batch_of_a_manual_optimization_is_a_step(
+    gpu: FakeGPU,
+) -> None:
+    class Manual(Model):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.loss(batch).backward()
+            self.trainer.optimizers[0].step()
+
+    timer = fit(gpu, Manual(), callbacks=[Swaps()])
+    assert timer.history()["step_ms"].tolist() == [1.0 + 4.0 + 0.5 + 8.0 + 2.0] * 3
 
 
 def test_the_end_of_an_epoch_belongs_to_no_step(gpu: FakeGPU) -> None:

@@ -62,6 +62,11 @@ class Boundaries:
         return boundary
 
     @property
+    def has_optimizers(self) -> bool:
+        """Whether there are optimizers whose updates are seen."""
+        return bool(self._optimizers)
+
+    @property
     def updates(self) -> int:
         """How many optimizer updates were seen since the last `step_ended`."""
         return sum(optimizer.updates for optimizer in self._optimizers)

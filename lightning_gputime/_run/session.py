@@ -125,6 +125,11 @@ class Session:
         """Whether an optimizer has run, or tried, its update in the open step."""
         return self._tried_update or self._boundaries.updates > 0
 
+    @property
+    def sees_updates(self) -> bool:
+        """Whether there are optimizers whose updates are seen."""
+        return self._boundaries.has_optimizers
+
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
         self._recorder.mark(DATA)
@@ -253,43 +258,3 @@ class Session:
         if kind is LEFT_OUT and self._kind not in (PROBED, LEFT_OUT):
             return self._schedule.kind_unprobed(self._index)
         return kind
-
-
-class Detached:
-    """What a timer holds while it is not attached: it does nothing of what a loop tells it."""
-
-    thread = -1
-    is_attached = False
-    has_updated = False
-
-    def begin(self, number: int) -> None:
-        """Does nothing, as all of these."""
-
-    def batch_begins(self) -> None: ...
-
-    def update_begins(self) -> None: ...
-
-    def batch_ends(self) -> None: ...
-
-    def end_step(self, number: int) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def compare_ranks(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def phase(self, name: str) -> NamedPhase:
-        """Returns a context manager that does nothing."""
-        return NamedPhase(name, [])
-
-
-DETACHED = Detached()

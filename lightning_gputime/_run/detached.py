@@ -1,0 +1,44 @@
+"""The time in which a timer is not attached."""
+
+from lightning_gputime._boundaries.named import NamedPhase
+
+
+class Detached:
+    """What a timer holds while it is not attached: it does nothing of what a loop tells it."""
+
+    thread = -1
+    is_attached = False
+    has_updated = False
+    sees_updates = False
+
+    def begin(self, number: int) -> None:
+        """Does nothing, as all of these."""
+
+    def batch_begins(self) -> None: ...
+
+    def update_begins(self) -> None: ...
+
+    def batch_ends(self) -> None: ...
+
+    def end_step(self, number: int) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def compare_ranks(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def phase(self, name: str) -> NamedPhase:
+        """Returns a context manager that does nothing."""
+        return NamedPhase(name, [])
+
+
+DETACHED = Detached()
