@@ -157,7 +157,7 @@ def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> Non
 @pytest.mark.parametrize(
     ("busy_ms", "verdict"),
     [
-        (15.68, "GPU-bound: the GPU worked in all but 2% of the step"),
+        (15.68, "GPU-bound: the GPU hardly waited for launches"),
         (8.0, "launch-bound: the GPU waited for the host, which waited 0.4 of 16 ms a step"),
     ],
 )

@@ -102,7 +102,7 @@ class PhaseSummary:
             return f"mixed: {grounds}, which worked or waited in {', '.join(held_up)}"
         gaps = self.gap_share
         if gaps is not None and gaps < _MANY_GAPS:
-            return f"GPU-bound: the GPU worked in all but {gaps:.0%} of the step"
+            return "GPU-bound: the GPU hardly waited for launches"
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
 
     @property
