@@ -105,7 +105,7 @@ class NextFetch:
             self._call()
         return False
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Is never told."""
 
     def remove(self) -> None:

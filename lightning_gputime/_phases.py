@@ -25,8 +25,20 @@ PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 # named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"
 AFTER_BACKWARD = "<after backward>"
+GRAD = "<grad>"
+AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
 EXCLUDED = "<excluded>"
+
+_PENDING: Mapping[str, Mapping[str | None, str]] = {
+    AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS},
+    AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER},
+    # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
+    GRAD: {BACKWARD: LOSS, GRAD: BACKWARD, FORWARD: BACKWARD, OPTIMIZER: BACKWARD, None: BACKWARD},
+    AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER},
+    AFTER_UPDATE: {},
+}
+"""For each of these labels its phase, by what follows; `other` where it is not named."""
 
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 """What the code after a phase is, when the phase was named by hand."""
@@ -87,7 +99,8 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Decides which phases the time after each mark of a step counts under.
 
     Between two model calls the time is `forward`, after the last one `loss` if a backward
-    follows. After backward it is `optimizer` if an update follows. Anything else is `other`.
+    follows. After backward it is `optimizer` if an update follows. `torch.autograd.grad` is part of
+    the `loss` if a backward follows, else it is itself the `backward`. Anything else is `other`.
 
     Args:
         labels: The labels of a step's marks, in order.
@@ -99,22 +112,17 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     settled = []
     following = None
     for label in reversed(labels):
-        phase = _settle_one(label, following)
+        phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
         settled.append(_with_parents(phase))
         top_level = phase.partition("/")[0]
         if label == AFTER_UPDATE:
             following = OPTIMIZER
-        elif top_level in (FORWARD, BACKWARD, OPTIMIZER):
+        elif label == GRAD:
+            # So that a gradient before it is no part of the loss.
+            following = BACKWARD if phase == LOSS else GRAD
+        elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
     return tuple(reversed(settled))
-
-
-def _settle_one(label: str, following: str | None) -> str:
-    if label == AFTER_FORWARD:
-        return {FORWARD: FORWARD, BACKWARD: LOSS}.get(following or "", OTHER)
-    if label == AFTER_BACKWARD:
-        return OPTIMIZER if following == OPTIMIZER else OTHER
-    return OTHER if label == AFTER_UPDATE else label
 
 
 def _with_parents(phase: str) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 
-    While it is attached it has hooks on the model and the optimizers, and stands in for
-    `torch.autograd.backward`. It records one device event at each boundary between phases, and
+    While it is attached it has hooks on the model and the optimizers, and stands in for what runs
+    torch's autograd engine. It records one device event at each boundary between phases, and
     reads them back one step late, with at most one event wait a step. It never synchronizes the
     device, changes no result, raises nothing into the loop, and leaves nothing behind.
 
@@ -54,7 +54,7 @@ class GPUPhaseHooks(Timer):
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
-        wrap_backward: Whether to stand in for `torch.autograd.backward`. Without it, say
+        wrap_backward: Whether to stand in for what runs torch's autograd engine. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 

@@ -1,13 +1,18 @@
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from fake_gpu import FakeGPU
 from fake_loop import Loop
+from torch.optim import optimizer
 
 from lightning_gputime._boundaries import named
 from lightning_gputime._record import clock
+
+# The function in it that runs the engine is private.
+AUTOGRAD: Any = torch.autograd
 
 
 @pytest.fixture
@@ -22,12 +27,14 @@ def loop(gpu: FakeGPU) -> Loop:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_installed() -> Iterator[None]:
-    backward = torch.autograd.backward
+    engine = AUTOGRAD._engine_run_backward
     clock._tell_host_clock.cache_clear()
     yield
     left, named._active[:] = [*named._active], []
     assert not left
-    assert torch.autograd.backward is backward
+    assert AUTOGRAD._engine_run_backward is engine
+    assert not optimizer._global_optimizer_pre_hooks
+    assert not optimizer._global_optimizer_post_hooks
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from conftest import installed
+from conftest import AUTOGRAD, installed
 from fake_gpu import Adder, FakeGPU, Layer, Loss, work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -263,16 +263,16 @@ def test_every_way_to_call_backward_is_seen(
 def test_backward_can_be_left_alone(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
-    before = torch.autograd.backward
+    before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     timed = time_step(gpu, model, wrap_backward=False)
-    assert torch.autograd.backward is before
+    assert AUTOGRAD._engine_run_backward is before
     model(x).sum().backward()
     assert timed.end_step() == {"forward": 1.0, "other": 2.0}
 
 
 def test_timers_come_off_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
-    before = torch.autograd.backward
+    before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     bare = installed(model)
     one, two, three = (Timed(gpu, model) for _ in range(3))
@@ -282,20 +282,20 @@ def test_timers_come_off_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     assert two.end_step()["backward"] == three.end_step()["backward"] == 2.0
     three.boundaries.remove()
     two.boundaries.remove()
-    assert torch.autograd.backward is before
+    assert AUTOGRAD._engine_run_backward is before
     assert installed(model) == bare
 
 
 def test_a_wrapper_of_somebody_else_over_ours_keeps_working(gpu: FakeGPU, x: Tensor) -> None:
-    before = torch.autograd.backward
+    before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     timed = Timed(gpu, model)
-    ours = torch.autograd.backward
-    torch.autograd.backward = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+    ours = AUTOGRAD._engine_run_backward
+    AUTOGRAD._engine_run_backward = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
     timed.boundaries.remove()
-    assert torch.autograd.backward is theirs
+    assert AUTOGRAD._engine_run_backward is theirs
     model(x).sum().backward()
-    torch.autograd.backward = before
+    AUTOGRAD._engine_run_backward = before
     assert model.linear.weight.grad is not None
     assert timed.end_step() == {"other": 3.0}
 

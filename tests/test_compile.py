@@ -185,3 +185,80 @@ def test_a_compiled_function_with_the_backward_inside_is_timed_as_far_as_it_show
             compiled(x)
     assert {"backward", "optimizer"} <= set(timer.summary().rows)
     assert len(timer.history()) == N
+
+
+class Inner(nn.Module):
+    """A part that can be compiled in place: torch compiles none of its own containers so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x).relu()
+        return result
+
+
+class Outer(nn.Module):
+    """A model with such a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Inner(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.inner(x))
+        return result
+
+
+def compiled_loop(how: str, backend: Count) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """Returns a model, and what a loop calls of it; a part of them is compiled."""
+    model = Outer()
+    if how == "compile(model)":
+        compiled: Any = torch.compile(model, backend=backend)
+        return compiled, compiled
+    if how == "model.compile()":
+        model.compile(backend=backend)
+    if how == "compile(part)":
+        model.inner = torch.compile(model.inner, backend=backend)  # type: ignore[assignment]
+    if how == "part.compile()":
+        model.inner.compile(backend=backend)
+    if how == "compile(function)":
+        return model, torch.compile(lambda x: model(x).sin(), backend=backend)
+    return model, model
+
+
+@pytest.mark.parametrize("modules", [[], ["inner"]])
+@pytest.mark.parametrize(
+    "how",
+    ["compile(model)", "model.compile()", "compile(part)", "part.compile()", "compile(function)"],
+)
+def test_a_timer_that_is_attached_ten_times_compiles_nothing_again(
+    gpu: FakeGPU, how: str, modules: list[str]
+) -> None:
+    def train(timed: bool, backend: Count) -> None:
+        model, call = compiled_loop(how, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            timer = GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0, modules=modules)
+            if timed:
+                timer.attach()
+            for x in timer.steps(batches(gpu, N)) if timed else batches(gpu, N):
+                call(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if timed:
+                timer.remove()
+                rows = timer.summary().rows
+                assert rows["backward"].n == N
+                # Inside a compiled function no hook is called.
+                assert ("forward" in rows) == (how != "compile(function)")
+                shown = modules and "part" in how
+                assert ("forward/inner" in rows) == ("backward/inner" in rows) == bool(shown)
+        call(torch.ones(1, 2)).sum().backward()
+
+    without = compilations(lambda backend: train(False, backend))
+    with_timer = compilations(lambda backend: train(True, backend))
+    assert without == (1, 0)
+    # A function is compiled once more where hooks inside it come or go, and never again.
+    assert with_timer == ((2, 0) if how == "compile(function)" else without)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import AUTOGRAD
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps, work
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
@@ -197,9 +198,9 @@ def test_a_validation_in_the_middle_of_the_loop_is_no_forward(loop: Loop) -> Non
 
 
 def test_hooks_only_with_backward_named_by_hand(loop: Loop) -> None:
-    before = torch.autograd.backward
+    before = AUTOGRAD._engine_run_backward
     with hooks(loop, wrap_backward=False) as timer:
-        assert torch.autograd.backward is before
+        assert AUTOGRAD._engine_run_backward is before
         for x in timer.steps(loop.batches(3)):
             loop.gpu.work(0.125)
             loss = loss_of(loop, x)

@@ -1,8 +1,10 @@
 """What is put on other people's objects, and comes off again: module hooks, and stand-ins."""
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,9 @@ from torch import nn
 
 from lightning_gputime._messages import messages
 from lightning_gputime._untraced import leave_untraced, untraced
+
+# What every call of a module passes through.
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class Removable(Protocol):
@@ -54,13 +59,28 @@ def hook_before(
     module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
 ) -> Removable:
     """Lets `call(module, args)` be called before each call of a module, or with its kwargs, too."""
-    hook = _ModuleHook(call)
-    return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=with_kwargs)
+    # The method of the base class: a scripted module refuses its own, and yet calls the hook.
+    return nn.Module.register_forward_pre_hook(
+        module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs
+    )
 
 
 def hook_after(module: nn.Module, call: Callable[..., None], *, first: bool = False) -> Removable:
-    """Lets `call(module, args, output)` be called after each call of a module, if it raises too."""
-    return module.register_forward_hook(_ModuleHook(call), prepend=first, always_call=True)
+    """Lets `call(module, args, output)` be called after each call of a module that does not raise.
+
+    A hook that is called after an error, too (`always_call`), would be compiled anew at each
+    attach: torch guards its identity.
+    """
+    return nn.Module.register_forward_hook(module, _ModuleHook(call), prepend=first)
+
+
+def callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
+    """Returns those of some modules, by their ids, that are running while `module` is called."""
+    own = _frame_of(sys._getframe(), id(module))
+    if own is None:
+        return list(ids)  # It is not called as others are.
+    running = {id(one) for one in _modules_called(own.f_back)}
+    return [one for one in ids if one in running]
 
 
 class Listener(Protocol):
@@ -69,8 +89,8 @@ class Listener(Protocol):
     def call_begins(self, *args: Any, **kwargs: Any) -> bool:
         """Is told of a call. Returns whether `call_ends` shall be told of its end."""
 
-    def call_ends(self) -> None:
-        """Is told that the call returned or raised."""
+    def call_ends(self, result: Any = None) -> None:
+        """Is told that the call returned a result, or raised."""
 
 
 class StandIn:
@@ -110,6 +130,22 @@ def listen(owner: Any, name: str, listener: Listener) -> StandIn:
     return stand_in
 
 
+def _frame_of(frame: FrameType | None, key: int) -> FrameType | None:
+    """Returns the frame in which the module of an id is called, the innermost one."""
+    while frame is not None:
+        if frame.f_code is _CALL and id(frame.f_locals["self"]) == key:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
 def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
     # Without the attributes of a compiled function: torch would take this for that function.
     @functools.wraps(call, updated=())
@@ -119,11 +155,13 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
         for listener in [*listeners]:
             if listener.call_begins(*args, **kwargs):
                 told.append(listener)
+        result = None
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            return result
         finally:
             for listener in told:
-                listener.call_ends()
+                listener.call_ends(result)
 
     # What is announced may still be compiled.
     return untraced(announced)

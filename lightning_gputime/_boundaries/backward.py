@@ -1,6 +1,5 @@
-"""The calls of backward, as marks."""
+"""The runs of the autograd engine, as marks."""
 
-from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -11,55 +10,81 @@ from lightning_gputime._boundaries.comm import CommBoundary
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_GRAD,
+    BACKWARD,
+    FORWARD,
+    GRAD,
+    OPTIMIZER,
+)
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
+
+# The function by which torch.autograd runs its engine: private, and a global of its module.
+_ENGINE = "_engine_run_backward"
 
 
 @untraced
 class BackwardBoundary:
-    """`backward`: the calls of `torch.autograd.backward`.
+    """`backward`: the calls of `torch.autograd.backward` and `torch.autograd.grad`.
 
-    `Tensor.backward` looks that name up at each call, so this one place sees `loss.backward()`,
-    `scaler.scale(loss).backward()`, `fabric.backward(loss)` and direct calls.
+    Both run the engine by one function, which they look up at each call, so this one place sees
+    `loss.backward()`, `scaler.scale(loss).backward()`, `fabric.backward(loss)`, direct calls, and
+    those of a `backward` that was imported by name. A torch without that function shows
+    `torch.autograd.backward` alone.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         model: ForwardBoundary | CompiledStep,
-        optimizers: Sequence[OptimizerBoundary],
-        communication: CommBoundary | None = None,
+        optimizer: OptimizerBoundary,
+        comm: CommBoundary | None = None,
     ) -> None:
         self._recorder = recorder
         self._model = model
-        self._optimizers = optimizers
-        self._communication = communication
+        self._optimizer = optimizer
+        self._comm = comm
         self._returns_to: str | None = None
-        self._stand_in = listen(torch.autograd, "backward", self)
+        name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
+        self._stand_in = listen(torch.autograd, name, self)
 
-    def call_begins(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
-        """EndedStep the begin, but not of a backward inside a backward, nor of another timer's."""
+    def call_begins(
+        self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
+    ) -> bool:
+        """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         if self._returns_to is not None or get_ident() != recorder.thread:
             return False
+        if not accumulate_grad:
+            return self._grad_begins(tensors)
         if not self._model.calls and self._is_anothers():
             return False
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
+        self._model.backward_begins(tensors)
         recorder.mark(BACKWARD)
-        if self._communication is not None:
-            self._communication.begin(tensors)
+        if self._comm is not None:
+            self._comm.begin(tensors)
         return True
 
-    def call_ends(self) -> None:
-        """EndedStep the end."""
-        if self._communication is not None:
-            self._communication.end()
+    def _grad_begins(self, outputs: Any) -> bool:
+        """Marks the begin of `torch.autograd.grad`; what follows tells what it is."""
+        # A model may need it for its output, and compilers for what they compile.
+        if not self._model.calls or self._recorder.label == FORWARD:
+            return False
+        self._returns_to = AFTER_GRAD
+        self._model.backward_begins(outputs, is_last=False)
+        self._recorder.mark(GRAD)
+        return True
+
+    def call_ends(self, result: Any = None) -> None:
+        """Marks the end."""
+        if self._comm is not None:
+            self._comm.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
-        for optimizer in self._optimizers:
-            if optimizer.depth:
-                label = OPTIMIZER  # In a closure, which belongs to the update.
-        self._recorder.mark(label)
+        # In a closure it belongs to the update.
+        self._recorder.mark(OPTIMIZER if self._optimizer.depth else label)
 
     def remove(self) -> None:
         self._stand_in.forget(self)

@@ -40,21 +40,19 @@ class Boundaries:
             if loop.compiled_step
             else ForwardBoundary(recorder, loop)
         )
-        if loop.submodules:
-            self._submodules = self._keep(SubmoduleBoundary(recorder, loop.submodules))
-            if names := inside_compiled(loop.submodules, loop.model):
-                recorder.tell_once(
-                    "These modules run inside compiled code, and are not timed apart: %s",
-                    ", ".join(names),
-                )
-        self._optimizers = [
-            self._keep(OptimizerBoundary(recorder, optimizer)) for optimizer in loop.optimizers
-        ]
+        if hidden := inside_compiled(loop.submodules, loop.model):
+            recorder.tell_once(
+                "These modules run inside compiled code, and are not timed apart: %s",
+                ", ".join(hidden),
+            )
+        if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
+            self._submodules = self._keep(SubmoduleBoundary(recorder, seen))
+        self._optimizer = self._keep(OptimizerBoundary(recorder, loop))
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             self._keep(ZeroGradBoundary(recorder, optimizer))
         if loop.wrap_backward:
             comm = self._keep(CommBoundary(recorder, loop.called)) if is_distributed() else None
-            self._keep(BackwardBoundary(recorder, self._forward, self._optimizers, comm))
+            self._keep(BackwardBoundary(recorder, self._forward, self._optimizer, comm))
         activate(recorder)
 
     def _keep(self, boundary: B) -> B:
@@ -64,12 +62,12 @@ class Boundaries:
     @property
     def has_optimizers(self) -> bool:
         """Whether there are optimizers whose updates are seen."""
-        return bool(self._optimizers)
+        return self._optimizer.has_any
 
     @property
     def updates(self) -> int:
         """How many optimizer updates were seen since the last `step_ended`."""
-        return sum(optimizer.updates for optimizer in self._optimizers)
+        return self._optimizer.updates
 
     @property
     def model_was_called(self) -> bool:
@@ -82,14 +80,11 @@ class Boundaries:
         Returns:
             Whether there are optimizers, and none of them ran its update.
         """
-        skipped_update = bool(self._optimizers)
-        for optimizer in self._optimizers:
-            if optimizer.step_ended():
-                skipped_update = False
+        has_updated = self._optimizer.step_ended() > 0
         self._forward.step_ended(timed)
         if timed and self._submodules is not None:
             self._submodules.step_ended()
-        return skipped_update
+        return self._optimizer.has_any and not has_updated
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

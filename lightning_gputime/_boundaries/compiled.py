@@ -34,12 +34,15 @@ class CompiledStep:
         self._recorder.mark(self.name)
         return True
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Marks the end."""
         self._recorder.mark(OTHER)
 
     def step_ended(self, timed: bool) -> None:
         """Does nothing: there is nothing to count."""
+
+    def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
+        """Does nothing: what computed them is not seen."""
 
     def remove(self) -> None:
         self._stand_in.forget(self)
@@ -58,14 +61,14 @@ class CompiledCall:
         self._module, self._enter, self._leave = module, enter, leave
         self._stand_in = listen(module, "_compiled_call_impl", self)
 
-    def call_begins(self, *_: Any, **__: Any) -> bool:
+    def call_begins(self, *args: Any, **kwargs: Any) -> bool:
         """Tells of the begin, as a module hook would."""
-        self._enter(self._module)
+        self._enter(self._module, args, kwargs)
         return True
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Tells of the end."""
-        self._leave(self._module)
+        self._leave(self._module, (), result)
 
     def remove(self) -> None:
         self._stand_in.forget(self)
@@ -80,9 +83,8 @@ def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[st
     """Returns the names of the modules that run inside compiled code, where no hook fires."""
     inside: set[int] = set()
     for module in (model, *model.modules()):
-        compiled = getattr(module, "_orig_mod", None)
         if module._compiled_call_impl is not None:
-            compiled = module
-        if compiled is not None:
-            inside.update(id(one) for one in compiled.modules())
+            inside.update(id(one) for one in module.modules() if one is not module)
+        elif is_compiled(module):
+            inside.update(id(one) for one in module._orig_mod.modules())  # type: ignore[union-attr]
     return [name for name, module in parts.items() if id(module) in inside]

@@ -1,4 +1,4 @@
-"""`forward`: the calls of models, and of losses that are modules, as marks."""
+"""`forward`: the calls of models as marks, and what of them is `loss`."""
 
 from collections.abc import Iterator
 from threading import get_ident
@@ -9,9 +9,10 @@ from torch import nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 
-from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
+from lightning_gputime._boundaries.attach import Removable, callers_among, hook_after, hook_before
 from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.losses import LossSearch
 from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -19,66 +20,93 @@ from lightning_gputime._untraced import untraced
 
 @untraced
 class ForwardBoundary:
-    """`forward`: from the call of a module to its return, outermost calls only."""
+    """`forward`: from the call of a module to its return, outermost calls only.
+
+    Which modules a loop calls is found out: at first all of them have hooks, the model and what is
+    inside. Those that are only called by others lose theirs when the step ends.
+    """
 
     def __init__(self, recorder: Recorder, loop: Loop) -> None:
         self._recorder = recorder
-        self._model = model = loop.model
+        self._model = loop.model
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
-        self._depth = 0
+        # The ids of modules whose calls have begun and not ended, the outermost first.
+        self._running: list[int] = []
         self.calls = 0
         """How often the model, or a part of it, was called in this step."""
         self.was_ever_called = False
         self._redirected = False
         self._evaluates = False
+        # Whether it is not known yet which modules the loop calls; found out at rest, too.
+        self._discovers = False
+        self._losses = LossSearch(recorder)
         self._handles: list[Removable] = []
-        self._children: dict[int, tuple[Removable, ...]] = {}
+        self._hooked: dict[int, tuple[Removable, ...]] = {}
+        # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
         self._alone: set[int] = set()
-        self._handles += self._time(model)
-        if loop.wrapper is not None:
-            self._handles.append(hook_before(loop.wrapper, self._redirect))
-        for loss in _children(model):
-            if isinstance(loss, _Loss):
-                self._handles.append(hook_before(loss, self._enter_loss))
-        self._time_children()
+        try:
+            self._handles += self._time(loop.model)
+            if loop.wrapper is not None:
+                self._handles.append(hook_before(loop.wrapper, self._redirect))
+            self._discover()
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._forget(list(self._children))
+        self._forget(list(self._hooked))
+
+    def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
+        """Must be told what a backward begins from: what computed it is a loss.
+
+        Args:
+            tensors: One tensor or several.
+            is_last: Whether no other backward can begin from what was computed before.
+        """
+        if self._losses.candidates:
+            for module in self._losses.settle(tensors, is_last=is_last):
+                self._forget([id(module)])
+                self._hooked[id(module)] = (hook_before(module, self._enter_loss),)
 
     def step_ended(self, timed: bool) -> None:
-        """Takes the hooks off children that the model's own call covers: they would cost time.
+        """Takes the hooks off modules that the calls of others cover: they would cost time.
 
         They come back when a step that is timed has no `forward` without them.
         """
-        self._depth = 0
-        self.was_ever_called |= self.calls > 0
-        if not timed:
-            self._nested.clear()
-        elif not self.calls:
-            self._time_children()
-        elif self._nested:
-            self._forget([*(self._children.keys() & self._nested) - self._alone])
-            self._nested.clear()
-        self.calls = 0
+        self._running.clear()
+        self._losses.candidates.clear()
+        if self.calls:
+            self.was_ever_called = True
+            self._discovers = False
+            self.calls = 0
+            if self._nested:
+                self._forget([*(self._hooked.keys() & self._nested) - self._alone])
+                self._nested.clear()
+        elif timed:
+            self._discover()
 
     def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:
             return (CompiledCall(module, self._enter, self._exit),)
         return hook_before(module, self._enter), hook_after(module, self._exit)
 
-    def _time_children(self) -> None:
-        for child in _children(self._model):
-            if id(child) not in self._children and not isinstance(child, _Loss):
-                self._children[id(child)] = self._time(child)
+    def _discover(self) -> None:
+        self._discovers = True
+        for module in _inside(self._model):
+            if id(module) not in self._hooked:
+                is_loss = isinstance(module, _Loss)
+                self._hooked[id(module)] = (
+                    (hook_before(module, self._enter_loss),) if is_loss else self._time(module)
+                )
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:
-            for handle in self._children.pop(key):
+            for handle in self._hooked.pop(key):
                 handle.remove()
 
     def _redirect(self, module: nn.Module, *_: Any) -> None:
@@ -89,8 +117,8 @@ class ForwardBoundary:
         if get_ident() != recorder.thread:
             if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):
                 return
-            self.calls += 1  # Another timer may ask whose backward follows.
-            if not recorder.starts_in_capture():
+            if not recorder.starts_in_capture() and not self._discovers:
+                self.calls += 1  # Another timer may ask whose backward follows.
                 return
         # Activation checkpointing runs modules again inside backward; that is backward's time.
         if _current_graph_task_id() != -1:
@@ -99,9 +127,14 @@ class ForwardBoundary:
             # The wrapper calls the model to run the whole training step, not to compute an output.
             self._redirected = False
             return
-        self._depth += 1
-        if self._depth > 1:
-            self._nested.add(id(module))
+        key = id(module)
+        running = self._running
+        if running:
+            # No hook tells of a call that raised.
+            running[:] = callers_among(running, module)
+        running.append(key)
+        if len(running) > 1:
+            self._nested.add(key)
             return
         if self._pause_evaluation:
             self._evaluates = _is_evaluation(module)
@@ -112,34 +145,41 @@ class ForwardBoundary:
                 return
             recorder.resume(FORWARD)
         self.calls += 1
-        self._alone.add(id(module))
+        self._alone.add(key)
         recorder.mark(FORWARD)
 
-    def _exit(self, module: nn.Module, *_: Any) -> None:
-        # At depth 0 this is the return of a redirected training step.
-        if not self._depth or get_ident() != self._recorder.thread:
+    def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
+        # Without one running this is the return of a redirected training step.
+        if not self._running:
+            return
+        if get_ident() != self._recorder.thread and not self._discovers:
             return
         if _current_graph_task_id() != -1:
             return
-        self._depth -= 1
-        if self._depth == 0 and not self._evaluates:
+        running, key = self._running, id(module)
+        while running.pop() != key and running:
+            pass  # Calls inside this one that raised.
+        if not running and not self._evaluates:
             self._recorder.mark(AFTER_FORWARD)
+            if key not in self._losses.known:
+                self._losses.judge(module, output, is_first=self.calls == 1)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss that the model computes inside its own call is part of that call.
-        if self._depth == 0 and _current_graph_task_id() == -1:
+        if not self._running and _current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
-def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the direct children of a module, and those in containers, which have no call."""
-    if is_compiled(model):
-        return  # It is called outside the compiled code, its children inside.
+def _inside(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules inside a module whose calls hooks can see, outermost first."""
+    # A compiled module is called outside the compiled code, its children inside. What is inside a
+    # scripted one is no call of Python's.
+    if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
+        return
     for child in model.children():
-        if type(child).forward is nn.Module.forward and not is_compiled(child):
-            yield from _children(child)
-        elif not _is_metric(child):
+        if not _is_metric(child):
             yield child
+            yield from _inside(child)
 
 
 def _is_evaluation(module: nn.Module) -> bool:

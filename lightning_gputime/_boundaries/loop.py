@@ -12,7 +12,7 @@ class Loop:
     """What a loop runs, as far as it can be seen from outside.
 
     Attributes:
-        model: Its calls are `forward`, and those of its direct children where it is not called
+        model: Its calls are `forward`, and those of the modules inside where it is not called
             itself.
         optimizers: Their updates end `optimizer`.
         optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
@@ -20,7 +20,7 @@ class Loop:
         compiled_step: Whether the model's `training_step` is compiled as a whole.
         pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
         submodules: The modules that are sub-phases, by name.
-        wrap_backward: Whether to time `torch.autograd.backward`, by standing in for it.
+        wrap_backward: Whether to stand in for what runs the autograd engine.
     """
 
     model: nn.Module

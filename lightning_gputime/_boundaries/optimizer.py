@@ -1,36 +1,68 @@
 """The updates of optimizers, as marks."""
 
+import weakref
 from typing import Any
 
-from lightning_gputime._boundaries.attach import StandIn, listen
-from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, OPTIMIZER, OTHER
+from torch._C import _current_graph_task_id
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lightning_gputime._boundaries.attach import Removable, StandIn, listen
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, BACKWARD, OPTIMIZER, OTHER
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
 
 @untraced
 class OptimizerBoundary:
-    """The end of `optimizer`, and its start where no backward precedes."""
+    """The end of `optimizer`, and its start where no backward precedes.
 
-    def __init__(self, recorder: Recorder, optimizer: Any) -> None:
-        # Accelerate's wrapper is an Optimizer in name only: it lacks what its hooks would need.
-        while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(
-            optimizer, "optimizer"
-        ):
-            optimizer = optimizer.optimizer
+    The hooks that torch has for all optimizers together see also those that are made or replaced
+    later, and those inside wrappers that have no hooks. An optimizer is the loop's if it was given,
+    or if a parameter of the model is one of its own.
+    """
+
+    def __init__(self, recorder: Recorder, loop: Loop) -> None:
         self._recorder = recorder
+        self._model = loop.model
+        self._parameters: set[int] = set()
+        # Whether an optimizer, by its id, is the loop's. An id may be used again.
+        self._judged: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self.depth = 0
         """How many calls of `step` are running; one that calls `super().step()` is two."""
         self.updates = 0
         """How many updates there were in this step."""
-        self._stand_in: StandIn | None = None
-        self._handles: list[Any] = []
-        if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
-            # The step was compiled, hooks included: they would break its graph.
-            self._stand_in = listen(optimizer, "step", self)
+        self.has_any = False
+        """Whether there are optimizers whose updates are seen."""
+        # What the time went to before an update inside a backward.
+        self._interrupted = BACKWARD
+        self._stand_ins: list[StandIn] = []
+        self._handles: list[Removable] = []
+        try:
+            self._hook([_inmost(optimizer) for optimizer in loop.optimizers])
+        except BaseException:
+            self.remove()
+            raise
+
+    def _hook(self, given: list[Any]) -> None:
+        self.has_any = bool(given)
+        self._judged = {id(one): (weakref.ref(one), True) for one in given}
+        is_compiled = any(map(_is_compiled, given))
+        alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
+        self._stand_ins = [listen(one, "step", self) for one in alone]
+        if is_compiled:
+            # A compiled step has the hooks that it finds in it, and ours would break its graph.
+            for one in given:
+                if one not in alone:
+                    self._handles.append(one.register_step_pre_hook(self._before_step))
+                    self._handles.append(one.register_step_post_hook(self._after_step))
         else:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
 
     def step_ended(self) -> int:
         """Returns how many updates there were."""
@@ -42,32 +74,62 @@ class OptimizerBoundary:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._stand_in is not None:
-            self._stand_in.forget(self)
+        for stand_in in self._stand_ins:
+            stand_in.forget(self)
 
     def call_begins(self, closure: Any = None, **_: Any) -> bool:
-        """Is told of a call of the compiled step."""
-        self._before_step(None, (None, closure), {})
+        """Is told of a call that has a stand-in."""
+        self._begin(closure)
         return True
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Is told of its end."""
-        self._after_step()
+        self._end()
 
-    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_ours(optimizer):
+            self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._is_ours(optimizer):
+            self._end()
+
+    def _begin(self, closure: Any) -> None:
         self.depth += 1
-        if self.depth == 1 and self._recorder.label != AFTER_BACKWARD:
+        if self.depth > 1:
+            return
+        label = self._recorder.label
+        if _current_graph_task_id() != -1:
+            self._interrupted = label or BACKWARD
+            self._recorder.mark_in_backward(OPTIMIZER)
+        elif label != AFTER_BACKWARD and closure is None:
             # With a closure, forward and backward are still to come.
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
-                self._recorder.mark(OPTIMIZER)
+            self._recorder.mark(OPTIMIZER)
 
-    def _after_step(self, *_: Any) -> None:
+    def _end(self) -> None:
         if self.depth:
             self.depth -= 1
-        if not self.depth:
-            self.updates += 1
+        if self.depth:
+            return
+        self.updates += 1
+        if _current_graph_task_id() != -1:
+            self._recorder.mark_in_backward(self._interrupted)
+        else:
             self._recorder.mark(AFTER_UPDATE)
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        judged = self._judged.get(id(optimizer))
+        if judged is None or judged[0]() is not optimizer:
+            judged = self._judged[id(optimizer)] = (weakref.ref(optimizer), self._judge(optimizer))
+            self.has_any |= judged[1]
+        return judged[1]
+
+    def _judge(self, optimizer: Any) -> bool:
+        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if not own & self._parameters:
+            # Those of the model may be others by now.
+            self._parameters = {id(one) for one in self._model.parameters()}
+        return not own.isdisjoint(self._parameters)
 
 
 @untraced
@@ -79,13 +141,35 @@ class ZeroGradBoundary:
         self._stand_in = listen(optimizer, "zero_grad", self)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
-        """EndedStep the begin; what follows is `other`, too."""
+        """Marks the begin; what follows is `other`, too."""
         if self._recorder.label not in (OTHER, AFTER_UPDATE):
             self._recorder.mark(OTHER)
         return False
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Is never told."""
 
     def remove(self) -> None:
         self._stand_in.forget(self)
+
+
+def _inmost(optimizer: Any) -> Any:
+    """Returns the optimizer inside wrappers that are optimizers in name only.
+
+    They lack what hooks need, because they never called `super().__init__`: Accelerate's, torch's
+    `PostLocalSGDOptimizer`. What they call in the end may be no update, but that of the inmost is.
+    """
+    while not _has_hooks(optimizer):
+        inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+        if not inner:
+            break
+        optimizer = inner[0]
+    return optimizer
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def _is_compiled(optimizer: Any) -> bool:
+    return hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable")

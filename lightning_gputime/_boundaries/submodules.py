@@ -10,6 +10,7 @@ from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
+from lightning_gputime._boundaries.compiled import CompiledCall
 from lightning_gputime._phases import BACKWARD, FORWARD, check_name
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -31,8 +32,11 @@ class SubmoduleBoundary:
         self._open: list[tuple[str, dict[int, Any]] | None] = []
         self._handles: list[Removable] = []
         for module in parts.values():
-            self._handles.append(hook_before(module, self._enter, first=False, with_kwargs=True))
-            self._handles.append(hook_after(module, self._exit, first=True))
+            if module._compiled_call_impl is not None:
+                self._handles.append(CompiledCall(module, self._enter, self._exit))
+            else:
+                enter = hook_before(module, self._enter, first=False, with_kwargs=True)
+                self._handles += [enter, hook_after(module, self._exit, first=True)]
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part.
         self._tensor_handles: list[Removable] = []
         self._outputs = WeakIdKeyDictionary()

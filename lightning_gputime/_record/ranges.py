@@ -2,11 +2,23 @@
 
 import torch
 
-from lightning_gputime._phases import AFTER_BACKWARD, AFTER_FORWARD, AFTER_UPDATE
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_GRAD,
+    AFTER_UPDATE,
+    GRAD,
+)
 from lightning_gputime._untraced import untraced
 
 # What follows decides these; a profiler must be told at once what they most often are.
-_LIKELY = {AFTER_FORWARD: "loss", AFTER_BACKWARD: "optimizer", AFTER_UPDATE: "other"}
+_LIKELY = {
+    AFTER_FORWARD: "loss",
+    AFTER_BACKWARD: "optimizer",
+    AFTER_UPDATE: "other",
+    GRAD: "backward",
+    AFTER_GRAD: "optimizer",
+}
 
 
 @untraced

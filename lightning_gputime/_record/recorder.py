@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from threading import get_ident
 
+from torch._C import _current_graph_task_id
+
 from lightning_gputime._messages import TellOnce
-from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY
+from lightning_gputime._phases import BACKWARD, DATA, EXCLUDED, FOLLOWED_BY, OPTIMIZER
 from lightning_gputime._record.backlog import Backlog
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.graphs import Graphs
@@ -12,6 +14,9 @@ from lightning_gputime._record.reading import Mark
 from lightning_gputime._record.state import AT_REST, LOST, OPEN, PAUSED
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
+
+# What the time goes to while a backward runs; an optimizer may run its updates there.
+_IN_BACKWARD = (BACKWARD, OPTIMIZER)
 
 
 @untraced
@@ -107,7 +112,7 @@ class Recorder:
     def mark_in_backward(self, label: str) -> None:
         """As `mark`, from the thread that runs a backward while the timed one waits for it."""
         is_open = self.state is OPEN and self._named in ([], [BACKWARD])
-        if is_open and (self.label or "").startswith(BACKWARD) and label != self.label:
+        if is_open and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
             # A profiler's range must not begin here and end in the other thread.
             self._record(label, annotate=False)
 
@@ -118,9 +123,20 @@ class Recorder:
         else:
             self.mark(label)
 
+    @property
+    def place(self) -> int:
+        """The index of the last mark in the open step."""
+        return len(self._open) - 1
+
+    def rename(self, place: int, of: str, label: str) -> None:
+        """Gives the time of one mark of the open step, which went to `of`, to `label`."""
+        if 0 <= place < len(self._open) and self._open[place][0] == of:
+            self._open[place] = (label, *self._open[place][1:])
+
     def enter_phase(self, name: str) -> None:
         """Begins a phase that was named by hand; `leave_phase` ends it."""
-        if get_ident() != self._home:
+        # What runs inside a backward, as checkpointed code does again, is the backward's.
+        if get_ident() != self._home or _current_graph_task_id() != -1:
             return
         if self.thread == -1:
             self.starts_in_capture()
@@ -132,7 +148,8 @@ class Recorder:
 
     def leave_phase(self, name: str) -> None:
         """Ends a phase that `enter_phase` began: time goes back to where it went before."""
-        if get_ident() != self._home or name not in self._named:
+        is_here = get_ident() == self._home and _current_graph_task_id() == -1
+        if not is_here or name not in self._named:
             return
         if name != self._named[-1]:
             # Left out of order, as by a generator that suspends inside its phase.
