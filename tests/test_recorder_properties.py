@@ -1,0 +1,256 @@
+"""What holds of a recorder whatever is called in whatever order, on random sequences."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+
+import pytest
+from fake_gpu import FakeGPU
+
+from lightning_gputime._phases import EXCLUDED
+from lightning_gputime._raw import RawStep
+from lightning_gputime._recorder import Recorder
+
+SEEDS = range(600)
+"""A sequence each, of every kind. A failed test names the seeds that break it: `play(KIND, SEED)`
+shows what was called, in `calls`."""
+
+LABELS = [
+    "data",
+    "forward",
+    "<after forward>",
+    "backward",
+    "<after backward>",
+    "optimizer",
+    "<after update>",
+    "other",
+]
+
+LOOP = ["mark"] * 12 + ["end_step"] * 4 + ["work"] * 8
+TURNS = ["enter", "leave", "pause", "resume", "drain", "begin", "rest"]
+KINDS = {
+    "a loop": LOOP,
+    "all without graphs": [*LOOP, *TURNS, "flush", "pass_over", "fill", "turn", "mark_in_backward"],
+    "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay", "start_in_capture"],
+    "a device that fails": [*LOOP, *TURNS, "flush", "pass_over", "turn", "fail"],
+}
+"""The operations that a sequence of each kind is drawn from, as often as they stand here."""
+
+NEXT_STATE: Mapping[str, Mapping[str, str]] = {
+    "begin": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "OPEN"),
+    "pause": {"OPEN": "PAUSED"},
+    "resume": {"PAUSED": "OPEN"},
+    "end_step": {"PAUSED": "OPEN", "LOST": "OPEN"},
+    "rest": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "AT_REST"),
+}
+"""The state that an operation leads to from another. All else leaves the state as it is, but a
+capture, which ends a rest where something is recorded in it, and an error, which loses the step."""
+
+
+def is_in(recorder: Recorder, state: str) -> bool:
+    """Tells whether a recorder is in a state, as far as one can see that from outside.
+
+    This is the only place that knows how it shows. Where a recorder tells its state itself, this
+    becomes `recorder.state.name == state`.
+    """
+    if state == "AT_REST":
+        return recorder.thread == -1 and recorder.label is None
+    if state == "OPEN":  # There is no label yet where recording has just begun in a capture.
+        return recorder.thread != -1 and recorder.label != EXCLUDED
+    return recorder.thread != -1 and recorder.label == (EXCLUDED if state == "PAUSED" else None)
+
+
+class FailingGPU(FakeGPU):
+    """A fake GPU that fails as often as it is told to."""
+
+    failures = 0
+
+    def touch(self) -> None:
+        super().touch()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("of the device")
+
+
+class Played:
+    """A recorder on which random operations are played, and all that is seen of it meanwhile."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.seed = seed
+        self.random = random.Random(f"{kind} {seed}")
+        self.gpu = FailingGPU()
+        self.steps: list[RawStep] = []
+        self.recorder = Recorder(
+            self.gpu,
+            lag=self.random.choice([0, 1, 2]),
+            batch=self.random.choice([1, 3]),
+            emit=self.steps.extend,
+        )
+        self.number = 0
+        self.names: list[str] = []
+        self.capture: AbstractContextManager[Callable[[], None]] | None = None
+        self.replays: list[Callable[[], None]] = []
+        self.calls: list[str] = []
+        self.raised: list[str] = []
+        self.state, self.illegal = "AT_REST", list[str]()
+        self.call("begin")
+        for _ in range(self.random.randrange(10, 80)):
+            self.call(self.random.choice(KINDS[kind]))
+        if self.capture is not None:
+            self.begin_or_end_capture()
+        self.gpu.failures = 0
+        self.call("flush")
+
+    def call(self, operation: str) -> None:
+        """Calls one operation, and looks what came of it."""
+        self.calls.append(operation)
+        follow = [NEXT_STATE.get(operation, {}).get(self.state, self.state)]
+        failures, resting = self.gpu.failures, self.recorder.thread == -1
+        try:
+            getattr(self, operation)()
+        except Exception as error:
+            self.raised.append(f"{operation}: {error!r}")
+        if resting and self.gpu.capturing and operation in ("enter", "start_in_capture"):
+            follow = ["OPEN"]
+        if self.gpu.failures < failures and follow != ["AT_REST"]:
+            follow.append("LOST")
+        seen = [state for state in reversed(follow) if is_in(self.recorder, state)]
+        if not seen:
+            self.illegal.append(f"{operation} in {self.state} led to no {' and no '.join(follow)}")
+        self.state = (seen or follow)[0]
+
+    # The operations
+
+    def label(self) -> str:
+        return self.random.choice(LABELS)
+
+    def work(self) -> None:
+        self.gpu.work(self.random.choice([0.25, 1, 4]), host_ms=self.random.choice([0, 0.5, 2]))
+
+    def fail(self) -> None:
+        self.gpu.failures += 1
+
+    def begin(self) -> None:
+        self.recorder.begin()
+
+    def mark(self) -> None:
+        self.recorder.mark(self.label())
+
+    def mark_in_backward(self) -> None:
+        self.recorder.mark_in_backward("backward/comm")
+
+    def turn(self) -> None:
+        self.recorder.turn("<after forward>", "loss")
+
+    def enter(self) -> None:
+        self.names.append(self.random.choice(["a", "b", "backward"]))
+        self.recorder.enter(self.names[-1])
+
+    def leave(self) -> None:
+        """Mostly the innermost; a generator may leave another one."""
+        if self.names:
+            out_of_order = self.random.random() < 0.2
+            last = self.random.randrange(len(self.names)) if out_of_order else -1
+            self.recorder.leave(self.names.pop(last))
+
+    def pause(self) -> None:
+        self.recorder.pause()
+
+    def resume(self) -> None:
+        self.recorder.resume(self.label())
+
+    def end_step(self) -> None:
+        self.recorder.end_step(
+            self.number,
+            skipped_update=self.random.random() < 0.1,
+            read=self.random.random() < 0.1,
+        )
+        self.number += 1
+
+    def pass_over(self) -> None:
+        self.recorder.pass_over(read=self.random.random() < 0.3)
+
+    def rest(self) -> None:
+        self.recorder.rest()
+
+    def fill(self) -> None:
+        self.recorder.fill(lambda: self.gpu.spin(3_000_000))
+
+    def flush(self) -> None:
+        self.recorder.flush()
+
+    def drain(self) -> None:
+        self.recorder.drain()
+
+    def begin_or_end_capture(self) -> None:
+        if self.capture is None:
+            self.capture = self.gpu.capture()
+            self.replays.append(self.capture.__enter__())
+        else:
+            self.capture.__exit__(None, None, None)
+            self.capture = None
+
+    def replay(self) -> None:
+        if self.replays and self.capture is None:
+            self.random.choice(self.replays)()
+
+    def start_in_capture(self) -> None:
+        """As a module that is called while its timer rests."""
+        if self.recorder.is_resting_here() and self.recorder.starts_in_capture():
+            self.recorder.mark("forward")
+
+
+@cache
+def play(kind: str, seed: int) -> Played:
+    """Plays a sequence, once for all tests."""
+    return Played(kind, seed)
+
+
+@pytest.fixture(params=KINDS)
+def sequences(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> list[Played]:
+    caplog.set_level("CRITICAL", "lightning_gputime")  # A failed device is told of each time.
+    return [play(request.param, seed) for seed in SEEDS]
+
+
+def all_steps(sequences: list[Played]) -> Iterator[tuple[int, RawStep]]:
+    """The steps of all sequences, each with the seed of its own."""
+    return ((sequence.seed, step) for sequence in sequences for step in sequence.steps)
+
+
+def test_the_phases_of_every_step_add_up_to_it(sequences: list[Played]) -> None:
+    wrong, checked = [], 0
+    for seed, step in all_steps(sequences):
+        times = step.times()
+        intervals = zip(step.labels, step.device_ms, strict=True)
+        timed_ms = sum(ms for label, ms in intervals if label != EXCLUDED)
+        phases_ms = sum(ms for name, ms in times.phase_ms.items() if "/" not in name)
+        wrong += [] if times.step_ms == phases_ms == timed_ms else [seed]
+        checked += 1
+    assert wrong == []
+    assert checked > len(SEEDS)
+
+
+def test_no_time_of_the_device_or_of_the_host_is_negative(sequences: list[Played]) -> None:
+    steps = [*all_steps(sequences)]
+    assert [seed for seed, step in steps if min(step.device_ms) < 0 or step.wait_ms < 0] == []
+    assert [seed for seed, step in steps if [*step.host_ns] != sorted(step.host_ns)] == []
+
+
+def test_steps_come_in_the_order_in_which_they_ended(sequences: list[Played]) -> None:
+    numbers = {one.seed: [step.number for step in one.steps] for one in sequences}
+    assert [seed for seed, found in numbers.items() if found != sorted({*found})] == []
+
+
+def test_nothing_ever_raises(sequences: list[Played]) -> None:
+    assert {one.seed: one.raised for one in sequences if one.raised} == {}
+
+
+def test_a_capture_is_never_broken(sequences: list[Played]) -> None:
+    assert [one.seed for one in sequences if one.gpu.capture_broken] == []
+
+
+def test_the_recorder_is_always_in_the_state_that_the_calls_lead_to(
+    sequences: list[Played],
+) -> None:
+    assert {one.seed: one.illegal for one in sequences if one.illegal} == {}
