@@ -9,8 +9,8 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._raw import RawStep
-from lightning_gputime._recorder import Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.steps import StepRecord
 
 SEEDS = range(600)
 """A sequence each, of every kind. A failed test names the seeds that break it: `play(KIND, SEED)`
@@ -31,9 +31,17 @@ LOOP = ["mark"] * 12 + ["end_step"] * 4 + ["work"] * 8
 TURNS = ["enter", "leave", "pause", "resume", "drain", "begin", "rest"]
 KINDS = {
     "a loop": LOOP,
-    "all without graphs": [*LOOP, *TURNS, "flush", "pass_over", "fill", "turn", "mark_in_backward"],
+    "all without graphs": [
+        *LOOP,
+        *TURNS,
+        "flush",
+        "end_untimed",
+        "fill",
+        "turn",
+        "mark_in_backward",
+    ],
     "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay", "start_in_capture"],
-    "a device that fails": [*LOOP, *TURNS, "flush", "pass_over", "turn", "fail"],
+    "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "turn", "fail"],
 }
 """The operations that a sequence of each kind is drawn from, as often as they stand here."""
 
@@ -80,7 +88,7 @@ class Played:
         self.seed = seed
         self.random = random.Random(f"{kind} {seed}")
         self.gpu = FailingGPU()
-        self.steps: list[RawStep] = []
+        self.steps: list[StepRecord] = []
         self.recorder = Recorder(
             self.gpu,
             lag=self.random.choice([0, 1, 2]),
@@ -140,19 +148,19 @@ class Played:
     def mark_in_backward(self) -> None:
         self.recorder.mark_in_backward("backward/comm")
 
-    def turn(self) -> None:
-        self.recorder.turn("<after forward>", "loss")
+    def mark_instead(self) -> None:
+        self.recorder.mark_instead("<after forward>", "loss")
 
     def enter(self) -> None:
         self.names.append(self.random.choice(["a", "b", "backward"]))
-        self.recorder.enter(self.names[-1])
+        self.recorder.enter_phase(self.names[-1])
 
     def leave(self) -> None:
         """Mostly the innermost; a generator may leave another one."""
         if self.names:
             out_of_order = self.random.random() < 0.2
             last = self.random.randrange(len(self.names)) if out_of_order else -1
-            self.recorder.leave(self.names.pop(last))
+            self.recorder.leave_phase(self.names.pop(last))
 
     def pause(self) -> None:
         self.recorder.pause()
@@ -168,8 +176,8 @@ class Played:
         )
         self.number += 1
 
-    def pass_over(self) -> None:
-        self.recorder.pass_over(read=self.random.random() < 0.3)
+    def end_untimed(self) -> None:
+        self.recorder.end_untimed(read=self.random.random() < 0.3)
 
     def rest(self) -> None:
         self.recorder.rest()
@@ -213,7 +221,7 @@ def sequences(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) 
     return [play(request.param, seed) for seed in SEEDS]
 
 
-def all_steps(sequences: list[Played]) -> Iterator[tuple[int, RawStep]]:
+def all_steps(sequences: list[Played]) -> Iterator[tuple[int, StepRecord]]:
     """The steps of all sequences, each with the seed of its own."""
     return ((sequence.seed, step) for sequence in sequences for step in sequence.steps)
 
