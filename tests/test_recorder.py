@@ -176,10 +176,12 @@ def test_no_event_is_created_after_the_first_steps(gpu: FakeGPU, run: Recorded) 
 
 
 def test_the_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: Recorded) -> None:
+    run.step(0)
+    created = gpu.created
     for _ in range(3):
-        run.recorder.mark("forward")
         run.recorder.begin()
-    assert gpu.created == 2
+        run.recorder.mark("forward")
+    assert gpu.created == created + 2
 
 
 def test_begin_drops_what_the_open_step_held(gpu: FakeGPU, run: Recorded) -> None:
@@ -193,6 +195,18 @@ def test_begin_drops_what_the_open_step_held(gpu: FakeGPU, run: Recorded) -> Non
         (0, {"data": 0.0, "forward": 5.0, "backward": 6.0}),
         (1, {"data": 0.0, "forward": 4.0, "backward": 6.0}),
     ]
+
+
+def test_a_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, lag=3)
+    run.recorder.begin()
+    run.step(0)
+    run.step(1)
+    gpu.work(50.0)
+    run.recorder.begin()
+    run.step(2)
+    run.recorder.flush()
+    assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
 def test_paused_time_belongs_to_no_step(
@@ -211,6 +225,7 @@ def test_paused_time_belongs_to_no_step(
     run.recorder.flush()
     assert run.emitted[1].phase_ms == {"data": 1.0, "forward": 4.0, "backward": 6.0}
     assert run.emitted[1].step_ms == 11.0
+    assert gpu.spins == []
     assert caplog.text == ""
 
 
@@ -305,7 +320,7 @@ def test_phases_that_are_left_out_of_order_are_left(gpu: FakeGPU, run: Recorded)
 
 
 def test_a_read_that_fails_while_paused_leaves_the_step_out(
-    gpu: FakeGPU, run: Recorded, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.step(0)
     gpu.work(1.0)
@@ -319,6 +334,31 @@ def test_a_read_that_fails_while_paused_leaves_the_step_out(
     run.step(2)
     run.recorder.flush()
     assert [times.step for times in run.emitted] == [1, 2]
+    assert [record.message for record in caplog.records] == [
+        "A step could not be timed and is left out: ZeroDivisionError('division by zero')"
+    ]
+
+
+def test_a_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    run.step(0)
+    run.recorder.pause()
+    run.recorder.end_step(1)
+    assert [times.step for times in run.emitted] == [0]
+    assert run.recorder.label == "data"
+    run.step(2)
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0, 2]
+
+
+def test_a_phase_that_is_named_at_rest_begins_with_the_first_step(gpu: FakeGPU) -> None:
+    run = Recorded(gpu)
+    run.recorder.rest()
+    run.recorder.enter_phase("augment")
+    assert gpu.created == 0
+    run.recorder.begin()
+    assert run.recorder.label == "augment"
 
 
 def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: Recorded) -> None:
@@ -846,11 +886,12 @@ def test_a_rest_is_ended_by_a_capture_alone(gpu: FakeGPU, run: Recorded) -> None
     ]
 
 
-@pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 20_000)])
+@pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
 def test_a_wait_that_did_not_block_tells_nothing_of_where_the_clocks_meet(
     gpu: FakeGPU, wait_ms: float, finished_ns: int
 ) -> None:
     run = Recorded(gpu, lag=0)
+    gpu.host_work(1.0)
     run.recorder.begin()
     gpu.work(wait_ms)
     run.recorder.end_step(0)
@@ -906,3 +947,18 @@ def test_a_phase_by_hand_in_a_graph_that_is_captured_at_rest_is_timed(
     run.recorder.end_step(0)
     expected = {"forward": 0.0, "augment": 4.0, "data": 2.0, "other": 0.0}
     assert [times.phase_ms for times in run.emitted] == [expected]
+
+
+def test_a_step_with_graphs_is_read_before_the_next_replay(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, lag=3, batch=9)
+    run.recorder.begin()
+    with gpu.capture() as replay:
+        run.recorder.mark("forward")
+        gpu.work(4.0)
+        run.recorder.mark("other")
+    run.recorder.end_step(0)
+    for number in range(1, 4):
+        replay()
+        run.recorder.end_step(number)
+        assert [times.step for times in run.emitted] == list(range(1, number + 1))
+    assert [times.phase_ms["forward"] for times in run.emitted] == [4.0] * 3
