@@ -22,10 +22,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
     """Logs how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and the optimizers,
-    and stands in for what runs torch's autograd engine. It records one device event at each boundary
-    between phases, and reads them back one step late, with at most one event wait a step. It never
-    synchronizes the device, changes no result, raises nothing into training, and leaves nothing
-    behind. Each `fit` is a new measurement.
+    and stands in for what runs torch's autograd engine. It records one device event at each
+    boundary between phases, and reads them back one step late, with at most one event wait a step.
+    It never synchronizes the device, changes no result, raises nothing into training, and leaves
+    nothing behind. Each `fit` is a new measurement.
 
     A step is one optimizer update: micro-batches whose gradients accumulate are one step.
 

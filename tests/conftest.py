@@ -8,7 +8,7 @@ from fake_gpu import FakeGPU
 from fake_loop import Loop
 from torch.optim import optimizer
 
-from lightning_gputime._boundaries.loop import named
+from lightning_gputime._boundaries import named
 from lightning_gputime._record import clock
 
 # The function in it that runs the engine is private.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
 from lightning_gputime._boundaries import boundaries
-from lightning_gputime._boundaries.loop import boundaries
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._run.delivery import Delivery

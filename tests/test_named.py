@@ -5,7 +5,7 @@ import torch
 from fake_gpu import FakeGPU
 
 from lightning_gputime import StepTimes, phase
-from lightning_gputime._boundaries.loop import named
+from lightning_gputime._boundaries import named
 from lightning_gputime._record.recorder import Recorder
 
 

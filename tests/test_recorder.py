@@ -456,7 +456,7 @@ def test_a_phase_is_left_by_its_name_and_in_its_thread_alone(run: Recorded) -> N
     run.recorder.leave_phase("augment")
     run.recorder.enter_phase("augment")
     run.recorder.leave_phase("crop")
-    thread = threading.Thread(target=run.recorder.leave, args=["augment"])
+    thread = threading.Thread(target=run.recorder.leave_phase, args=["augment"])
     thread.start()
     thread.join()
     assert run.recorder.label == "augment"
@@ -723,20 +723,14 @@ def test_a_turn_takes_the_time_since_its_label_and_else_begins_another(
 
 def test_a_turn_is_seen_in_the_thread_that_is_timed_alone(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("<after forward>")
-    thread = threading.Thread(target=run.recorder.turn, args=("<after forward>", "loss"))
+    thread = threading.Thread(target=run.recorder.mark_instead, args=("<after forward>", "loss"))
     thread.start()
     thread.join()
     assert run.recorder.label == "<after forward>"
 
 
-@pytest.mark.parametrize(
-    "between_ms",
-    [
-        2.0,
-        # The marks in the middle alone are too early, and only those at the ends are looked at.
-        pytest.param(0.0, marks=pytest.mark.xfail(strict=True, reason="reads -4 ms")),
-    ],
-)
+# With 0.0 the marks in the middle alone are too early.
+@pytest.mark.parametrize("between_ms", [2.0, 0.0])
 def test_two_graphs_that_were_captured_in_a_row_are_not_read_as_one(
     gpu: FakeGPU, run: Recorded, between_ms: float
 ) -> None:

@@ -28,7 +28,7 @@ LABELS = [
 ]
 
 LOOP = ["mark"] * 12 + ["end_step"] * 4 + ["work"] * 8
-TURNS = ["enter", "leave", "pause", "resume", "drain", "begin", "rest"]
+TURNS = ["enter_phase", "leave_phase", "pause", "resume", "drain", "begin", "rest"]
 KINDS = {
     "a loop": LOOP,
     "all without graphs": [
@@ -37,11 +37,11 @@ KINDS = {
         "flush",
         "end_untimed",
         "fill",
-        "turn",
+        "mark_instead",
         "mark_in_backward",
     ],
     "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay", "start_in_capture"],
-    "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "turn", "fail"],
+    "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "mark_instead", "fail"],
 }
 """The operations that a sequence of each kind is drawn from, as often as they stand here."""
 
@@ -57,16 +57,15 @@ capture, which ends a rest where something is recorded in it, and an error, whic
 
 
 def is_in(recorder: Recorder, state: str) -> bool:
-    """Tells whether a recorder is in a state, as far as one can see that from outside.
-
-    This is the only place that knows how it shows. Where a recorder tells its state itself, this
-    becomes `recorder.state.name == state`.
-    """
+    """Tells whether a recorder is in a state, and shows it as one does."""
     if state == "AT_REST":
-        return recorder.thread == -1 and recorder.label is None
-    if state == "OPEN":  # There is no label yet where recording has just begun in a capture.
-        return recorder.thread != -1 and recorder.label != EXCLUDED
-    return recorder.thread != -1 and recorder.label == (EXCLUDED if state == "PAUSED" else None)
+        shows = recorder.thread == -1 and recorder.label is None
+    elif state == "OPEN":  # There is no label yet where recording has just begun in a capture.
+        shows = recorder.thread != -1 and recorder.label != EXCLUDED
+    else:
+        label = EXCLUDED if state == "PAUSED" else None
+        shows = recorder.thread != -1 and recorder.label == label
+    return shows and recorder.state.name == state
 
 
 class FailingGPU(FakeGPU):
@@ -119,7 +118,7 @@ class Played:
             getattr(self, operation)()
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
-        if resting and self.gpu.capturing and operation in ("enter", "start_in_capture"):
+        if resting and self.gpu.capturing and operation in ("enter_phase", "start_in_capture"):
             follow = ["OPEN"]
         if self.gpu.failures < failures and follow != ["AT_REST"]:
             follow.append("LOST")
@@ -151,11 +150,11 @@ class Played:
     def mark_instead(self) -> None:
         self.recorder.mark_instead("<after forward>", "loss")
 
-    def enter(self) -> None:
+    def enter_phase(self) -> None:
         self.names.append(self.random.choice(["a", "b", "backward"]))
         self.recorder.enter_phase(self.names[-1])
 
-    def leave(self) -> None:
+    def leave_phase(self) -> None:
         """Mostly the innermost; a generator may leave another one."""
         if self.names:
             out_of_order = self.random.random() < 0.2

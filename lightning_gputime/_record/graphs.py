@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.reading import Mark
+from lightning_gputime._record.reading import Mark, elapsed_ms
 from lightning_gputime._untraced import untraced
 
 
@@ -50,11 +50,15 @@ class Graphs:
 def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
     """Puts the marks of a graph between a step's own, if it was replayed in that step."""
     events = [event for _, event, _ in marks]
-    first, last = graph[0][1], graph[-1][1]
+    replayed = [event for _, event, _ in graph]
+    first, last = replayed[0], replayed[-1]
     try:
-        lies_inside = events[0].elapsed_time(first) >= 0
-        lies_inside &= last.elapsed_time(events[-1]) >= 0
-        lies_inside &= first.elapsed_time(last) >= 0  # Else it is two graphs, replayed in turn.
+        lies_inside = (
+            events[0].elapsed_time(first) >= 0
+            and last.elapsed_time(events[-1]) >= 0
+            # Else it is two graphs, replayed in turn.
+            and all(ms >= 0 for ms in elapsed_ms(replayed))
+        )
     except (RuntimeError, ValueError):
         return marks  # Not replayed yet.
     if not lies_inside:

@@ -52,12 +52,12 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
     """
     labels, events, host_ns = zip(*marks, strict=True)
     try:
-        device_ms = _elapsed_ms(events)
+        device_ms = elapsed_ms(events)
     except RuntimeError:
         # A mark that was recorded on another stream can lag behind the last one.
         for event in events:
             event.synchronize()
-        device_ms = _elapsed_ms(events)
+        device_ms = elapsed_ms(events)
     record = StepRecord(
         step.number,
         labels[:-1],
@@ -72,6 +72,7 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
     return record, events
 
 
-def _elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
+def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
+    """Returns the time from each event to the next (in milliseconds)."""
     # Without a loop in Python: this runs at every step.
     return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
