@@ -386,3 +386,43 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
         assert measured["backward"] > measured["forward"] > 0.1
         assert 0 < comm < measured["backward"]
         assert measured["forward"] > 10 * measured["loss"]
+
+
+def test_updates_inside_the_backward_are_optimizer_though_another_thread_runs_them() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    optimizers = {one: torch.optim.SGD([one], lr=1e-3) for one in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        torch.cuda._sleep(SPIN // 20)
+        optimizers[parameter].step()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    x = torch.randn(64, 1024, device="cuda")
+    with GPUPhaseHooks(model, [*optimizers.values()], warmup_steps=2) as timer:
+        for _ in timer.steps(range(10)):
+            torch.cuda._sleep(SPIN)  # So that the launches hide behind it, in `other`.
+            model(x).pow(2).mean().backward()
+    summary = timer.summary()
+    assert summary.skipped_updates == 0
+    # The spins before each update are backward's.
+    spins_ms = len(optimizers) * summary.rows["other"].p50_ms / 20
+    assert summary.rows["backward"].p50_ms == pytest.approx(spins_ms, rel=0.1)
+    assert 0.0 < summary.rows["optimizer"].p50_ms < 0.5 * spins_ms
+
+
+def test_a_gradient_that_is_asked_for_is_the_backward() -> None:
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(16, 64, device="cuda")
+    with GPUPhaseHooks(model, optimizer, warmup_steps=2) as timer:
+        for _ in timer.steps(range(10)):
+            loss = Spin.apply(model(x), 0, SPIN).pow(2).mean()  # type: ignore[no-untyped-call]
+            for one, grad in zip(
+                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                one.grad = grad
+            optimizer.step()
+    rows = timer.summary().rows
+    others_ms = sum(row.p50_ms for name, row in rows.items() if name != "backward")
+    assert rows["backward"].p50_ms > 5 * others_ms
