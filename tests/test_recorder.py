@@ -956,3 +956,33 @@ def test_a_step_with_graphs_is_read_before_the_next_replay(gpu: FakeGPU) -> None
         run.recorder.end_step(number)
         assert [times.step for times in run.emitted] == list(range(1, number + 1))
     assert [times.phase_ms["forward"] for times in run.emitted] == [4.0] * 3
+
+
+def test_a_mark_that_is_over_can_be_given_to_another_label(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.mark("forward")
+    place = run.recorder.place
+    gpu.work(4.0)
+    run.recorder.mark("<after forward>")
+    gpu.work(1.0)
+    run.recorder.rename(place, "loss", "data")
+    run.recorder.rename(place, "forward", "loss")
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"data": 0.0, "loss": 4.0, "other": 1.0}
+
+
+def test_a_place_that_is_not_in_the_open_step_is_left_alone(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.mark("forward")
+    place = run.recorder.place
+    gpu.work(4.0)
+    run.recorder.end_step(0)
+    for gone in (-1, place):
+        run.recorder.rename(gone, "data", "loss")
+        run.recorder.rename(gone, "forward", "loss")
+    gpu.work(1.0)
+    run.recorder.end_step(1)
+    run.recorder.flush()
+    assert [times.phase_ms for times in run.emitted] == [
+        {"data": 0.0, "forward": 4.0},
+        {"data": 1.0},
+    ]
