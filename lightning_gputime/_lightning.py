@@ -7,12 +7,13 @@ from typing import Any, TypeVar, cast
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._untraced import untraced
 
+Trainer = pl.Trainer
+Module = pl.LightningModule
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
@@ -89,28 +90,14 @@ def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
             add_figure(tag, figure, step)
 
 
-@untraced
-class NextFetch:
-    """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
+def profiler_of(trainer: pl.Trainer) -> Any:
+    """Returns the trainer's profiler, which may be one that does nothing."""
+    return trainer.profiler  # type: ignore[attr-defined]  # has no hint
 
-    def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
-        self._call = call
-        profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
-        self._stand_in = listen(profiler, "start", self)
 
-    def call_begins(self, action_name: str, *_: Any, **__: Any) -> bool:
-        """Is told what the trainer begins."""
-        if "train_dataloader_next" in action_name:
-            self.remove()
-            self._call()
-        return False
-
-    def call_ends(self) -> None:
-        """Is never told."""
-
-    def remove(self) -> None:
-        """Takes it off the profiler. Safe to call twice."""
-        self._stand_in.forget(self)
+def fetch_action(trainer: pl.Trainer) -> str:
+    """Returns the name under which a trainer tells its profiler that it fetches a batch."""
+    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

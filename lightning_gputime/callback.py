@@ -2,13 +2,15 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
+from lightning_gputime._actions import Actions
+from lightning_gputime._fit import Fit
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
@@ -120,11 +122,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._evaluation: Evaluation | None = None
-        self._next_fetch: _lightning.NextFetch | None = None
-        self._in_batch = False
+        self._fit: Fit | None = None
+        self._actions: Actions | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_next_fetch": None, "_evaluation": None}
+        return {**super().__getstate__(), "_fit": None, "_actions": None, "_evaluation": None}
 
     # Lightning's hooks
 
@@ -141,17 +143,23 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._means(trainer, self._options.prefix, every_n_steps),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
+        self._fit = fit = Fit(trainer, pl_module, self._session)
+        calls = {name: functools.partial(self._heard, call) for name, call in fit.actions().items()}
+        self._actions = Actions(_lightning.profiler_of(trainer), calls)
 
     @_lightning.never_raises
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
-        self._in_batch = False
-        self._session.begin(_lightning.step_number(trainer))
+    def _heard(self, call: Callable[[], None]) -> None:
+        call()
+
+    @_lightning.never_raises
+    def on_train_epoch_start(self, *_: Any) -> None:
+        if self._fit is not None:
+            self._fit.epoch_begins()
 
     @_lightning.never_raises
     def on_train_batch_start(self, *_: Any) -> None:
-        self._in_batch = True
-        self._session.batch_begins()
+        if self._fit is not None:
+            self._fit.batch_begins()
 
     @_lightning.never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -166,19 +174,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        # A batch that is None ends without having started; its time is the next one's `data`.
-        if not self._in_batch:
-            return
-        self._in_batch = False
-        # With manual optimization only the optimizers know.
-        if pl_module.automatic_optimization:
-            is_update = _lightning.ends_update(trainer, batch_idx)
-        else:
-            is_update = self._session.has_updated or not self._session.sees_updates
-        if is_update:
-            self._session.end_step(_lightning.step_number(trainer))
-        else:
-            self._session.batch_ends()
+        if self._fit is not None:
+            self._fit.batch_ends(batch_idx)
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,10 +189,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_evaluation()
         # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
-        if self._session.is_attached and self._next_fetch is None:
-            self._next_fetch = _lightning.NextFetch(trainer, self._resume)
+        self._end_evaluation()
 
     @_lightning.never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -228,6 +223,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session.is_attached:
+            self._leave_fit()
             self._finish()
             self._report(trainer)
 
@@ -277,16 +273,16 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._evaluation.finish()
             self._evaluation = None
 
-    def _resume(self) -> None:
-        self._next_fetch = None
-        self._session.resume()
+    def _leave_fit(self) -> None:
+        self._fit = None
+        if self._actions is not None:
+            self._actions.remove()
+            self._actions = None
 
     def _detach(self) -> None:
         """Ends whatever runs, without a wait for the device or other ranks."""
         if self._evaluation is not None:
             self._evaluation.abort()
             self._evaluation = None
-        if self._next_fetch is not None:
-            self._next_fetch.remove()
-            self._next_fetch = None
+        self._leave_fit()
         self._abort()

@@ -8,11 +8,14 @@ class Detached:
 
     thread = -1
     is_attached = False
+    has_begun = True
     has_updated = False
     sees_updates = False
 
     def begin(self, number: int) -> None:
         """Does nothing, as all of these."""
+
+    def fetch_begins(self) -> None: ...
 
     def batch_begins(self) -> None: ...
 

@@ -106,6 +106,18 @@ class Session:
         if self._probe is not None:
             self._probe.step_begins()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun."""
+        return self.thread != -1
+
+    def fetch_begins(self) -> None:
+        """Says that the next batch is fetched, which ends a pause."""
+        if self._recorder.state is PAUSED:
+            self._recorder.resume()
+        else:
+            self._recorder.mark(DATA)
+
     def batch_begins(self) -> None:
         """Says that the batch is there: its fetch, or a pause, is over."""
         if self._recorder.state is PAUSED:
