@@ -25,7 +25,14 @@ class Fit:
 
     def actions(self) -> Mapping[str, Callable[[], None]]:
         """Returns what is to be called when the trainer tells its profiler of an action."""
-        return {_lightning.fetch_action(self._trainer): self.fetch_begins}
+        trainer = self._trainer
+        calls = {_lightning.fetch_action(trainer): self.fetch_begins}
+        for callback in _lightning.callbacks_of(trainer):
+            # So that callbacks before ours find the means, too.
+            calls[_lightning.callback_action(callback, "on_train_epoch_end")] = (
+                self._session.publish
+            )
+        return calls
 
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""

@@ -100,6 +100,17 @@ def fetch_action(trainer: pl.Trainer) -> str:
     return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns the trainer's callbacks, in the order in which it calls them."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+    return callbacks
+
+
+def callback_action(callback: pl.Callback, hook: str) -> str:
+    """Returns the name under which a trainer tells its profiler that it calls a callback."""
+    return f"[Callback]{callback.state_key}.{hook}"
+
+
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Returns the module that the strategy calls in place of the LightningModule, if it does."""
     model = trainer.strategy.model

@@ -179,10 +179,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._session.publish()
         self._session.compare_ranks()
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._session.publish()
         self._session.pause()
         if not trainer.sanity_checking:
             self._start_evaluation("val", trainer, pl_module)

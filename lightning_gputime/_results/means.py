@@ -85,31 +85,48 @@ class MeanLog:
 
     def log_means(self) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number."""
-        sums, self._sums = self._sums, Sums()
+        means, self._sums = self._means(), Sums()
+        if means and self.newest is not None:
+            self.log_values(means, self.newest)
+
+    def publish_means(self) -> None:
+        """Publishes the means over the steps since the last log; they are not logged by it."""
+        if means := self._means():
+            self._publish_metrics(self._with_prefix(means))
+
+    def _means(self) -> dict[str, float]:
+        sums = self._sums
         n = sums.step.n
-        if n and self.newest is not None:
-            means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
-            means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
-            if self.busy is not None:
-                busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
-                means |= {f"{name}_busy": ms for name, ms in busy.items()}
-                # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
-                as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
-                comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
-                means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            self.log_values({f"{name}_ms": ms for name, ms in means.items()}, self.newest)
+        if not n:
+            return {}
+        means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
+        means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
+        if self.busy is not None:
+            busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
+            means |= {f"{name}_busy": ms for name, ms in busy.items()}
+            # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
+            as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
+            comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
+            means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
+        return {f"{name}_ms": ms for name, ms in means.items()}
+
+    def _with_prefix(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {f"{self._prefix}/{name}": value for name, value in values.items()}
+
+    def _publish_metrics(self, metrics: Mapping[str, float]) -> None:
+        if self._publish is not None:
+            self._try(functools.partial(self._publish, metrics))
 
     def log_values(self, values: Mapping[str, float], step: int) -> None:
         """Logs `values` under the number of a step, or of the last log if that is newer."""
         # Some loggers drop what comes under a number that is behind.
         step = self._logged = max(step, self._logged)
-        metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
+        metrics = self._with_prefix(values)
         for logger in self._loggers:
             separator = getattr(logger, "group_separator", "/")
             own = {key.replace("/", separator): value for key, value in metrics.items()}
             self._try(functools.partial(logger.log_metrics, own, step=step))
-        if self._publish is not None:
-            self._try(functools.partial(self._publish, metrics))
+        self._publish_metrics(metrics)
 
     def _try(self, call: Callable[[], Any]) -> None:
         try:

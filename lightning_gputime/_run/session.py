@@ -178,6 +178,11 @@ class Session:
         """Ends a pause: what follows is the fetch of the next batch."""
         self._recorder.resume()
 
+    def publish(self) -> None:
+        """Reads the steps that have ended, and lets other callbacks find their means."""
+        self._recorder.flush()
+        self._delivery.publish()
+
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
