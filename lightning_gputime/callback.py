@@ -2,15 +2,16 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
-from lightning_gputime._actions import Actions
+from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._fit import Fit
+from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
@@ -123,10 +124,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._evaluation: Evaluation | None = None
         self._fit: Fit | None = None
-        self._actions: Actions | None = None
+        self._heard: Sequence[Actions | Begins] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_actions": None, "_evaluation": None}
+        return {**super().__getstate__(), "_fit": None, "_heard": (), "_evaluation": None}
 
     # Lightning's hooks
 
@@ -137,19 +138,21 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
         every_n_steps = _lightning.log_every_n_steps(trainer)
+        loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
             self._clock_of(trainer),
-            _lightning.loop_of(trainer, pl_module, self._submodules(pl_module)),
+            loop,
             self._means(trainer, self._options.prefix, every_n_steps),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
-        self._fit = fit = Fit(trainer, pl_module, self._session)
-        calls = {name: functools.partial(self._heard, call) for name, call in fit.actions().items()}
-        self._actions = Actions(_lightning.profiler_of(trainer), calls)
-
-    @_lightning.never_raises
-    def _heard(self, call: Callable[[], None]) -> None:
-        call()
+        self._fit = fit = Fit(trainer, pl_module, self._session, loop.batch)
+        profiler, is_idle = _lightning.profiler_of(trainer)
+        heard: list[Actions | Begins] = [
+            Actions(profiler, fit.actions(self), self._give_up, is_idle=is_idle)
+        ]
+        if place := _lightning.broadcasts_of(trainer):
+            heard.append(Begins(*place, fit.wait_begins, self._give_up))
+        self._heard = heard
 
     @_lightning.never_raises
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -275,11 +278,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._evaluation.finish()
             self._evaluation = None
 
+    def _give_up(self, error: Exception) -> None:
+        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+        self._detach()
+
     def _leave_fit(self) -> None:
         self._fit = None
-        if self._actions is not None:
-            self._actions.remove()
-            self._actions = None
+        for actions in self._heard:
+            actions.remove()
+        self._heard = ()
 
     def _detach(self) -> None:
         """Ends whatever runs, without a wait for the device or other ranks."""

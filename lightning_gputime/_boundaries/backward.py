@@ -10,6 +10,7 @@ from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.comm import CommBoundary
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
+from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._phases import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._record.recorder import Recorder
@@ -27,11 +28,13 @@ class BackwardBoundary:
     def __init__(
         self,
         recorder: Recorder,
+        batch: Batch,
         model: ForwardBoundary | CompiledStep,
         optimizers: Sequence[OptimizerBoundary],
         communication: CommBoundary | None = None,
     ) -> None:
         self._recorder = recorder
+        self._batch = batch
         self._model = model
         self._optimizers = optimizers
         self._communication = communication
@@ -42,6 +45,8 @@ class BackwardBoundary:
         """EndedStep the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         if self._returns_to is not None or get_ident() != recorder.thread:
+            return False
+        if not self._batch.is_open:
             return False
         if not self._model.calls and self._is_anothers():
             return False

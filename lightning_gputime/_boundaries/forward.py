@@ -26,6 +26,7 @@ class ForwardBoundary:
         self._model = model = loop.model
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
+        self._batch = loop.batch
         self._depth = 0
         self.calls = 0
         """How often the model, or a part of it, was called in this step."""
@@ -85,6 +86,8 @@ class ForwardBoundary:
         self._redirected = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        if not self._batch.is_open:
+            return
         recorder = self._recorder
         if get_ident() != recorder.thread:
             if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):

@@ -96,7 +96,7 @@ class Delivery:
 
     def publish(self) -> None:
         """Lets other callbacks find the means of what was read and is not logged yet."""
-        self._means.publish_means()
+        self._means.log_means(only_publish=True)
 
     def end(self) -> None:
         """Logs what is left over."""

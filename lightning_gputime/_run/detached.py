@@ -8,7 +8,6 @@ class Detached:
 
     thread = -1
     is_attached = False
-    has_begun = True
     has_updated = False
     sees_updates = False
 
@@ -16,6 +15,10 @@ class Detached:
         """Does nothing, as all of these."""
 
     def fetch_begins(self) -> None: ...
+
+    def part_begins(self, label: str) -> None: ...
+
+    def part_began(self, label: str) -> None: ...
 
     def batch_begins(self) -> None: ...
 
