@@ -7,12 +7,13 @@ from typing import Any, TypeVar, cast
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._boundaries.attach import listen
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import messages
+from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._untraced import untraced
 
+Trainer = pl.Trainer
+Module = pl.LightningModule
+Callback = pl.Callback
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
@@ -24,8 +25,7 @@ def never_raises(hook: Hook) -> Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:
-            messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-            self._detach()
+            self._give_up(error)
 
     # A step that is compiled calls some of them.
     untraced(hook)
@@ -43,6 +43,7 @@ def loop_of(
         wrapper=_wrapper(trainer),
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,
         submodules=submodules,
+        batch=Batch(is_open=False),
     )
 
 
@@ -89,28 +90,59 @@ def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
             add_figure(tag, figure, step)
 
 
-@untraced
-class NextFetch:
-    """Calls back once, when the trainer tells its profiler that it fetches the next batch."""
+def profiler_of(trainer: pl.Trainer) -> tuple[Any, bool]:
+    """Returns the trainer's profiler, and whether it does nothing, as the one by default."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # has no hint
+    is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
+    return profiler, is_idle
 
-    def __init__(self, trainer: pl.Trainer, call: Callable[[], None]) -> None:
-        self._call = call
-        profiler = trainer.profiler  # type: ignore[attr-defined]  # has no hint
-        self._stand_in = listen(profiler, "start", self)
 
-    def call_begins(self, action_name: str, *_: Any, **__: Any) -> bool:
-        """Is told what the trainer begins."""
-        if "train_dataloader_next" in action_name:
-            self.remove()
-            self._call()
-        return False
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns the trainer's callbacks, in the order in which it calls them."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+    return callbacks
 
-    def call_ends(self, result: Any = None) -> None:
-        """Is never told."""
 
-    def remove(self) -> None:
-        """Takes it off the profiler. Safe to call twice."""
-        self._stand_in.forget(self)
+def fetch_action(trainer: pl.Trainer) -> str:
+    """Returns the name under which a trainer tells its profiler that it fetches a batch."""
+    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+
+
+def copy_action(trainer: pl.Trainer) -> str:
+    """Returns the name of the action that takes a batch to the device."""
+    return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
+
+
+def callback_action(callback: pl.Callback, hook: str) -> str:
+    """Returns the name of the action that calls a callback."""
+    return f"[Callback]{callback.state_key}.{hook}"
+
+
+def module_action(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> str:
+    """Returns the name of the action that calls a LightningModule, or its data."""
+    kind = "LightningModule" if isinstance(module, pl.LightningModule) else "LightningDataModule"
+    return f"[{kind}]{type(module).__name__}.{hook}"
+
+
+def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
+    """Returns the data that a trainer was given as a module, if so."""
+    datamodule: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule
+
+
+def defines(one: object, hook: str) -> bool:
+    """Tells whether a callback or module does something in a hook."""
+    module = getattr(getattr(one, hook, None), "__module__", None) or ""
+    return hasattr(one, hook) and not module.endswith((".callbacks.callback", ".core.hooks"))
+
+
+def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
+    """Returns the object and its method by which a trainer waits for other ranks at each batch.
+
+    Since 2.6 it tells them there whether it was asked to end.
+    """
+    owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

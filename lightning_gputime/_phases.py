@@ -19,6 +19,13 @@ TRAINING_STEP = "training_step"
 COMM = "comm"
 """The sub-phase in which a rank only waits for the others: `backward/comm`."""
 
+FETCH = "data/fetch"
+COPY = "data/copy"
+CALLBACKS = "data/callbacks"
+WAIT = "data/comm"
+"""The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
+device, callbacks with logging and checkpoints, and the wait for the other ranks."""
+
 PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
 # Labels of marks whose phase depends on what follows; `settle` decides. A user's phase cannot be
@@ -135,6 +142,14 @@ def in_order(names: Sequence[str]) -> list[str]:
     """Sorts phases as a step runs them, the user's own last, sub-phases below their parent."""
     seen = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
     return sorted(names, key=lambda name: (seen.index(name.partition("/")[0]), name))
+
+
+def of_one_callback(name: str) -> str:
+    """Returns the callback, and its hook, that a part of `data/callbacks` is; empty if it is none.
+
+    These parts are for the verdict and for `history`: neither logged nor in the table.
+    """
+    return name.removeprefix(f"{CALLBACKS}/") if name.startswith(f"{CALLBACKS}/") else ""
 
 
 def check_name(name: str) -> str:

@@ -9,6 +9,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
+from lightning_gputime._actions import Actions, Begins
+from lightning_gputime._fit import Fit
+from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
@@ -120,11 +123,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._evaluation: Evaluation | None = None
-        self._next_fetch: _lightning.NextFetch | None = None
-        self._in_batch = False
+        self._fit: Fit | None = None
+        self._heard: Sequence[Actions | Begins] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_next_fetch": None, "_evaluation": None}
+        return {**super().__getstate__(), "_fit": None, "_heard": (), "_evaluation": None}
 
     # Lightning's hooks
 
@@ -135,23 +138,31 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
         every_n_steps = _lightning.log_every_n_steps(trainer)
+        loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
             self._clock_of(trainer),
-            _lightning.loop_of(trainer, pl_module, self._submodules(pl_module)),
+            loop,
             self._means(trainer, self._options.prefix, every_n_steps),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
+        self._fit = fit = Fit(trainer, pl_module, self._session, loop.batch)
+        profiler, is_idle = _lightning.profiler_of(trainer)
+        heard: list[Actions | Begins] = [
+            Actions(profiler, fit.actions(self), self._give_up, is_idle=is_idle)
+        ]
+        if place := _lightning.broadcasts_of(trainer):
+            heard.append(Begins(*place, fit.wait_begins, self._give_up))
+        self._heard = heard
 
     @_lightning.never_raises
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Whatever an epoch left over (a batch that was skipped, its end, a validation) is dropped.
-        self._in_batch = False
-        self._session.begin(_lightning.step_number(trainer))
+    def on_train_epoch_start(self, *_: Any) -> None:
+        if self._fit is not None:
+            self._fit.epoch_begins()
 
     @_lightning.never_raises
     def on_train_batch_start(self, *_: Any) -> None:
-        self._in_batch = True
-        self._session.batch_begins()
+        if self._fit is not None:
+            self._fit.batch_begins()
 
     @_lightning.never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -166,36 +177,25 @@ class GPUPhaseTimer(Timer, pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        # A batch that is None ends without having started; its time is the next one's `data`.
-        if not self._in_batch:
-            return
-        self._in_batch = False
-        # With manual optimization only the optimizers know.
-        if pl_module.automatic_optimization:
-            is_update = _lightning.ends_update(trainer, batch_idx)
-        else:
-            is_update = self._session.has_updated or not self._session.sees_updates
-        if is_update:
-            self._session.end_step(_lightning.step_number(trainer))
-        else:
-            self._session.batch_ends()
+        if self._fit is not None:
+            self._fit.batch_ends(batch_idx)
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._session.publish()
         self._session.compare_ranks()
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._session.publish()
         self._session.pause()
         if not trainer.sanity_checking:
             self._start_evaluation("val", trainer, pl_module)
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_evaluation()
         # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
-        if self._session.is_attached and self._next_fetch is None:
-            self._next_fetch = _lightning.NextFetch(trainer, self._resume)
+        self._end_evaluation()
 
     @_lightning.never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -228,6 +228,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session.is_attached:
+            self._leave_fit()
             self._finish()
             self._report(trainer)
 
@@ -277,16 +278,20 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._evaluation.finish()
             self._evaluation = None
 
-    def _resume(self) -> None:
-        self._next_fetch = None
-        self._session.resume()
+    def _give_up(self, error: Exception) -> None:
+        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+        self._detach()
+
+    def _leave_fit(self) -> None:
+        self._fit = None
+        for actions in self._heard:
+            actions.remove()
+        self._heard = ()
 
     def _detach(self) -> None:
         """Ends whatever runs, without a wait for the device or other ranks."""
         if self._evaluation is not None:
             self._evaluation.abort()
             self._evaluation = None
-        if self._next_fetch is not None:
-            self._next_fetch.remove()
-            self._next_fetch = None
+        self._leave_fit()
         self._abort()

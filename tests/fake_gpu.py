@@ -224,7 +224,23 @@ STEP_MS = {
 
 
 def steps(timer: Timer) -> list[dict[str, float]]:
-    """The phases of each step in a timer's history, those that did not run left out."""
+    """The phases of each step in a timer's history, those that did not run left out.
+
+    So are the parts of `data`; `parts_of_data` has them.
+    """
+    return [_without(row, lambda name: name.startswith("data/")) for row in _rows(timer)]
+
+
+def parts_of_data(timer: Timer) -> list[dict[str, float]]:
+    """The parts of `data` in each step, and `data` itself."""
+    return [_without(row, lambda name: not name.startswith("data")) for row in _rows(timer)]
+
+
+def _without(row: dict[str, float], is_left_out: Callable[[str], bool]) -> dict[str, float]:
+    return {name: ms for name, ms in row.items() if not is_left_out(name)}
+
+
+def _rows(timer: Timer) -> list[dict[str, float]]:
     timer.flush()
     history = timer.history()
     names = [name for name in history.dtype.names or () if name.endswith("_ms")]

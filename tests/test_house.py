@@ -20,7 +20,8 @@ FLOORS = [
     {"_options"},
     {"_boundaries", "_results"},
     {"_run"},
-    {"_lightning", "_timer"},
+    {"_actions", "_lightning", "_timer"},
+    {"_fit"},
     {"callback", "hooks", "metric"},
     {"__init__"},
 ]

@@ -272,7 +272,8 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
     assert timer.history()["step"].tolist() == [0, 3, 6, 7, 8, 9, 12, 15]
     assert summary.probed_steps == 3  # A validation lies in 4.
     assert summary.probe_failure == ""
-    assert {name: row.busy_mean_ms for name, row in summary.rows.items()} == STEP_MS
+    busy = {name: row.busy_mean_ms for name, row in summary.rows.items() if "/" not in name}
+    assert busy == STEP_MS
     assert runner.callback_metrics["phase_time/forward_busy_ms"] == STEP_MS["forward"]
 
 

@@ -93,6 +93,9 @@ class Listener(Protocol):
         """Is told that the call returned a result, or raised."""
 
 
+Announce = Callable[[Callable[..., Any], list[Any]], Any]
+
+
 class StandIn:
     """What `owner.name` is replaced by, until the last listener is removed.
 
@@ -100,34 +103,27 @@ class StandIn:
     replaced the stand-in meanwhile, it stays inside theirs and does nothing.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.listeners: list[Listener] = []
+    def __init__(self, owner: Any, name: str, announce: Announce) -> None:
+        self.listeners: list[Any] = []
         self._owner, self._name = owner, name
         self._was_own = name in vars(owner)
         self._original = getattr(owner, name)
-        self._call = _announced(self._original, self.listeners)
-        self._call._stand_in = self  # type: ignore[attr-defined]  # found by `listen`
-        setattr(owner, name, self._call)
+        self.call: Any = untraced(announce(self._original, self.listeners))
+        self.call._stand_in = self  # found by `listen`
+        setattr(owner, name, self.call)
         # Compiled code enters ours here, or by hooks of an optimizer, which has a stand-in, too.
         leave_untraced()
 
-    def forget(self, listener: Listener) -> None:
+    def forget(self, listener: object) -> None:
         """Removes a listener. Safe to call twice."""
         if listener in self.listeners:
             self.listeners.remove(listener)
-        if self.listeners or vars(self._owner).get(self._name) is not self._call:
+        if self.listeners or vars(self._owner).get(self._name) is not self.call:
             return
         if self._was_own:
             setattr(self._owner, self._name, self._original)
         else:
             delattr(self._owner, self._name)
-
-
-def listen(owner: Any, name: str, listener: Listener) -> StandIn:
-    """Lets a listener know of the calls of `owner.name`, until the stand-in forgets it."""
-    stand_in = getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name)
-    stand_in.listeners.append(listener)
-    return stand_in
 
 
 def _frame_of(frame: FrameType | None, key: int) -> FrameType | None:
@@ -164,4 +160,18 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
                 listener.call_ends(result)
 
     # What is announced may still be compiled.
-    return untraced(announced)
+    return announced
+
+
+def listen(owner: Any, name: str, listener: Any, announce: Announce = _announced) -> StandIn:
+    """Lets a listener know of the calls of `owner.name`, until the stand-in forgets it.
+
+    Args:
+        owner: What has the function.
+        name: The name of the function.
+        listener: A `Listener`, or what `announce` takes for one.
+        announce: Returns what is called in place of the function, and tells the listeners.
+    """
+    stand_in = getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name, announce)
+    stand_in.listeners.append(listener)
+    return stand_in

@@ -9,6 +9,7 @@ from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.comm import CommBoundary
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
+from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -38,11 +39,13 @@ class BackwardBoundary:
     def __init__(
         self,
         recorder: Recorder,
+        batch: Batch,
         model: ForwardBoundary | CompiledStep,
         optimizer: OptimizerBoundary,
         comm: CommBoundary | None = None,
     ) -> None:
         self._recorder = recorder
+        self._batch = batch
         self._model = model
         self._optimizer = optimizer
         self._comm = comm
@@ -56,6 +59,8 @@ class BackwardBoundary:
         """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         if self._returns_to is not None or get_ident() != recorder.thread:
+            return False
+        if not self._batch.is_open:
             return False
         if not accumulate_grad:
             return self._grad_begins(tensors)

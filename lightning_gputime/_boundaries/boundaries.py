@@ -52,7 +52,7 @@ class Boundaries:
             self._keep(ZeroGradBoundary(recorder, optimizer))
         if loop.wrap_backward:
             comm = self._keep(CommBoundary(recorder, loop.called)) if is_distributed() else None
-            self._keep(BackwardBoundary(recorder, self._forward, self._optimizer, comm))
+            self._keep(BackwardBoundary(recorder, loop.batch, self._forward, self._optimizer, comm))
         activate(recorder)
 
     def _keep(self, boundary: B) -> B:

@@ -31,6 +31,7 @@ class ForwardBoundary:
         self._model = loop.model
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
+        self._batch = loop.batch
         # The ids of modules whose calls have begun and not ended, the outermost first.
         self._running: list[int] = []
         self.calls = 0
@@ -113,6 +114,8 @@ class ForwardBoundary:
         self._redirected = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        if not self._batch.is_open:
+            return
         recorder = self._recorder
         if get_ident() != recorder.thread:
             if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):

@@ -7,6 +7,16 @@ from typing import Any
 from torch import nn
 
 
+@dataclass(slots=True)
+class Batch:
+    """Whether the loop is at work on a batch. A loop that does not say so always is.
+
+    Outside of it calls of the model are somebody else's, such as a callback's that samples images.
+    """
+
+    is_open: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """What a loop runs, as far as it can be seen from outside.
@@ -21,6 +31,7 @@ class Loop:
         pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
         submodules: The modules that are sub-phases, by name.
         wrap_backward: Whether to stand in for what runs the autograd engine.
+        batch: Whether a batch is at work, which the loop keeps up to date.
     """
 
     model: nn.Module
@@ -31,6 +42,7 @@ class Loop:
     pause_evaluation: bool = False
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
+    batch: Batch = field(default_factory=Batch)
 
     @property
     def called(self) -> nn.Module:

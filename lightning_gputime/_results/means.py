@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import COMM, DATA, StepTimes
+from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
+
+# The parts of `data/callbacks` are not logged.
+_ONE_CALLBACK = f"{CALLBACKS}/"
 
 
 class MetricsLogger(Protocol):
@@ -83,9 +86,15 @@ class MeanLog:
         self._sums.merge(Sums(steps) if sums is None else sums)
         self.newest = steps[-1].number
 
-    def log_means(self) -> None:
-        """Logs the steps since the last log, if there are any, under the newest one's number."""
-        sums, self._sums = self._sums, Sums()
+    def log_means(self, *, only_publish: bool = False) -> None:
+        """Logs the steps since the last log, if there are any, under the newest one's number.
+
+        Args:
+            only_publish: Publish their means, and keep them for the next log.
+        """
+        sums = self._sums
+        if not only_publish:
+            self._sums = Sums()
         n = sums.step.n
         if n and self.newest is not None:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
@@ -95,19 +104,23 @@ class MeanLog:
                 means |= {f"{name}_busy": ms for name, ms in busy.items()}
                 # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
-                comm_ms = sum(ms for name, ms in means.items() if name.endswith(f"/{COMM}"))
+                comm_ms = sum(ms for name, ms in means.items() if _is_wait(name))
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            self.log_values({f"{name}_ms": ms for name, ms in means.items()}, self.newest)
+            values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
+            self.log_values(values, self.newest, only_publish=only_publish)
 
-    def log_values(self, values: Mapping[str, float], step: int) -> None:
+    def log_values(
+        self, values: Mapping[str, float], step: int, *, only_publish: bool = False
+    ) -> None:
         """Logs `values` under the number of a step, or of the last log if that is newer."""
-        # Some loggers drop what comes under a number that is behind.
-        step = self._logged = max(step, self._logged)
         metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
-        for logger in self._loggers:
-            separator = getattr(logger, "group_separator", "/")
-            own = {key.replace("/", separator): value for key, value in metrics.items()}
-            self._try(functools.partial(logger.log_metrics, own, step=step))
+        if not only_publish:
+            # Some loggers drop what comes under a number that is behind.
+            step = self._logged = max(step, self._logged)
+            for logger in self._loggers:
+                separator = getattr(logger, "group_separator", "/")
+                own = {key.replace("/", separator): value for key, value in metrics.items()}
+                self._try(functools.partial(logger.log_metrics, own, step=step))
         if self._publish is not None:
             self._try(functools.partial(self._publish, metrics))
 
@@ -118,3 +131,8 @@ class MeanLog:
             if not self._failed:
                 messages.warning("Phase times could not be logged: %r", error)
             self._failed = True
+
+
+def _is_wait(name: str) -> bool:
+    # That in `data` is left out with all of `data`.
+    return name.endswith(f"/{COMM}") and name != WAIT

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_gputime._phases import COMM, in_order
+from lightning_gputime._phases import COMM, DATA, in_order, of_one_callback
 from lightning_gputime._results.sums import Sums
 
 Totals = Mapping[str, tuple[float, int]]
@@ -63,7 +63,8 @@ class RankSummary:
         """Says which rank is slow, and in what; empty where none is."""
         if self.slowest is None:
             return ""
-        where = f"{self.phase} compute" if f"{self.phase}{_WAIT}" in self.rows else self.phase
+        has_waits = self.phase != DATA and f"{self.phase}{_WAIT}" in self.rows
+        where = f"{self.phase} compute" if has_waits else self.phase
         return (
             f"rank {self.slowest} is {self.behind_ms:.3g} ms a step slower than the median,"
             f" in {where}"
@@ -123,7 +124,11 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
 def totals_of(sums: Sums) -> Totals:
     """Returns the totals of a rank's steps."""
     phases = {**sums.phases, STEP: sums.step}
-    return {name: (phase.device_ms, phase.n) for name, phase in phases.items()}
+    return {
+        name: (phase.device_ms, phase.n)
+        for name, phase in phases.items()
+        if not of_one_callback(name)
+    }
 
 
 def since(now: Totals, before: Totals) -> Totals:

@@ -4,9 +4,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_gputime._phases import COMM, DATA
+from lightning_gputime._phases import CALLBACKS, COMM, COPY, DATA, FETCH, WAIT, of_one_callback
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.table import Table
+
+_HOLDS_UP = {
+    DATA: "input-bound",
+    FETCH: "input-bound",
+    COPY: "copy-bound",
+    CALLBACKS: "callback-bound",
+    WAIT: "rank-bound",
+}
+"""What a training is called that waits in a part of `data`."""
+
+# From this part of a step on a callback is named.
+_LONG_CALLBACK = 0.1
 
 # From this part of a step on, launch gaps are worth an advice.
 _MANY_GAPS = 0.1
@@ -74,9 +86,8 @@ class PhaseSummary:
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        data = self.rows.get(DATA)
-        if data is not None and data.share >= 0.3:
-            return f"input-bound: {data.share:.0%} of the step is `data`"
+        if held_up := self._held_up_between_batches():
+            return held_up
         if self.on_host_clock or not self.steps:
             return ""
         waited = f"waited {self.host_wait_mean_ms:.3g} of {self.step.mean_ms:.3g} ms a step"
@@ -94,16 +105,24 @@ class PhaseSummary:
             grounds = (
                 f"for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind the host"
             )
-            held_up = [
-                f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms
-            ]
-            if not held_up:
+            late = [f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms]
+            if not late:
                 return f"GPU-bound: {grounds}"
-            return f"mixed: {grounds}, which worked or waited in {', '.join(held_up)}"
+            return f"mixed: {grounds}, which worked or waited in {', '.join(late)}"
         gaps = self.gap_share
         if gaps is not None and gaps < _MANY_GAPS:
             return "GPU-bound: the GPU hardly waited for launches"
         return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
+
+    def _held_up_between_batches(self) -> str:
+        """Names the part of `data` that is 30 % of the step or more, or `data` itself."""
+        # Where the parts are known, the whole says nothing about the loader.
+        shares = {name: row.share for name, row in self.rows.items() if name in _HOLDS_UP}
+        if len(shares) > 1:
+            shares.pop(DATA, None)
+        name = max(shares, key=shares.__getitem__, default=DATA)
+        share = shares.get(name, 0.0)
+        return f"{_HOLDS_UP[name]}: {share:.0%} of the step is `{name}`" if share >= 0.3 else ""
 
     @property
     def gap_share(self) -> float | None:
@@ -116,7 +135,7 @@ class PhaseSummary:
             return None
         gaps_ms = 0.0
         for name, row in self.rows.items():
-            if name.endswith(f"/{COMM}"):
+            if name.endswith(f"/{COMM}") and name != WAIT:
                 gaps_ms -= row.n / self.steps * row.mean_ms
             elif "/" not in name and name != DATA and row.busy_mean_ms is not None:
                 gaps_ms += row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
@@ -154,13 +173,14 @@ class PhaseSummary:
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
-        body = [_cells(_indented(name), row) for name, row in self.rows.items()]
+        rows = {name: row for name, row in self.rows.items() if not of_one_callback(name)}
+        body = [_cells(_indented(name), row) for name, row in rows.items()]
         lines = [header, *body, _cells("step", self.step)]
-        columns = []
+        columns: list[list[str]] = []
         if self.probed_steps:
-            columns.append(["busy", *map(_busy, (*self.rows.values(), self.step))])
+            columns.append(["busy", *map(_busy, (*rows.values(), self.step))])
         if self.ranks is not None:
-            of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*self.rows, STEP)]
+            of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
             columns.append(["min - max (rank)", *of_ranks])
         return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
@@ -170,6 +190,7 @@ class PhaseSummary:
             sentence
             for sentence in (
                 self.verdict,
+                self._callback_sentence(),
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
@@ -177,6 +198,18 @@ class PhaseSummary:
             )
             if sentence
         ]
+
+    def _callback_sentence(self) -> str:
+        took = {
+            callback: row
+            for name, row in self.rows.items()
+            if (callback := of_one_callback(name)) and row.share >= _LONG_CALLBACK
+        }
+        if not took:
+            return ""
+        callback, row = max(took.items(), key=lambda one: one[1].share)
+        ms = row.share * self.step.mean_ms
+        return f"another callback takes {ms:.3g} of {self.step.mean_ms:.3g} ms: `{callback}`"
 
     def _lead_sentence(self) -> str:
         lead_ms = self.run_ahead_mean_ms

@@ -94,6 +94,10 @@ class Delivery:
                 messages.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
 
+    def publish(self) -> None:
+        """Lets other callbacks find the means of what was read and is not logged yet."""
+        self._means.log_means(only_publish=True)
+
     def end(self) -> None:
         """Logs what is left over."""
         self._means.log_means()

@@ -24,15 +24,19 @@ class Evaluation:
         self._number = number
         self._means = means
         self._recorder = Recorder(clock, lag=lag, emit=means.add, batch=BATCH)
+        self._batch = loop.batch
+        self._batch.is_open = False
         self._boundaries = Boundaries(self._recorder, loop)
         self._recorder.begin()
 
     def batch_begins(self) -> None:
         """Says that the batch is there: its fetch is over."""
+        self._batch.is_open = True
         self._recorder.mark(OTHER)
 
     def batch_ends(self) -> None:
         """Says that the step of this batch is over."""
+        self._batch.is_open = False
         self._boundaries.step_ended()
         self._recorder.end_step(self._number)
 

@@ -13,6 +13,7 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     BACKWARD,
     DATA,
+    FETCH,
     OPTIMIZER,
     OTHER,
     StepTimes,
@@ -69,6 +70,8 @@ class Session:
             batch=self._delivery.batch,
             annotate=Annotator() if options.annotate else None,
         )
+        self.part_begins = self._recorder.mark
+        """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._lag = lag
         self._is_plain = self._schedule.is_plain
         self.thread = -1
@@ -105,6 +108,17 @@ class Session:
             self._recorder.rest()
         if self._probe is not None:
             self._probe.step_begins()
+
+    def fetch_begins(self) -> None:
+        """Says that the next batch is fetched, which ends a pause."""
+        if self._recorder.state is PAUSED:
+            self._recorder.resume(FETCH)
+        else:
+            self._recorder.mark(FETCH)
+
+    def part_began(self, label: str) -> None:
+        """As `part_begins`, but from the end of the last step or micro-batch on."""
+        self._recorder.mark_instead(DATA, label)
 
     def batch_begins(self) -> None:
         """Says that the batch is there: its fetch, or a pause, is over."""
@@ -165,6 +179,11 @@ class Session:
     def resume(self) -> None:
         """Ends a pause: what follows is the fetch of the next batch."""
         self._recorder.resume()
+
+    def publish(self) -> None:
+        """Reads the steps that have ended, and lets other callbacks find their means."""
+        self._recorder.flush()
+        self._delivery.publish()
 
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""

@@ -1,0 +1,129 @@
+"""One fit of a trainer, in the words of a session: its epochs, batches and updates."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from lightning_gputime import _lightning
+from lightning_gputime._boundaries.loop import Batch
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
+from lightning_gputime._run.detached import Detached
+from lightning_gputime._run.session import Session
+
+Action = tuple[str, Callable[[], None]]
+
+
+class Fit:
+    """Tells a session where a trainer is, as its callback and its profiler hear of it.
+
+    Args:
+        trainer: The trainer, a `lightning.pytorch.Trainer`.
+        model: The LightningModule.
+        session: Times the steps.
+        batch: Is kept up to date: outside of it calls of the model are no `forward`.
+    """
+
+    def __init__(
+        self,
+        trainer: _lightning.Trainer,
+        model: _lightning.Module,
+        session: Session | Detached,
+        batch: Batch,
+    ) -> None:
+        self._trainer, self._model, self._session = trainer, model, session
+        self._batch = batch
+        # From our own hook at the start of a batch to that at its end.
+        self._in_batch = False
+
+    # What the callback is told
+
+    def epoch_begins(self) -> None:
+        """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
+        self._in_batch = self._batch.is_open = False
+        self._session.begin(_lightning.step_number(self._trainer))
+        self._session.part_began(CALLBACKS)
+
+    def batch_begins(self) -> None:
+        """Says that the model is about to be trained on a batch."""
+        if self._session.thread == -1:
+            self.epoch_begins()
+        self._in_batch = self._batch.is_open = True
+        self._session.batch_begins()
+
+    def batch_ends(self, batch_idx: int) -> None:
+        """Says that a batch is over, and ends the step if it was the last of one."""
+        # A batch that is None ends without having started; its time is the next one's `data`.
+        if not self._in_batch:
+            return
+        self._in_batch = self._batch.is_open = False
+        session = self._session
+        # With manual optimization only the optimizers know.
+        if self._model.automatic_optimization:
+            is_update = _lightning.ends_update(self._trainer, batch_idx)
+        else:
+            is_update = session.has_updated or not session.sees_updates
+        if is_update:
+            session.end_step(_lightning.step_number(self._trainer))
+        else:
+            session.batch_ends()
+        session.part_began(CALLBACKS)
+
+    # What the profiler is told
+
+    def actions(self, own: _lightning.Callback) -> dict[str, Callable[[], None]]:
+        """Returns what is to be called when the trainer tells its profiler of an action.
+
+        Args:
+            own: The callback that calls the methods above.
+        """
+        return dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+
+    def fetch_begins(self) -> None:
+        """Says that the trainer fetches the next batch."""
+        if self._in_batch:
+            return  # A `training_step(dataloader_iter)` fetches by itself.
+        if self._session.thread == -1:
+            # A run that goes on in the middle of an epoch does not start that epoch.
+            self.epoch_begins()
+        self._session.fetch_begins()
+
+    def wait_begins(self) -> None:
+        """Says that the trainer waits for the other ranks, until it fetches."""
+        self._session.part_begins(WAIT)
+
+    def _actions_of_data(self) -> Iterator[Action]:
+        trainer, begins = self._trainer, self._session.part_begins
+        yield _lightning.fetch_action(trainer), self.fetch_begins
+        # The last hook before the loader's workers are started.
+        yield _lightning.module_action(self._model, "on_train_epoch_start"), partial(begins, FETCH)
+        yield _lightning.copy_action(trainer), partial(begins, COPY)
+        for module in (self._model, _lightning.datamodule_of(trainer)):
+            for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                if module is not None and _lightning.defines(module, hook):
+                    yield _lightning.module_action(module, hook), partial(begins, DATA)
+
+    def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
+        others = [one for one in _lightning.callbacks_of(self._trainer) if not isinstance(one, own)]
+        for hook, then in (
+            ("on_train_batch_start", self._callbacks_have_begun),
+            ("on_train_batch_end", partial(self._session.part_begins, CALLBACKS)),
+        ):
+            at_work = [one for one in others if _lightning.defines(one, hook)]
+            for one in at_work:
+                label = f"{CALLBACKS}/{type(one).__name__}.{hook}"
+                yield _lightning.callback_action(one, hook), partial(self._callback_begins, label)
+            if at_work:
+                # The next that the trainer calls: all callbacks are over.
+                yield _lightning.module_action(self._model, hook), then
+        for one in others:
+            # So that callbacks before ours find the means, too.
+            action = _lightning.callback_action(one, "on_train_epoch_end")
+            yield action, self._session.publish
+
+    def _callback_begins(self, label: str) -> None:
+        self._batch.is_open = False
+        self._session.part_begins(label)
+
+    def _callbacks_have_begun(self) -> None:
+        if self._in_batch:
+            self._batch.is_open = True
+            self._session.part_begins(OTHER)

@@ -1,0 +1,271 @@
+"""The places of a Lightning run at which the timer must begin, read, or keep out."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps
+from fake_lightning import Loader, MemoryLogger, Model, trainer
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseTimer
+
+
+def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
+    return GPUPhaseTimer(clock=gpu, summary=False, **{"warmup_steps": 0, **options})
+
+
+# Where an epoch begins
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("max_epochs", [1, 2])
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_is_timed_from_its_first_fetch(
+    gpu: FakeGPU, max_epochs: int, tmp_path: Path
+) -> None:
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer(saves, enable_checkpointing=True).fit(Model(gpu), Loader(gpu, 5))
+    timer = timer_of(gpu)
+    runner = trainer(timer, max_epochs=max_epochs)
+    runner.fit(Model(gpu), Loader(gpu, 5), ckpt_path=tmp_path / "step=2.ckpt")
+    numbers = list(range(2, 5 * max_epochs))
+    assert timer.history()["step"].tolist() == numbers
+    assert steps(timer) == [STEP_MS] * len(numbers)
+
+
+# What other callbacks find
+
+
+class Finds(pl.Callback):
+    """Notes the value that a callback finds in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        self.found: list[float | None] = []
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer: pl.Trainer, *_: Any) -> None:
+        value = trainer.callback_metrics.get("phase_time/step_ms")
+        self.found.append(None if value is None else float(value))
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("log_every_n_steps", [2, 3, 50])
+def test_at_an_epochs_end_the_means_are_there_whatever_the_order_of_the_callbacks(
+    gpu: FakeGPU, log_every_n_steps: int, first: bool
+) -> None:
+    finds, timer = Finds("on_train_epoch_end"), timer_of(gpu)
+    callbacks = [finds, timer] if first else [timer, finds]
+    logger = MemoryLogger()
+    runner = trainer(*callbacks, log_every_n_steps=log_every_n_steps, max_epochs=2, logger=logger)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    assert finds.found == [sum(STEP_MS.values())] * 2
+    # The loggers get what they would get without epochs, and the rest when training ends.
+    logged = {2: [1, 3, 5], 3: [2, 5], 50: [5]}
+    assert [step for step, _ in logger.phase_times()] == logged[log_every_n_steps]
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("first", [False, True])
+def test_early_stopping_and_checkpoints_can_watch_a_phase_from_the_first_epoch_on(
+    gpu: FakeGPU, hook: str, first: bool, tmp_path: Path
+) -> None:
+    at_epoch_end = hook == "on_train_epoch_end"
+    stop = pl.callbacks.EarlyStopping(
+        "phase_time/step_ms", patience=1, check_on_train_epoch_end=at_epoch_end
+    )
+    save = pl.callbacks.ModelCheckpoint(
+        tmp_path, monitor="phase_time/step_ms", save_on_train_epoch_end=at_epoch_end
+    )
+    timer = timer_of(gpu)
+    callbacks = [stop, save, timer] if first else [timer, stop, save]
+    runner = trainer(*callbacks, max_epochs=9, enable_checkpointing=True, val_check_interval=2)
+    runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 1))
+    assert steps(timer) == [STEP_MS] * (8 if at_epoch_end else 4)
+    assert save.best_model_score == sum(STEP_MS.values())
+
+
+def test_what_is_read_at_an_epochs_end_is_counted_once(gpu: FakeGPU) -> None:
+    class Slower(Loader):
+        def __iter__(self) -> Any:
+            for i, batch in enumerate(super().__iter__()):
+                gpu.work(float(i))
+                yield batch
+
+    logger = MemoryLogger()
+    runner = trainer(timer_of(gpu), log_every_n_steps=4, max_epochs=3, logger=logger)
+    runner.fit(Model(gpu), Slower(gpu, 3))
+    own = sum(STEP_MS.values())
+    means = [(step, metrics["phase_time/step_ms"]) for step, metrics in logger.phase_times()]
+    # Over the steps 0 to 3, 4 to 7, and 8.
+    assert means == [(3, own + 3 / 4), (7, own + (1 + 2 + 0 + 1) / 4), (8, own + 2.0)]
+
+
+# Model calls that are no `forward`
+
+
+class Samples(pl.Callback):
+    """Calls the model in a hook, as a callback does that samples images."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._sample)
+
+    def _sample(self, trainer: pl.Trainer, model: pl.LightningModule, *_: Any) -> None:
+        loss = model(torch.ones(1, 2)).sum()
+        if loss.requires_grad:
+            loss.backward()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_calls_of_the_model_by_other_callbacks_are_no_forward(
+    gpu: FakeGPU, hook: str, first: bool
+) -> None:
+    timer, samples = timer_of(gpu), Samples(hook)
+    trainer(*([samples, timer] if first else [timer, samples])).fit(Model(gpu), Loader(gpu, 3))
+    took = 4.0 + 7.75
+    is_later = hook == "on_train_batch_end" and not first  # Then it is the next step's.
+    assert steps(timer) == [
+        {**STEP_MS, "data": STEP_MS["data"] + took * (i > 0 or not is_later)} for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+def test_a_module_that_augments_batches_is_no_forward(gpu: FakeGPU, hook: str) -> None:
+    class Augments(Model):
+        def augment(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+            self.net(batch)
+            return batch
+
+    setattr(Augments, hook, Augments.augment)
+    timer = timer_of(gpu)
+    trainer(timer).fit(Augments(gpu), Loader(gpu, 3))
+    assert steps(timer) == [{**STEP_MS, "data": 1.0 + 4.0}] * 3
+
+
+def test_calls_of_the_model_between_two_batches_of_a_validation_are_no_forward(
+    gpu: FakeGPU,
+) -> None:
+    logger = MemoryLogger()
+    runner = trainer(timer_of(gpu), Samples("on_validation_batch_end"), logger=logger)
+    runner.validate(Model(gpu), Loader(gpu, 3), verbose=False)
+    [(_, metrics)] = logger.phase_times()
+    assert metrics["phase_time/val/forward_ms"] == 4.0
+
+
+# The parts of `data`
+
+
+class Slow(pl.Callback):
+    """Takes 10 ms after each batch."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.gpu.work(10.0)
+
+
+class Transfers(Model):
+    """A model whose batches take 2 ms to the device, and 3 ms to be augmented there."""
+
+    def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
+        self.gpu.work(2.0)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.gpu.work(3.0)
+        return batch
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_data_is_split_into_what_the_trainer_does_there(gpu: FakeGPU, first: bool) -> None:
+    timer, slow = timer_of(gpu), Slow(gpu)
+    trainer(*([slow, timer] if first else [timer, slow])).fit(Transfers(gpu), Loader(gpu, 3))
+    parts = {"data/fetch": 1.0, "data/copy": 2.0}
+    slow_ms = {"data/callbacks": 10.0, "data/callbacks/Slow.on_train_batch_end": 10.0}
+    split = {"data": 16.0, **parts, **slow_ms}
+    none_yet = {"data": 6.0, **parts, "data/callbacks": 0.0}
+    assert parts_of_data(timer) == [split if first else none_yet, split, split]
+    assert steps(timer)[1] == {**STEP_MS, "data": 16.0}
+
+
+def test_the_start_of_the_loaders_workers_is_the_fetch(gpu: FakeGPU) -> None:
+    class Starts(Loader):
+        def __iter__(self) -> Any:
+            gpu.work(32.0)
+            return super().__iter__()
+
+    timer = timer_of(gpu)
+    trainer(timer, max_epochs=2).fit(Model(gpu), Starts(gpu, 2))
+    # The first epoch's are started before training.
+    assert [step["data/fetch"] for step in parts_of_data(timer)] == [1.0, 1.0, 33.0, 1.0]
+
+
+def test_parts_of_data_in_accumulated_micro_batches_add_up(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    runner = trainer(timer, Slow(gpu), accumulate_grad_batches=2)
+    runner.fit(Transfers(gpu), Loader(gpu, 4))
+    slow_ms = {"data/callbacks": 20.0, "data/callbacks/Slow.on_train_batch_end": 20.0}
+    assert parts_of_data(timer)[1] == {"data": 32.0, "data/fetch": 2.0, "data/copy": 4.0, **slow_ms}
+
+
+def test_a_callback_that_takes_long_is_named_and_is_no_input(gpu: FakeGPU) -> None:
+    timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
+    trainer(timer, Slow(gpu), logger=logger).fit(Model(gpu), Loader(gpu, 3))
+    summary = timer.summary()
+    assert summary.verdict == "callback-bound: 39% of the step is `data/callbacks`"
+    table = str(summary)
+    assert "another callback takes 10 of 25.6 ms: `Slow.on_train_batch_end`" in table
+    assert "callbacks/" not in table
+    assert not any("Slow" in key for _, metrics in logger.calls for key in metrics)
+
+
+def test_a_checkpoint_of_every_step_is_no_input(gpu: FakeGPU, tmp_path: Path) -> None:
+    class Saves(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            gpu.work(20.0)
+
+    save = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    timer = timer_of(gpu, warmup_steps=1)
+    trainer(timer, save, enable_checkpointing=True).fit(Saves(gpu), Loader(gpu, 3))
+    assert timer.summary().verdict.startswith("callback-bound: 56%")
+    assert "20 of 35.6 ms: `ModelCheckpoint.on_train_batch_end`" in str(timer.summary())
+
+
+def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+
+    advance = EpochLoop.advance
+
+    def asks(loop: EpochLoop, *args: Any) -> None:
+        loop._broadcast_sigterm_tensor()
+        advance(loop, *args)
+
+    monkeypatch.setattr(EpochLoop, "advance", asks)
+    monkeypatch.setattr(EpochLoop, "_broadcast_sigterm_tensor", lambda _: gpu.work(32.0))
+    monkeypatch.setattr(
+        "lightning_gputime._lightning.broadcasts_of",
+        lambda trainer: (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
+    )
+    timer = timer_of(gpu)
+    runner = trainer(timer)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    parts = {"data": 33.0, "data/fetch": 1.0, "data/copy": 0.0, "data/comm": 32.0}
+    assert parts_of_data(timer) == [{**parts, "data/callbacks": 0.0}] * 3
+    assert timer.summary().verdict == "rank-bound: 67% of the step is `data/comm`"
+    assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
+
+
+def test_an_error_in_what_the_trainer_tells_ends_the_timing_alone(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_gputime._fit.Fit.fetch_begins", lambda _: 1 / 0)
+    runner = trainer(timer_of(gpu))
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    assert runner.global_step == 3
+    assert "a hook failed: ZeroDivisionError" in caplog.text
