@@ -17,7 +17,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.detached import DETACHED, Detached
+from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
 from lightning_gputime._run.session import Session
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class Timer:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._results = Results(options.history, options.timed_warmup_steps)
-        self._session: Session | Detached = DETACHED
+        self._session: Session | Detached = NEVER_ATTACHED
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is a timer that is not attached.
-        return {**self.__dict__, "_session": DETACHED}
+        return {**self.__dict__, "_session": NEVER_ATTACHED}
 
     # For front ends
 
@@ -72,13 +72,18 @@ class Timer:
 
     def _finish(self) -> None:
         """Ends the measurement: reads and compares the last steps, and takes the hooks off."""
-        session, self._session = self._session, DETACHED
-        session.finish()
+        self._take_session().finish()
 
     def _abort(self) -> None:
         """Ends the measurement after an error, without a wait for the device or other ranks."""
-        session, self._session = self._session, DETACHED
-        session.abort()
+        self._take_session().abort()
+
+    def _take_session(self) -> Session | Detached:
+        """Returns the session, which the timer has no more."""
+        session = self._session
+        if session.is_attached:
+            self._session = REMOVED
+        return session
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Returns the option `modules`, looked up in a model.

@@ -174,7 +174,7 @@ class GPUPhaseHooks(Timer):
             iterable: The loader.
 
         Raises:
-            RuntimeError: If the timer is not attached.
+            RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
         """
         self._begin("steps()")
         for item in iterable:
@@ -188,7 +188,7 @@ class GPUPhaseHooks(Timer):
         """Ends a step (or a micro-batch). Call it at the end of the loop's body.
 
         Raises:
-            RuntimeError: If the timer is not attached.
+            RuntimeError: If the timer was never attached. After `remove` this does nothing.
         """
         session = self._session
         if get_ident() != session.thread:
@@ -206,7 +206,7 @@ class GPUPhaseHooks(Timer):
         self._micro_batches = 0
 
     def _begin(self, call: str) -> None:
-        if not self._session.is_attached:
+        if not self._session.was_attached:
             raise RuntimeError(
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"

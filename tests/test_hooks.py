@@ -573,6 +573,33 @@ def test_a_graph_is_timed_whatever_is_done_with_the_step_it_is_captured_in(
     assert timer.summary().verdict.startswith("GPU-bound")
 
 
+@pytest.mark.parametrize("where", ["on_step", "loop"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_step_does_nothing_on_a_timer_that_was_removed(
+    loop: Loop, where: str, accumulate: int
+) -> None:
+    def remove(_: object) -> None:
+        timer.remove()
+
+    own: dict[str, Any] = {"on_step": remove} if where == "on_step" else {}
+    timer = hooks(loop, lag=0, accumulate_grad_batches=accumulate, **own)
+    with pytest.raises(RuntimeError, match=r"step\(\) needs an attached timer"):
+        timer.step()
+    timer.attach()
+    trained = 0
+    for number, x in enumerate(loop.batches(6)):
+        loop.train(x)
+        timer.step()
+        trained += 1
+        if number == 0 and where == "loop":
+            timer.remove()
+    for x in timer.steps(loop.batches(2)):
+        loop.train(x)
+        trained += 1
+    assert trained == 8
+    assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}]
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_timer_that_is_removed_by_its_own_on_step_stays_removed(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch

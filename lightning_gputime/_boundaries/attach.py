@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lightning_gputime._boundaries.uncopied import Uncopied
 from lightning_gputime._messages import messages
 from lightning_gputime._untraced import leave_untraced, untraced
 
@@ -20,12 +20,7 @@ class Removable(Protocol):
 
 
 class _ModuleHook:
-    """A module hook of ours that does nothing on a copy of the module.
-
-    Hooks travel with `copy.deepcopy(model)` and `torch.save(model)`. The copy gets a callable of
-    the standard library that takes anything and returns None, so that an EMA copy is not timed,
-    and a saved model loads where this package is not installed.
-    """
+    """A module hook of ours: no error in it reaches the call of the module."""
 
     __slots__ = ("_call",)
 
@@ -43,7 +38,8 @@ class _ModuleHook:
             messages.warning("A module is no longer timed, because a hook failed: %r", error)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
+        # `Uncopied` keeps it out of copies; who copies it all the same gets one that does nothing.
+        return _ModuleHook, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
@@ -55,12 +51,14 @@ def hook_before(
 ) -> Removable:
     """Lets `call(module, args)` be called before each call of a module, or with its kwargs, too."""
     hook = _ModuleHook(call)
-    return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=with_kwargs)
+    return Uncopied(module.register_forward_pre_hook(hook, prepend=first, with_kwargs=with_kwargs))
 
 
 def hook_after(module: nn.Module, call: Callable[..., None], *, first: bool = False) -> Removable:
     """Lets `call(module, args, output)` be called after each call of a module, if it raises too."""
-    return module.register_forward_hook(_ModuleHook(call), prepend=first, always_call=True)
+    return Uncopied(
+        module.register_forward_hook(_ModuleHook(call), prepend=first, always_call=True)
+    )
 
 
 class Listener(Protocol):

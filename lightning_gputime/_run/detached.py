@@ -4,7 +4,14 @@ from lightning_gputime._boundaries.named import NamedPhase
 
 
 class Detached:
-    """What a timer holds while it is not attached: it does nothing of what a loop tells it."""
+    """What a timer holds while it is not attached: it does nothing of what a loop tells it.
+
+    Args:
+        was_attached: Whether it was, so that a loop may still run that does not know of the end.
+    """
+
+    def __init__(self, was_attached: bool) -> None:
+        self.was_attached = was_attached
 
     thread = -1
     is_attached = False
@@ -41,4 +48,4 @@ class Detached:
         return NamedPhase(name, [])
 
 
-DETACHED = Detached()
+NEVER_ATTACHED, REMOVED = Detached(False), Detached(True)

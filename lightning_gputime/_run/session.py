@@ -84,8 +84,8 @@ class Session:
         # Known by the index alone: all ranks must pass over the same ones.
         self._quiet_until = 0
         self._tried_update = False
-        self.is_attached = True
-        """Whether the hooks are on."""
+        self.is_attached = self.was_attached = True
+        """Whether the hooks are on, and whether they ever were."""
         self._boundaries = Boundaries(self._recorder, loop)
 
     # What a loop tells
