@@ -1,7 +1,7 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections.abc import Callable, Sequence
-from threading import get_ident
+from threading import Thread, current_thread, get_ident
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
@@ -73,6 +73,7 @@ class Session:
         self._is_plain = self._schedule.is_plain
         self.thread = -1
         """The thread that is timed; -1 before the first step."""
+        self._runner: Thread | None = None
         # The number of the last step that ended.
         self._newest: int | None = None
         # Of all steps, and of the last one that was timed; numbers may leave some out, or repeat.
@@ -92,7 +93,7 @@ class Session:
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
-        self.thread = get_ident()
+        self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended()
         self._tried_update = False
         self._quiet_until = 0
@@ -169,11 +170,13 @@ class Session:
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
-            self._recorder.flush()
+            self.flush()
             self._comparison.sync(self._newest)
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
+        if not self._may_read():
+            self._recorder.rest()  # The loop goes on beside this thread, without marks.
         self._recorder.flush()
         self.compare_ranks()
         self.remove()
@@ -183,7 +186,7 @@ class Session:
 
         After an error, after which the device may never finish the rest.
         """
-        self._recorder.drain()
+        self.drain()
         self.remove()
 
     def remove(self) -> None:
@@ -204,13 +207,20 @@ class Session:
         return NamedPhase(name, [self._recorder])
 
     def flush(self) -> None:
-        """Waits for the steps that have ended, and reads them."""
-        self._recorder.flush()
+        """Waits for the steps that have ended, and reads them; not beside the thread that runs."""
+        if self._may_read():
+            self._recorder.flush()
 
     def drain(self) -> None:
-        """Reads what the device has finished, without a wait; not from another thread."""
-        if get_ident() == self.thread:
+        """Reads what the device has finished, without a wait; not beside the thread that runs."""
+        if self._may_read():
             self._recorder.drain()
+
+    def _may_read(self) -> bool:
+        """Tells whether steps can be read here: else two threads would, in no order."""
+        if get_ident() == self.thread:
+            return True
+        return self._runner is None or not self._runner.is_alive()
 
     # Steps that are not all alike
 
