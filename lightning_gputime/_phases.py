@@ -27,6 +27,7 @@ AFTER_FORWARD = "<after forward>"
 AFTER_BACKWARD = "<after backward>"
 AFTER_UPDATE = "<after update>"
 EXCLUDED = "<excluded>"
+LEFT = "<left>"
 
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 """What the code after a phase is, when the phase was named by hand."""
@@ -102,7 +103,7 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         phase = _settle_one(label, following)
         settled.append(_with_parents(phase))
         top_level = phase.partition("/")[0]
-        if label == AFTER_UPDATE:
+        if label in (AFTER_UPDATE, LEFT):
             following = OPTIMIZER
         elif top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
@@ -118,7 +119,7 @@ def _settle_one(label: str, following: str | None) -> str:
 
 
 def _with_parents(phase: str) -> tuple[str, ...]:
-    if phase == EXCLUDED:
+    if phase in (EXCLUDED, LEFT):
         return ()
     return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
 

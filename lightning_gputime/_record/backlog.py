@@ -88,6 +88,17 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
+    def add_unread(self, marks: list[Mark], number: int) -> None:
+        """Takes a step that has ended with an update, and reads nothing now.
+
+        Args:
+            marks: As for `add`.
+            number: The same.
+        """
+        self._ended += 1
+        self._pending.append(EndedStep(marks, number, self._ended, self._untimed, False))
+        self._untimed = 0
+
     def end_untimed(self, read: bool = False) -> None:
         """Counts a step that ended without times: the one wait may be due there.
 

@@ -25,6 +25,10 @@ class Detached:
 
     def update_begins(self) -> None: ...
 
+    def is_left(self, number: int) -> bool:
+        """Tells that no step ended."""
+        return False
+
     def batch_ends(self) -> None: ...
 
     def end_step(self, number: int) -> None: ...

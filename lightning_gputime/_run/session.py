@@ -11,6 +11,8 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_UPDATE,
     BACKWARD,
     DATA,
     OPTIMIZER,
@@ -158,6 +160,31 @@ class Session:
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._begin_next()
+
+    def is_left(self, number: int) -> bool:
+        """Says that the loop is left inside a step. Tells if that ended, under `number`.
+
+        It did if no model was called after its last update, or, in inference, its last call; it
+        ended there. Nothing is waited for: the loop may have raised.
+        """
+        if get_ident() != self.thread or not self._ends_in_time(number):
+            return False
+        if self._newest is None:
+            self._delivery.starts(number)
+        self._newest = number
+        self._tried_update = False
+        self._delivery.step_ends(number)
+        self._boundaries.step_ended()
+        self._index += 1
+        if not self._is_plain:
+            self._begin_next()
+        return True
+
+    def _ends_in_time(self, number: int) -> bool:
+        if not self._is_plain and self._kind is not TIMED:
+            return self.has_updated
+        last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
+        return self._recorder.end_at(last, number)
 
     def pause(self) -> None:
         """Lets the time until `resume` belong to no step, as that of an evaluation."""
