@@ -26,6 +26,7 @@ PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 AFTER_FORWARD = "<after forward>"
 AFTER_BACKWARD = "<after backward>"
 AFTER_UPDATE = "<after update>"
+EVALUATION = "<evaluation>"
 EXCLUDED = "<excluded>"
 LEFT = "<left>"
 
@@ -115,7 +116,7 @@ def _settle_one(label: str, following: str | None) -> str:
         return {FORWARD: FORWARD, BACKWARD: LOSS}.get(following or "", OTHER)
     if label == AFTER_BACKWARD:
         return OPTIMIZER if following == OPTIMIZER else OTHER
-    return OTHER if label == AFTER_UPDATE else label
+    return OTHER if label in (AFTER_UPDATE, EVALUATION) else label
 
 
 def _with_parents(phase: str) -> tuple[str, ...]:

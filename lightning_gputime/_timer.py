@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.submodules import resolve
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes
@@ -108,6 +108,20 @@ class Timer:
             ValueError: If no key can be made of the name.
         """
         return self._session.phase(name)
+
+    def paused(self) -> Paused:
+        """Returns a context manager: the time of its code belongs to no step.
+
+        For a validation or the like inside a loop. What is certainly one is left out without it:
+        calls of the whole model in eval mode without grad, at least two more than in any of the
+        ten steps before, or under `torch.inference_mode`. It may hold a loop over `steps`, too,
+        which is then not timed.
+
+        Example:
+            >>> with timer.paused():
+            ...     evaluate(model)
+        """
+        return self._session.paused()
 
     @property
     def last(self) -> StepTimes | None:

@@ -11,8 +11,9 @@ from torch.nn.modules.loss import _Loss
 
 from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
 from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
+from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS
+from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -32,6 +33,7 @@ class ForwardBoundary:
         self.was_ever_called = False
         self._redirected = False
         self._evaluates = False
+        self._evaluation = EvaluationBoundary(recorder, model)
         self._handles: list[Removable] = []
         self._children: dict[int, tuple[Removable, ...]] = {}
         self._nested: set[int] = set()
@@ -106,9 +108,7 @@ class ForwardBoundary:
         if self._pause_evaluation:
             self._evaluates = _is_evaluation(module)
             if self._evaluates:
-                # After the end of a step it is a validation, which belongs to none.
-                if recorder.label == DATA:
-                    recorder.pause()
+                self._evaluation.call_begins()
                 return
             recorder.resume(FORWARD)
         self.calls += 1

@@ -47,6 +47,34 @@ class NamedPhase:
                 recorder.leave_phase(self._name)
 
 
+class Paused:
+    """The context manager of a pause: the time of its code belongs to no step.
+
+    Args:
+        recorders: Those that it acts on.
+    """
+
+    __slots__ = ("_recorders",)
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = recorders
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.hold()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.release()
+
+
 def phase(name: str) -> NamedPhase:
     """Returns a context manager: the time of its code belongs to `name`, then to the phase before.
 

@@ -74,13 +74,21 @@ class Recorder(Marks):
         self.end_untimed = self._backlog.end_untimed
         self.flush = self._backlog.flush
         self.drain = self._backlog.drain
+        self.begins = 0
+        """How often `begin` was called."""
         # How many events there are: those in use, and those to be used again.
         self._events = 0
+
+    @property
+    def timed_steps(self) -> int:
+        """How many steps have ended with their times."""
+        return self._backlog.timed
 
     def begin(self, label: str = DATA) -> None:
         """Starts a step here, in the calling thread. What the open step held is dropped."""
         self.thread = self._home = get_ident()
         self._drop()
+        self.begins += 1
         self.state = OPEN
         first = self._first_label(label)
         if self._holds:

@@ -1,6 +1,6 @@
 """The time in which a timer is not attached."""
 
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused
 
 
 class Detached:
@@ -50,6 +50,10 @@ class Detached:
     def phase(self, name: str) -> NamedPhase:
         """Returns a context manager that does nothing."""
         return NamedPhase(name, [])
+
+    def paused(self) -> Paused:
+        """Returns a context manager that does nothing."""
+        return Paused([])
 
 
 NEVER_ATTACHED, REMOVED = Detached(False), Detached(True)

@@ -6,7 +6,7 @@ from threading import Thread, current_thread, get_ident
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
@@ -232,6 +232,10 @@ class Session:
     def phase(self, name: str) -> NamedPhase:
         """Returns the context manager of a phase that is named by hand."""
         return NamedPhase(name, [self._recorder])
+
+    def paused(self) -> Paused:
+        """Returns the context manager of a pause by hand."""
+        return Paused([self._recorder])
 
     def flush(self) -> None:
         """Waits for the steps that have ended, and reads them; not beside the thread that runs."""
