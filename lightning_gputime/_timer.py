@@ -46,6 +46,10 @@ class Timer:
         # Events cannot be pickled: a copy is a timer that is not attached.
         return {**self.__dict__, "_session": NEVER_ATTACHED}
 
+    def __del__(self) -> None:
+        # As where a cell of a notebook is run twice. `__init__` may have raised.
+        vars(self).get("_session", NEVER_ATTACHED).lose()
+
     # For front ends
 
     def _start(

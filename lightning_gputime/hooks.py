@@ -240,7 +240,8 @@ class GPUPhaseHooks(Timer):
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
-        self._session.begin(self._step)
+        if self._session.is_attached:
+            self._session.begin(self._step)
         self._micro_batches = 0
 
 

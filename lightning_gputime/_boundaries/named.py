@@ -12,9 +12,16 @@ from lightning_gputime._record.recorder import Recorder
 # The recorders that are attached now. Module state, because `phase` must find them from anywhere.
 _active: list[Recorder] = []
 
+
+def _abandon_all() -> None:
+    for recorder in _active:
+        recorder.abandon()
+    _active.clear()
+
+
 # A data loader's worker that was forked off must not touch the device.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_active.clear)
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class NamedPhase:

@@ -141,6 +141,11 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
+    def forget(self) -> None:
+        """Forgets all steps that are not read."""
+        self._pending.clear()
+        self._finished = []
+
     def give_up(self, error: Exception) -> None:
         """Forgets the pending steps, whose events cannot be trusted; what is finished is read."""
         self._pending.clear()

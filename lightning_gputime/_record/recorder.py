@@ -185,6 +185,8 @@ class Recorder(Marks):
         """Ends all recording, in a process that was forked off: the events are not its own."""
         self.state, self.thread, self._home = AT_REST, -1, -1
         self._open, self.label = [], None
+        self._free.clear()
+        self._backlog.forget()
 
     def _new_event(self) -> TimingEvent:
         """Returns a new event; where there are too many, one that the device has reached."""

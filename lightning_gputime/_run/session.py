@@ -1,12 +1,14 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
+import os
 from collections.abc import Callable, Sequence
 from threading import Thread, current_thread, get_ident
+from weakref import WeakSet
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase, Paused
+from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
@@ -31,6 +33,10 @@ from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 
+# Those that are attached, and those that nobody has any more.
+_attached: "WeakSet[Session]" = WeakSet()
+_lost: "list[Session]" = []
+
 
 class Session:
     """What a timer holds while it is attached. Its methods are what a loop tells it.
@@ -53,6 +59,8 @@ class Session:
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
+        while _lost:
+            _lost.pop().remove()
         self._results = results
         schedule = Schedule(
             options.every_n_steps, options.probe_every_n_steps, options.warmup_steps
@@ -89,6 +97,7 @@ class Session:
             # Whether other ranks may probe a step that this one does not.
             has_others=not results.on_host_clock and is_distributed(),
         )
+        _attached.add(self)
 
     # What a loop tells
 
@@ -206,14 +215,35 @@ class Session:
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
-        self.is_attached = False
+        _attached.discard(self)
         self._boundaries.remove()
         self._recorder.rest()
-        self._delivery.end()
-        self._comparison.end()
+        if self.is_attached:
+            self.is_attached = False
+            self._delivery.end()
+            self._comparison.end()
+            self._tell_unseen()
+
+    def _tell_unseen(self) -> None:
         ran = self._results.sums.phases
         if BACKWARD in ran and OPTIMIZER in ran and not self._boundaries.model_was_called:
             messages.warning("No call of the model was seen: is it the module that the loop calls?")
+
+    def abandon(self) -> None:
+        """Ends all timing, and leaves hooks that do nothing: this may be any moment.
+
+        In a process that was forked off, whose events and ranks are its parent's.
+        """
+        _attached.discard(self)
+        self.is_attached, self.thread = False, -1
+        deactivate(self._recorder)
+        self._recorder.abandon()
+        self._comparison.abandon()
+
+    def lose(self) -> None:
+        """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
+        self.abandon()
+        _lost.append(self)
 
     # What a user asks
 
@@ -240,3 +270,14 @@ class Session:
         if get_ident() == self.thread:
             return True
         return self._runner is None or not self._runner.is_alive()
+
+
+def _abandon_all() -> None:
+    for session in [*_attached]:
+        session.abandon()
+    _lost.clear()
+
+
+# A process that is forked off, such as a data loader's worker, has the hooks and no timer.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
