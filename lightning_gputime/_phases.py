@@ -35,7 +35,9 @@ AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
 AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
+EVALUATION = "<evaluation>"
 EXCLUDED = "<excluded>"
+LEFT = "<left>"
 
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
     AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS},
@@ -44,6 +46,7 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
     GRAD: {BACKWARD: LOSS, GRAD: BACKWARD, FORWARD: BACKWARD, OPTIMIZER: BACKWARD, None: BACKWARD},
     AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER},
     AFTER_UPDATE: {},
+    EVALUATION: {},
 }
 """For each of these labels its phase, by what follows; `other` where it is not named."""
 
@@ -122,7 +125,7 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
         settled.append(_with_parents(phase))
         top_level = phase.partition("/")[0]
-        if label == AFTER_UPDATE:
+        if label in (AFTER_UPDATE, LEFT):
             following = OPTIMIZER
         elif label == GRAD:
             # So that a gradient before it is no part of the loss.
@@ -133,7 +136,7 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _with_parents(phase: str) -> tuple[str, ...]:
-    if phase == EXCLUDED:
+    if phase in (EXCLUDED, LEFT):
         return ()
     return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.submodules import resolve
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes
@@ -17,7 +17,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.detached import DETACHED, Detached
+from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
 from lightning_gputime._run.session import Session
 
 if TYPE_CHECKING:
@@ -40,11 +40,15 @@ class Timer:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._results = Results(options.history, options.timed_warmup_steps)
-        self._session: Session | Detached = DETACHED
+        self._session: Session | Detached = NEVER_ATTACHED
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is a timer that is not attached.
-        return {**self.__dict__, "_session": DETACHED}
+        return {**self.__dict__, "_session": NEVER_ATTACHED}
+
+    def __del__(self) -> None:
+        # As where a cell of a notebook is run twice. `__init__` may have raised.
+        vars(self).get("_session", NEVER_ATTACHED).lose()
 
     # For front ends
 
@@ -72,13 +76,18 @@ class Timer:
 
     def _finish(self) -> None:
         """Ends the measurement: reads and compares the last steps, and takes the hooks off."""
-        session, self._session = self._session, DETACHED
-        session.finish()
+        self._take_session().finish()
 
     def _abort(self) -> None:
         """Ends the measurement after an error, without a wait for the device or other ranks."""
-        session, self._session = self._session, DETACHED
-        session.abort()
+        self._take_session().abort()
+
+    def _take_session(self) -> Session | Detached:
+        """Returns the session, which the timer has no more."""
+        session = self._session
+        if session.is_attached:
+            self._session = REMOVED
+        return session
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Returns the option `modules`, looked up in a model.
@@ -103,6 +112,20 @@ class Timer:
             ValueError: If no key can be made of the name.
         """
         return self._session.phase(name)
+
+    def paused(self) -> Paused:
+        """Returns a context manager: the time of its code belongs to no step.
+
+        For a validation or the like inside a loop. What is certainly one is left out without it:
+        calls of the whole model in eval mode without grad, at least two more than in any of the
+        ten steps before, or under `torch.inference_mode`. It may hold a loop over `steps`, too,
+        which is then not timed.
+
+        Example:
+            >>> with timer.paused():
+            ...     evaluate(model)
+        """
+        return self._session.paused()
 
     @property
     def last(self) -> StepTimes | None:

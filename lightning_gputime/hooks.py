@@ -1,6 +1,6 @@
 """The timer for a plain PyTorch loop."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -11,8 +11,9 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
-from lightning_gputime._record.clock import Clock, clock_for
-from lightning_gputime._results.means import MeanLog, MetricsLogger
+from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
+from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
+from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
@@ -121,21 +122,24 @@ class GPUPhaseHooks(Timer):
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
         )
-        self._loggers = _check_loggers(logger)
-        self._device = None if device is None else _check_device(device)
+        self._loggers = check_loggers(logger)
+        self._device = None if device is None else check_device(device)
         if self._device is not None and clock is None:
             clock_for(self._device)
         self._accumulate_grad_batches = accumulate_grad_batches
         self._log_every_n_steps = log_every_n_steps
         self._step = self._micro_batches = 0
+        # The step and the micro-batch in whose body a loop over `steps` is; None outside.
+        self._body: tuple[int, int] | None = None
 
     def attach(self) -> Self:
         """Puts the hooks on and starts a new measurement. Safe to call twice."""
         if not self._session.is_attached:
-            device = self._device or _device_of(self._loop.model)
+            device = self._device or device_of(self._loop.model)
             clock = self._options.clock or clock_for(device, tell=True)
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step = self._micro_batches = 0
+            self._body = None
             self._start(clock, self._loop, means)
             self._session.begin(self._step)
         return self
@@ -143,6 +147,7 @@ class GPUPhaseHooks(Timer):
     def remove(self) -> None:
         """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
+            self._leave_body()
             self._finish()
             if not self._step:
                 messages.warning(
@@ -164,31 +169,55 @@ class GPUPhaseHooks(Timer):
         else:
             self._abort()
 
-    def steps(self, iterable: Iterable[T]) -> Iterator[T]:
+    def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yields the items of a loader, and ends a step (or a micro-batch) after each.
 
-        The time between two calls, such as a validation between epochs, belongs to no step. A step
-        in which the loop is left is not timed.
+        The time between two calls, such as a validation between epochs, belongs to no step. A loop
+        that is left (`break`, `islice`, `zip`, `remove`) has a last step if nothing but the end of
+        the body was left to run: no model is called after the last update. That step ends with the
+        update; in inference, with the last call of the model. Steps are counted on from one call
+        to the next, until `attach`. Where the body calls `step`, or runs another `steps` of this
+        timer, no further step is ended.
 
         Args:
             iterable: The loader.
 
+        Returns:
+            An iterator with the loader's length, if it has one.
+
         Raises:
-            RuntimeError: If the timer is not attached.
+            RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
         """
+        return Steps(self._iterate(iterable), iterable)
+
+    def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         self._begin("steps()")
         for item in iterable:
             self._session.batch_begins()
-            yield item
-            if self._session.is_attached:
+            self._body = body = self._step, self._micro_batches
+            try:
+                yield item
+            except GeneratorExit:
+                self._body = body
+                self._leave_body()
+                raise
+            self._body = None
+            if body == (self._step, self._micro_batches) and self._session.is_attached:
                 self.step()
         self._session.compare_ranks()
+
+    def _leave_body(self) -> None:
+        """Ends the step in whose body the loop is left, if it was over."""
+        body, self._body = self._body, None
+        if body == (self._step, self._micro_batches) and self._session.is_left(self._step):
+            self._step += 1
+            self._micro_batches = 0
 
     def step(self) -> None:
         """Ends a step (or a micro-batch). Call it at the end of the loop's body.
 
         Raises:
-            RuntimeError: If the timer is not attached.
+            RuntimeError: If the timer was never attached. After `remove` this does nothing.
         """
         session = self._session
         if get_ident() != session.thread:
@@ -206,12 +235,13 @@ class GPUPhaseHooks(Timer):
         self._micro_batches = 0
 
     def _begin(self, call: str) -> None:
-        if not self._session.is_attached:
+        if not self._session.was_attached:
             raise RuntimeError(
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
-        self._session.begin(self._step)
+        if self._session.is_attached:
+            self._session.begin(self._step)
         self._micro_batches = 0
 
 
@@ -240,31 +270,3 @@ def _check_optimizers(optimizers: Any) -> list[Any]:
                 f" {optimizers!r}"
             )
     return list(dict.fromkeys(several))
-
-
-def _check_loggers(logger: Any) -> list[MetricsLogger]:
-    if logger is None:
-        return []
-    several = logger if isinstance(logger, list | tuple) else [logger]
-    for one in several:
-        if not callable(getattr(one, "log_metrics", None)):
-            raise TypeError(
-                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
-                " loggers have it"
-            )
-    return list(several)
-
-
-def _check_device(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device {device!r} is unknown: give a torch.device or a name such as 'cuda'"
-        ) from error
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

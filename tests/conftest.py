@@ -1,4 +1,4 @@
-import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +47,9 @@ def installed(*things: object) -> list[dict[str, object]]:
     """What hangs on modules and optimizers: hooks, and attributes of the instance."""
     return [
         {
-            name: copy.copy(value) if "hooks" in name else None
+            name: (OrderedDict(value), [*getattr(value, "__dict__", ())])
+            if "hooks" in name
+            else None
             for name, value in vars(thing).items()
             if name not in ("state", "training")
         }

@@ -1,12 +1,15 @@
 import copy
 import io
+import pickle
+import pickletools
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from conftest import AUTOGRAD, installed
+from conftest import AUTOGRAD, hooks_of, installed
 from fake_gpu import Adder, FakeGPU, Layer, Loss, work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -405,17 +408,77 @@ def test_a_copy_of_the_model_is_not_timed(
     assert timed.end_step() == {"other": 1.5}
 
 
-def test_a_saved_model_does_not_need_this_package(
+def saved(thing: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def test_a_model_is_saved_as_if_it_were_not_timed(
+    gpu: FakeGPU, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.register_forward_hook(print)
+    bare, bare_state = saved(model), saved(model.state_dict())
+    time_step(gpu, model, submodules={"linear": model[0]})
+    time_step(gpu, model)
+    assert saved(model) == bare
+    assert saved(model.state_dict()) == bare_state
+
+
+def test_a_saved_model_loads_with_weights_only_and_names_nothing_dangerous(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    time_step(gpu, model)
+    file = saved(model)
+    classes = [nn.Sequential, nn.Linear, nn.ReLU]
+    with torch.serialization.safe_globals([*classes]):
+        loaded = torch.load(io.BytesIO(file), weights_only=True)
+    assert torch.equal(loaded(x), model(x))
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        [pickled] = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
+    named = {
+        str(argument).replace(" ", ".")
+        for code, argument, _ in pickletools.genops(pickled)
+        if code.name in ("GLOBAL", "INST")
+    }
+    assert "STACK_GLOBAL" not in {code.name for code, _, _ in pickletools.genops(pickled)}
+    assert named - {f"{one.__module__}.{one.__name__}" for one in classes} == {
+        "__builtin__.set",
+        "collections.OrderedDict",
+        "torch.FloatStorage",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_tensor_v2",
+    }
+
+
+def test_a_copy_keeps_the_hooks_of_others_and_their_handles(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Linear(2, 2)
-    time_step(gpu, model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    assert b"lightning_gputime" not in file.getvalue()
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(x), model(x))
+    model.handle = model.register_forward_hook(lambda *_: torch.zeros(1))  # type: ignore[assignment]
+    timed = time_step(gpu, model, submodules={"all": model})
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), torch.zeros(1))
+    copied.handle.remove()  # type: ignore[union-attr,operator]
+    assert hooks_of(copied) == hooks_of(nn.Linear(2, 2))
+    assert torch.equal(model(x), torch.zeros(1))
+    timed.boundaries.remove()
+    assert torch.equal(model(x), torch.zeros(1))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_no_hook_of_ours_however_it_is_made(
+    gpu: FakeGPU, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for one in (model, torch.fx.symbolic_trace(model)):
+        bare = hooks_of(duplicate(one))
+        timed = time_step(gpu, one, submodules={"linear": one.get_submodule("0")})
+        assert hooks_of(one) != bare
+        assert hooks_of(duplicate(one)) == bare
+        timed.boundaries.remove()
 
 
 def test_nothing_is_left_on_the_model_and_the_optimizer(gpu: FakeGPU, x: Tensor) -> None:

@@ -161,7 +161,7 @@ def test_a_loop_that_breaks_out_leaves_nothing(loop: Loop) -> None:
             loop.train(x)
             if timer.last is not None:
                 break
-    assert timer.history()["step"].tolist() == [0, 1]
+    assert timer.history()["step"].tolist() == [0, 1, 2]
     assert installed(*things) == bare
 
 
@@ -177,7 +177,7 @@ def test_a_loop_that_was_left_does_not_spoil_the_next(loop: Loop) -> None:
             if number % 2:
                 loop.update()
     twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
+    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 3
 
 
 def test_a_validation_between_two_steps_of_an_ordinary_loop_belongs_to_no_step(
@@ -252,7 +252,9 @@ def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
     with pytest.raises(KeyError):
         train()
     assert installed(*things) == bare
-    assert len(timer.history()) == 1
+    # It raised after the update of the second step, and nothing was waited for.
+    assert len(timer.history()) == 2
+    assert loop.gpu.waits == []
 
 
 def test_removing_the_timer_inside_the_loop_lets_the_loop_go_on(loop: Loop) -> None:
@@ -264,7 +266,7 @@ def test_removing_the_timer_inside_the_loop_lets_the_loop_go_on(loop: Loop) -> N
             if seen == 2:
                 timer.remove()
     assert seen == 4
-    assert steps(timer) == [STEP_MS]
+    assert steps(timer) == [STEP_MS] * 2
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -571,6 +573,33 @@ def test_a_graph_is_timed_whatever_is_done_with_the_step_it_is_captured_in(
     assert not loop.gpu.capture_broken
     assert steps(timer)[-1] == {**STEP_MS, "data": 1.125, "other": 0.0}
     assert timer.summary().verdict.startswith("GPU-bound")
+
+
+@pytest.mark.parametrize("where", ["on_step", "loop"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_step_does_nothing_on_a_timer_that_was_removed(
+    loop: Loop, where: str, accumulate: int
+) -> None:
+    def remove(_: object) -> None:
+        timer.remove()
+
+    own: dict[str, Any] = {"on_step": remove} if where == "on_step" else {}
+    timer = hooks(loop, lag=0, accumulate_grad_batches=accumulate, **own)
+    with pytest.raises(RuntimeError, match=r"step\(\) needs an attached timer"):
+        timer.step()
+    timer.attach()
+    trained = 0
+    for number, x in enumerate(loop.batches(6)):
+        loop.train(x)
+        timer.step()
+        trained += 1
+        if number == 0 and where == "loop":
+            timer.remove()
+    for x in timer.steps(loop.batches(2)):
+        loop.train(x)
+        trained += 1
+    assert trained == 8
+    assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

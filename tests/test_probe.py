@@ -227,7 +227,7 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
         for i, x in enumerate(loop.batches(20)):
             if i in PROBED:
                 loop.model.eval()
-                with torch.no_grad():
+                with torch.inference_mode():
                     loop.model(x)
                 gpu.host_work(200.0)
                 loop.model.train()

@@ -3,13 +3,13 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lightning_gputime._boundaries.uncopied import Uncopied
 from lightning_gputime._messages import messages
 from lightning_gputime._untraced import leave_untraced, untraced
 
@@ -25,12 +25,7 @@ class Removable(Protocol):
 
 
 class _ModuleHook:
-    """A module hook of ours that does nothing on a copy of the module.
-
-    Hooks travel with `copy.deepcopy(model)` and `torch.save(model)`. The copy gets a callable of
-    the standard library that takes anything and returns None, so that an EMA copy is not timed,
-    and a saved model loads where this package is not installed.
-    """
+    """A module hook of ours: no error in it reaches the call of the module."""
 
     __slots__ = ("_call",)
 
@@ -48,7 +43,8 @@ class _ModuleHook:
             messages.warning("A module is no longer timed, because a hook failed: %r", error)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
+        # `Uncopied` keeps it out of copies; who copies it all the same gets one that does nothing.
+        return _ModuleHook, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
@@ -60,8 +56,10 @@ def hook_before(
 ) -> Removable:
     """Lets `call(module, args)` be called before each call of a module, or with its kwargs, too."""
     # The method of the base class: a scripted module refuses its own, and yet calls the hook.
-    return nn.Module.register_forward_pre_hook(
-        module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs
+    return Uncopied(
+        nn.Module.register_forward_pre_hook(
+            module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs
+        )
     )
 
 
@@ -71,7 +69,7 @@ def hook_after(module: nn.Module, call: Callable[..., None], *, first: bool = Fa
     A hook that is called after an error, too (`always_call`), would be compiled anew at each
     attach: torch guards its identity.
     """
-    return nn.Module.register_forward_hook(module, _ModuleHook(call), prepend=first)
+    return Uncopied(nn.Module.register_forward_hook(module, _ModuleHook(call), prepend=first))
 
 
 def callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:

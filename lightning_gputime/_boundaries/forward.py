@@ -11,9 +11,10 @@ from torch.nn.modules.loss import _Loss
 
 from lightning_gputime._boundaries.attach import Removable, callers_among, hook_after, hook_before
 from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
+from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.losses import LossSearch
-from lightning_gputime._phases import AFTER_FORWARD, DATA, FORWARD, LOSS
+from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -42,6 +43,7 @@ class ForwardBoundary:
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
         self._losses = LossSearch(recorder)
+        self._evaluation = EvaluationBoundary(recorder, loop.model)
         self._handles: list[Removable] = []
         self._hooked: dict[int, tuple[Removable, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
@@ -142,9 +144,7 @@ class ForwardBoundary:
         if self._pause_evaluation:
             self._evaluates = _is_evaluation(module)
             if self._evaluates:
-                # After the end of a step it is a validation, which belongs to none.
-                if recorder.label == DATA:
-                    recorder.pause()
+                self._evaluation.call_begins()
                 return
             recorder.resume(FORWARD)
         self.calls += 1

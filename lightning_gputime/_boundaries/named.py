@@ -12,9 +12,16 @@ from lightning_gputime._record.recorder import Recorder
 # The recorders that are attached now. Module state, because `phase` must find them from anywhere.
 _active: list[Recorder] = []
 
+
+def _abandon_all() -> None:
+    for recorder in _active:
+        recorder.abandon()
+    _active.clear()
+
+
 # A data loader's worker that was forked off must not touch the device.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_active.clear)
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class NamedPhase:
@@ -45,6 +52,34 @@ class NamedPhase:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
                 recorder.leave_phase(self._name)
+
+
+class Paused:
+    """The context manager of a pause: the time of its code belongs to no step.
+
+    Args:
+        recorders: Those that it acts on.
+    """
+
+    __slots__ = ("_recorders",)
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = recorders
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.hold()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.release()
 
 
 def phase(name: str) -> NamedPhase:

@@ -59,8 +59,14 @@ class Backlog:
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
         self._finished: list[EndedStep] = []
-        # How many steps have ended, and how many without marks since the last one that has some.
-        self._ended = self._untimed = 0
+        # How many steps have ended, how many of them without marks, and how many of those since the
+        # last one that has some.
+        self._ended = self._all_untimed = self._untimed = 0
+
+    @property
+    def timed(self) -> int:
+        """How many steps have ended that have marks."""
+        return self._ended - self._all_untimed
 
     def add(
         self, marks: list[Mark], number: int, skipped_update: bool, read: bool, after_spin: int = 0
@@ -88,6 +94,17 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
+    def add_unread(self, marks: list[Mark], number: int) -> None:
+        """Takes a step that has ended with an update, and reads nothing now.
+
+        Args:
+            marks: As for `add`.
+            number: The same.
+        """
+        self._ended += 1
+        self._pending.append(EndedStep(marks, number, self._ended, self._untimed, False))
+        self._untimed = 0
+
     def end_untimed(self, read: bool = False) -> None:
         """Counts a step that ended without times: the one wait may be due there.
 
@@ -96,6 +113,7 @@ class Backlog:
         """
         self._ended += 1
         self._untimed += 1
+        self._all_untimed += 1
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
 
@@ -122,6 +140,11 @@ class Backlog:
                 call(*args)
         except Exception as error:
             self.give_up(error)
+
+    def forget(self) -> None:
+        """Forgets all steps that are not read."""
+        self._pending.clear()
+        self._finished = []
 
     def give_up(self, error: Exception) -> None:
         """Forgets the pending steps, whose events cannot be trusted; what is finished is read."""

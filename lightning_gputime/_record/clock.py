@@ -5,6 +5,7 @@ import time
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_gputime._messages import messages
 from lightning_gputime._untraced import untraced
@@ -204,6 +205,27 @@ def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
 @functools.cache
 def _tell_host_clock() -> None:
     messages.warning("The model is on the CPU: its phases are timed on the host's clock.")
+
+
+def check_device(device: Any) -> torch.device:
+    """Returns the device that an option names.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device {device!r} is unknown: give a torch.device or a name such as 'cuda'"
+        ) from error
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device that a model is on; one that is nowhere runs on the accelerator."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _never() -> bool:

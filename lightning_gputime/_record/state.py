@@ -10,8 +10,9 @@ class State(Enum):
     state   the time belongs to            leaves it by
     ======= ============================== =====================================================
     AT_REST nobody                         `begin`; `starts_in_capture`
-    OPEN    `label`                        `pause`; `rest`; an error
-    PAUSED  no step                        `resume`; `end_step`, which drops the step; `rest`
+    OPEN    `label`                        `pause`, `hold`, `exclude_since`; `rest`; an error
+    PAUSED  no step                        `resume`, `release`; `end_step`, which drops a step that
+                                           has nothing else; `rest`
     LOST    nobody, after an error         `end_step`, which drops the step; `rest`
     ======= ============================== =====================================================
     """

@@ -136,3 +136,21 @@ class MeanLog:
 def _is_wait(name: str) -> bool:
     # That in `data` is left out with all of `data`.
     return name.endswith(f"/{COMM}") and name != WAIT
+
+
+def check_loggers(logger: Any) -> list[MetricsLogger]:
+    """Returns the loggers of an option that takes none, one or several.
+
+    Raises:
+        TypeError: If one of them is none.
+    """
+    if logger is None:
+        return []
+    several = logger if isinstance(logger, list | tuple) else [logger]
+    for one in several:
+        if not callable(getattr(one, "log_metrics", None)):
+            raise TypeError(
+                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
+                " loggers have it"
+            )
+    return list(several)

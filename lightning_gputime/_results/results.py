@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from lightning_gputime._results.sums import PhaseSum, Sums
 class Results:
     """Keeps what the summary and the history need of every step.
 
+    One thread adds steps; any may read. A reader holds the lock only while it copies.
+
     Args:
         capacity: How many steps the history holds.
         warmup_steps: How many of the first steps the summary leaves out.
@@ -26,6 +29,8 @@ class Results:
     """
 
     def __init__(self, capacity: int, warmup_steps: int, on_host_clock: bool = False) -> None:
+        # Not a plain lock: a signal handler may read in the thread, and in the moment, of an `add`.
+        self._lock = RLock()
         self.on_host_clock = on_host_clock
         """Whether the steps are timed without a device."""
         self._warmup_steps = warmup_steps
@@ -42,6 +47,14 @@ class Results:
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            copied = {"_newest": self._newest.copy(), "sums": self.sums.copy()}
+            return {**self.__dict__, **copied, "_busy": self._busy.copy(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=RLock())
+
     @property
     def last(self) -> StepTimes | None:
         """The newest step, or None."""
@@ -49,7 +62,9 @@ class Results:
 
     def newest(self) -> list[StepTimes]:
         """Returns the steps in the history, oldest first."""
-        return [step.times() for step in self._newest]
+        with self._lock:
+            newest = [*self._newest]
+        return [step.times() for step in newest]
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> Sequence[StepRecord]:
         """Takes the next steps, and returns those that are no warm-up.
@@ -58,12 +73,13 @@ class Results:
             steps: What was read, in order.
             sums: The sums over these steps, if they are known.
         """
-        self._newest.extend(steps)
-        warmup = max(self._warmup_steps - self._seen, 0)
-        self._seen += len(steps)
-        self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
-        measured = steps[warmup:]
-        self.sums.merge(Sums(measured) if warmup or sums is None else sums)
+        with self._lock:
+            self._newest.extend(steps)
+            warmup = max(self._warmup_steps - self._seen, 0)
+            self._seen += len(steps)
+            self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
+            measured = steps[warmup:]
+            self.sums.merge(Sums(measured) if warmup or sums is None else sums)
         return measured
 
     def add_probed(self, step: StepRecord) -> None:
@@ -72,8 +88,9 @@ class Results:
         Args:
             step: The work alone, without what kept the device busy.
         """
-        self.newest_probed = step
-        self._busy.merge(Sums([step]))
+        with self._lock:
+            self.newest_probed = step
+            self._busy.merge(Sums([step]))
 
     def history(self) -> npt.NDArray[Any]:
         """Returns the newest steps as a structured array; see the timers' `history`."""
@@ -91,7 +108,12 @@ class Results:
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
-        measured, sums, busy = self._after_warmup(), self.sums, self._busy
+        with self._lock:
+            forgotten = self._seen - len(self._newest)
+            newest, seen = [*self._newest], self._seen
+            sums, busy = self.sums.copy(), self._busy.copy()
+            skipped_updates = self._skipped_updates + sums.skipped_updates
+        measured = [one.times() for one in newest[max(self._warmup_steps - forgotten, 0) :]]
         steps, step_ms = sums.step.n, sums.step.device_ms
         return PhaseSummary(
             rows={
@@ -105,19 +127,15 @@ class Results:
             },
             step=_stats(sums.step, [times.step_ms for times in measured], step_ms, busy.step),
             steps=steps,
-            warmup_steps=min(self._seen, self._warmup_steps),
+            warmup_steps=min(seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
-            skipped_updates=self._skipped_updates + sums.skipped_updates,
+            skipped_updates=skipped_updates,
             on_host_clock=self.on_host_clock,
             ranks=self.ranks,
             run_ahead_mean_ms=_mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
         )
-
-    def _after_warmup(self) -> list[StepTimes]:
-        forgotten = self._seen - len(self._newest)
-        return self.newest()[max(self._warmup_steps - forgotten, 0) :]
 
 
 def _stats(

@@ -53,6 +53,12 @@ class Sums:
         self.wait_ms += other.wait_ms
         self.skipped_updates += other.skipped_updates
 
+    def copy(self) -> "Sums":
+        """Returns the sums as they are now."""
+        copied = Sums()
+        copied.merge(self)
+        return copied
+
     def _phase(self, name: str) -> "PhaseSum":
         phase = self.phases.get(name)
         if phase is None:

@@ -91,6 +91,10 @@ class Comparison:
                 # The first process, which has the store, may have ended before this one.
                 messages.debug("This rank could not say that it leaves: %r", error)
 
+    def abandon(self) -> None:
+        """Forgets the other ranks, and does not tell them."""
+        self._exchange = None
+
     @property
     def _newest_read(self) -> int:
         return max(self._means.newest or 0, 0)

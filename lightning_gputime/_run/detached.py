@@ -1,10 +1,17 @@
 """The time in which a timer is not attached."""
 
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused
 
 
 class Detached:
-    """What a timer holds while it is not attached: it does nothing of what a loop tells it."""
+    """What a timer holds while it is not attached: it does nothing of what a loop tells it.
+
+    Args:
+        was_attached: Whether it was, so that a loop may still run that does not know of the end.
+    """
+
+    def __init__(self, was_attached: bool) -> None:
+        self.was_attached = was_attached
 
     thread = -1
     is_attached = False
@@ -24,6 +31,10 @@ class Detached:
 
     def update_begins(self) -> None: ...
 
+    def is_left(self, number: int) -> bool:
+        """Tells that no step ended."""
+        return False
+
     def batch_ends(self) -> None: ...
 
     def end_step(self, number: int) -> None: ...
@@ -40,6 +51,8 @@ class Detached:
 
     def abort(self) -> None: ...
 
+    def lose(self) -> None: ...
+
     def flush(self) -> None: ...
 
     def drain(self) -> None: ...
@@ -48,5 +61,9 @@ class Detached:
         """Returns a context manager that does nothing."""
         return NamedPhase(name, [])
 
+    def paused(self) -> Paused:
+        """Returns a context manager that does nothing."""
+        return Paused([])
 
-DETACHED = Detached()
+
+NEVER_ATTACHED, REMOVED = Detached(False), Detached(True)

@@ -1,16 +1,18 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections.abc import Callable, Sequence
-from threading import get_ident
+from threading import Thread, current_thread, get_ident
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_UPDATE,
     BACKWARD,
     DATA,
     FETCH,
@@ -24,10 +26,12 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._run import lifetimes
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.schedule import LEFT_OUT, PROBED, SKIPPED, TIMED, Kind, Schedule
+from lightning_gputime._run.schedule import Schedule
+from lightning_gputime._run.selection import Selection
 
 
 class Session:
@@ -52,16 +56,14 @@ class Session:
         on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
         self._results = results
-        self._schedule = Schedule(
+        schedule = Schedule(
             options.every_n_steps, options.probe_every_n_steps, options.warmup_steps
         )
-        self._probe = Probe(clock, results) if options.probe_every_n_steps else None
-        # Whether other ranks may probe a step that this one does not.
-        self._has_others = not results.on_host_clock and is_distributed()
+        probe = Probe(clock, results) if options.probe_every_n_steps else None
         lag = options.lag
         self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
         self._delivery = Delivery(
-            results, means, self._comparison, lag=lag, on_step=on_step, probe=self._probe
+            results, means, self._comparison, lag=lag, on_step=on_step, probe=probe
         )
         self._recorder = Recorder(
             clock,
@@ -72,42 +74,35 @@ class Session:
         )
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
-        self._lag = lag
-        self._is_plain = self._schedule.is_plain
+        self._is_plain = schedule.is_plain
         self.thread = -1
         """The thread that is timed; -1 before the first step."""
+        self._runner: Thread | None = None
         # The number of the last step that ended.
         self._newest: int | None = None
-        # Of all steps, and of the last one that was timed; numbers may leave some out, or repeat.
-        self._index = 0
-        self._timed_at: int | None = None
-        # What the open step is.
-        self._kind = SKIPPED
-        # The steps before this index are not timed, nor is the next, and nothing waits to be read.
-        # Known by the index alone: all ranks must pass over the same ones.
-        self._quiet_until = 0
         self._tried_update = False
-        self.is_attached = True
-        """Whether the hooks are on."""
+        self.is_attached = self.was_attached = True
+        """Whether the hooks are on, and whether they ever were."""
         self._boundaries = Boundaries(self._recorder, loop)
+        self._selection = Selection(
+            schedule,
+            probe,
+            self._recorder,
+            self._boundaries,
+            lag=lag,
+            # Whether other ranks may probe a step that this one does not.
+            has_others=not results.on_host_clock and is_distributed(),
+        )
+        lifetimes.attached(self)
 
     # What a loop tells
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
-        self.thread = get_ident()
+        self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended()
         self._tried_update = False
-        self._quiet_until = 0
-        # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
-        # time. So no other rank does it either.
-        self._kind = self._schedule.kind_unprobed(self._index)
-        if self._kind is TIMED:
-            self._recorder.begin()
-        else:
-            self._recorder.rest()
-        if self._probe is not None:
-            self._probe.step_begins()
+        self._selection.begin()
 
     def fetch_begins(self) -> None:
         """Says that the next batch is fetched, which ends a pause."""
@@ -155,14 +150,14 @@ class Session:
         self._newest = number
         self._tried_update = False
         recorder = self._recorder
-        if self._index < self._quiet_until:
-            self._end_quiet_step()
-            return
-        reads = self._delivery.step_ends(number)
         if self._is_plain:
+            reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
+        elif self._selection.is_quiet:
+            self._selection.end_quiet_step()
+            return
         else:
-            self._end_one_of_some(number, reads)
+            self._selection.end_step(number, self._delivery.step_ends(number))
         if self._comparison.owed is not None:
             # The exchange is no part of the step that has begun.
             recorder.pause()
@@ -170,7 +165,30 @@ class Session:
             recorder.resume()
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
-            self._begin_next()
+            self._selection.begin_next()
+
+    def is_left(self, number: int) -> bool:
+        """Says that the loop is left inside a step. Tells if that ended, under `number`.
+
+        It did if no model was called after its last update, or, in inference, its last call; it
+        ended there. Nothing is waited for: the loop may have raised.
+        """
+        if get_ident() != self.thread:
+            return False
+        if self._selection.is_timing:
+            last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
+            has_ended = self._recorder.end_at(last, number)
+        else:
+            has_ended = self.has_updated
+        if has_ended:
+            if self._newest is None:
+                self._delivery.starts(number)
+            self._newest = number
+            self._tried_update = False
+            self._delivery.step_ends(number)
+            self._boundaries.step_ended()
+            self._selection.leave_step()
+        return has_ended
 
     def pause(self) -> None:
         """Lets the time until `resume` belong to no step, as that of an evaluation."""
@@ -188,11 +206,13 @@ class Session:
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
-            self._recorder.flush()
+            self.flush()
             self._comparison.sync(self._newest)
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
+        if not self._may_read():
+            self._recorder.rest()  # The loop goes on beside this thread, without marks.
         self._recorder.flush()
         self.compare_ranks()
         self.remove()
@@ -202,19 +222,40 @@ class Session:
 
         After an error, after which the device may never finish the rest.
         """
-        self._recorder.drain()
+        self.drain()
         self.remove()
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
-        self.is_attached = False
+        lifetimes.detached(self)
         self._boundaries.remove()
         self._recorder.rest()
-        self._delivery.end()
-        self._comparison.end()
+        if self.is_attached:
+            self.is_attached = False
+            self._delivery.end()
+            self._comparison.end()
+            self._tell_unseen()
+
+    def _tell_unseen(self) -> None:
         ran = self._results.sums.phases
         if BACKWARD in ran and OPTIMIZER in ran and not self._boundaries.model_was_called:
             messages.warning("No call of the model was seen: is it the module that the loop calls?")
+
+    def abandon(self) -> None:
+        """Ends all timing, and leaves hooks that do nothing: this may be any moment.
+
+        In a process that was forked off, whose events and ranks are its parent's.
+        """
+        lifetimes.detached(self)
+        self.is_attached, self.thread = False, -1
+        deactivate(self._recorder)
+        self._recorder.abandon()
+        self._comparison.abandon()
+
+    def lose(self) -> None:
+        """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
+        self.abandon()
+        lifetimes.lost(self)
 
     # What a user asks
 
@@ -222,58 +263,22 @@ class Session:
         """Returns the context manager of a phase that is named by hand."""
         return NamedPhase(name, [self._recorder])
 
+    def paused(self) -> Paused:
+        """Returns the context manager of a pause by hand."""
+        return Paused([self._recorder])
+
     def flush(self) -> None:
-        """Waits for the steps that have ended, and reads them."""
-        self._recorder.flush()
+        """Waits for the steps that have ended, and reads them; not beside the thread that runs."""
+        if self._may_read():
+            self._recorder.flush()
 
     def drain(self) -> None:
-        """Reads what the device has finished, without a wait; not from another thread."""
-        if get_ident() == self.thread:
+        """Reads what the device has finished, without a wait; not beside the thread that runs."""
+        if self._may_read():
             self._recorder.drain()
 
-    # Steps that are not all alike
-
-    def _end_quiet_step(self) -> None:
-        self._index += 1
-        self._boundaries.step_ended(timed=False)
-        self._recorder.end_untimed()
-        if self._recorder.label is not None:
-            self._recorder.rest()  # It recorded a graph.
-
-    def _end_one_of_some(self, number: int, reads: bool) -> None:
-        kind = self._kind
-        if self._probe is not None:
-            usual = kind in (TIMED, SKIPPED) and self._index >= self._schedule.warmup_steps
-            self._probe.step_ends(usual=usual)
-        is_timed = kind in (TIMED, PROBED)
-        skipped_update = self._boundaries.step_ended(timed=is_timed)
-        if is_timed:
-            self._timed_at = self._index
-            self._recorder.end_step(number, skipped_update, reads)
-        else:
-            self._recorder.end_untimed(reads)
-        self._index += 1
-
-    def _begin_next(self) -> None:
-        """Begins a step; where the last one was timed, its last mark is the first of this one."""
-        kind, self._kind = self._kind, self._next_kind()
-        if self._kind in (SKIPPED, LEFT_OUT):
-            self._recorder.rest()
-            is_read = self._timed_at is None or self._index > self._timed_at + self._lag
-            if self._probe is None and is_read:
-                self._quiet_until = self._schedule.next_timed(self._index) - 1
-        elif kind in (SKIPPED, LEFT_OUT):
-            self._recorder.begin()
-        if self._probe is not None:
-            if self._kind is PROBED:
-                self._recorder.fill(self._probe.keep_busy)
-            self._probe.step_begins()
-
-    def _next_kind(self) -> Kind:
-        """Returns what becomes of the step that begins: what is planned, if it can be."""
-        kind = self._schedule.kind(self._index)
-        if kind is PROBED and self._probe is not None and not self._probe.is_ready():
-            return LEFT_OUT if self._has_others else self._schedule.kind_unprobed(self._index)
-        if kind is LEFT_OUT and self._kind not in (PROBED, LEFT_OUT):
-            return self._schedule.kind_unprobed(self._index)
-        return kind
+    def _may_read(self) -> bool:
+        """Tells whether steps can be read here: else two threads would, in no order."""
+        if get_ident() == self.thread:
+            return True
+        return self._runner is None or not self._runner.is_alive()

@@ -1,0 +1,61 @@
+"""What is certainly an evaluation, among the calls of a model in eval mode without grad."""
+
+from collections import deque
+
+import torch
+from torch import nn
+
+from lightning_gputime._phases import AFTER_UPDATE, DATA, EVALUATION, OTHER
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._untraced import untraced
+
+# Over so many steps before it, an evaluation has more calls than any; and at least so many more.
+_STEPS, _MORE = 10, 2
+
+
+@untraced
+class EvaluationBoundary:
+    """Tells a validation, which belongs to no step, from a part of the step that needs no grad.
+
+    A frozen encoder, a teacher and pseudo-labels are called in eval mode without grad, too, but in
+    every step. So it is a validation if the model as a whole is in eval mode, and is called more
+    often than in any of the steps before; or under `torch.inference_mode`, whose results cannot
+    be trained on. What is not certain is `other`.
+
+    Args:
+        recorder: Gets the marks.
+        model: The whole model.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._model = model
+        # How many such calls the open step has, and which one it is, of all that have ended.
+        self._step = self._calls = 0
+        # Both of the last steps that had some.
+        self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
+
+    def call_begins(self) -> None:
+        """Must be told of each outermost call in eval mode without grad."""
+        recorder = self._recorder
+        if self._model.training:
+            # A part of it alone. The fetch is over.
+            if recorder.label == DATA:
+                recorder.mark(OTHER)
+            return
+        is_certain = self._counts_more_than_before() or torch.is_inference_mode_enabled()
+        if recorder.label in (DATA, OTHER, AFTER_UPDATE):
+            recorder.mark(EVALUATION)
+        if is_certain and recorder.label == EVALUATION:
+            recorder.exclude_since(EVALUATION)
+
+    def _counts_more_than_before(self) -> bool:
+        # What is begun anew, such as an epoch, counts as another step.
+        step = self._recorder.timed_steps + self._recorder.begins
+        if step != self._step:
+            self._before.append((self._step, self._calls))
+            self._step, self._calls = step, 0
+        self._calls += 1
+        usual = max((calls for at, calls in self._before if at >= step - _STEPS), default=0)
+        # With no step before it nothing is known of what a step has.
+        return self._recorder.timed_steps > 0 and self._calls >= usual + _MORE

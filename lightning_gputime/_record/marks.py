@@ -1,0 +1,273 @@
+"""Marks on a timeline: from each one on, the time belongs to a label."""
+
+from collections.abc import Callable
+from threading import get_ident
+
+from torch._C import _current_graph_task_id
+
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._phases import (
+    BACKWARD,
+    DATA,
+    EXCLUDED,
+    FOLLOWED_BY,
+    FORWARD,
+    LEFT,
+    LOSS,
+    OPTIMIZER,
+)
+from lightning_gputime._record.clock import Clock, TimingEvent
+from lightning_gputime._record.reading import Mark
+from lightning_gputime._record.state import AT_REST, OPEN, PAUSED
+from lightning_gputime._untraced import untraced
+
+# What the time goes to while a backward runs; an optimizer may run its updates there.
+_IN_BACKWARD = (BACKWARD, OPTIMIZER)
+
+
+@untraced
+class Marks:
+    """Records the marks of the open step.
+
+    A mark says: from here on the time belongs to this label. Calls from any thread but the one that
+    is timed do nothing, and nothing raises into the training loop.
+
+    Args:
+        clock: Where events and host times come from.
+        free: Events to use again.
+        annotate: Called with each new label, and with None at the end.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        free: list[TimingEvent],
+        annotate: Callable[[str | None], None] | None,
+    ) -> None:
+        self._host_ns = clock.host_ns
+        self._is_capturing = clock.is_capturing
+        self._free = free
+        self._annotate = annotate
+        self.tell_once = TellOnce()
+        self.state = AT_REST
+        """What it does with the time."""
+        self.thread = -1
+        """The thread that is timed; -1 at rest."""
+        # The same, at rest, too.
+        self._home = -1
+        self.label: str | None = None
+        """The label that time is going to now; None while no step is timed."""
+        # The open step: its marks; whether one of them went into a graph, whose events are of
+        # another kind; the index of the mark behind a spin. All three die with the step.
+        self._open: list[Mark] = []
+        self._is_spoiled = False
+        self._after_spin = 0
+        # The marks of a graph that is being captured.
+        self._captured: list[Mark] = []
+        # Phases that were named by hand and are not left yet, and what follows the outermost.
+        self._named: list[str] = []
+        self._base = DATA
+        # How many pauses by hand are not over, and the label before them, if time had one.
+        self._holds = 0
+        self._held: str | None = None
+
+    def is_resting_here(self) -> bool:
+        """Tells whether the calling thread is the one that is timed, in some steps but not now."""
+        return self.thread == -1 and get_ident() == self._home
+
+    def mark(self, label: str) -> None:
+        """Says that from here on the time belongs to `label`.
+
+        Inside a phase that was named by hand that name wins, and `label` is what follows it.
+        """
+        if label == self.label or self.state is not OPEN or get_ident() != self.thread:
+            return
+        if self._named:
+            self._base = label
+        else:
+            self._record(label)
+
+    def mark_in_backward(self, label: str) -> None:
+        """As `mark`, from the thread that runs a backward while the timed one waits for it."""
+        is_open = self.state is OPEN and self._named in ([], [BACKWARD])
+        if is_open and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
+            # A profiler's range must not begin here and end in the other thread.
+            self._record(label, annotate=False)
+
+    def mark_instead(self, of: str, label: str) -> None:
+        """Marks `label`. If the time is going to `of`, `label` takes its place from its mark on."""
+        if self.label == of and self.state is OPEN and get_ident() == self.thread:
+            self._rename(label)
+        else:
+            self.mark(label)
+
+    @property
+    def place(self) -> int:
+        """The index of the last mark in the open step."""
+        return len(self._open) - 1
+
+    def rename(self, place: int, of: str, label: str) -> None:
+        """Gives the time of one mark of the open step, which went to `of`, to `label`."""
+        if 0 <= place < len(self._open) and self._open[place][0] == of:
+            self._open[place] = (label, *self._open[place][1:])
+
+    def enter_phase(self, name: str) -> None:
+        """Begins a phase that was named by hand; `leave_phase` ends it."""
+        # What runs inside a backward, as checkpointed code does again, is the backward's.
+        if get_ident() != self._home or _current_graph_task_id() != -1:
+            return
+        if self.thread == -1:
+            self.starts_in_capture()
+        if not self._named:
+            self._base = self.label if self.label and self.state is OPEN else DATA
+        self._named.append(name)
+        if self.state is OPEN and name != self.label:
+            self._record(name)
+
+    def leave_phase(self, name: str) -> None:
+        """Ends a phase that `enter_phase` began: time goes back to where it went before."""
+        is_here = get_ident() == self._home and _current_graph_task_id() == -1
+        if not is_here or name not in self._named:
+            return
+        if name != self._named[-1]:
+            # Left out of order, as by a generator that suspends inside its phase.
+            del self._named[len(self._named) - 1 - self._named[::-1].index(name)]
+            return
+        self._named.pop()
+        label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
+        if self.state is OPEN and label != self.label:
+            self._record(label)
+
+    def starts_in_capture(self) -> bool:
+        """Ends a rest if a graph is captured, whose replays may be timed. Tells if it did."""
+        if not self._is_capturing():
+            return False
+        self.thread, self.state, self._is_spoiled = self._home, OPEN, True
+        return True
+
+    # Pauses
+
+    def pause(self) -> None:
+        """Lets the time since the last mark, and until `resume`, belong to no step."""
+        if self.state is OPEN and get_ident() == self.thread:
+            self._rename(EXCLUDED)
+            self.state = PAUSED
+            self._tell_annotator(None)
+
+    def resume(self, label: str = DATA) -> None:
+        """Ends a `pause`: from here on the time belongs to `label`."""
+        if self.state is PAUSED and not self._holds and get_ident() == self.thread:
+            self.state = OPEN
+            self._record(self._first_label(label))
+
+    def hold(self) -> None:
+        """Begins a pause by hand, which lasts until `release`, whatever else begins or resumes."""
+        if get_ident() != self._home:
+            return
+        self._holds += 1
+        if self._holds == 1 and self.state is OPEN:
+            self._held = self.label
+            self._record(EXCLUDED, annotate=False)
+            self._tell_annotator(None)
+            if self.state is OPEN:
+                self.state = PAUSED
+
+    def release(self) -> None:
+        """Ends what `hold` began: time goes back to where it went before."""
+        if get_ident() != self._home or not self._holds:
+            return
+        self._holds -= 1
+        if not self._holds and self._held is not None:
+            label, self._held = self._held, None
+            if self.state is PAUSED:
+                self.state = OPEN
+                self._record(self._named[-1] if self._named else label)
+
+    def exclude_since(self, label: str) -> None:
+        """Lets the time from the first mark of `label` on, and until `resume`, belong to no step.
+
+        If only the fetch was before, it was not that of this step, and belongs to none either.
+        """
+        if self.state is OPEN and get_ident() == self.thread:
+            labels = [name for name, *_ in self._open]
+            first = labels.index(label)
+            self._exclude_from(0 if {*labels[:first]} <= {DATA, EXCLUDED} else first)
+            self.state = PAUSED
+            self._tell_annotator(None)
+
+    def _cut_after(self, label: str) -> bool:
+        """Lets what follows the last mark of `label` belong to no step, if it is no more work.
+
+        Returns:
+            Whether there is such a mark, and no model was called since, and no backward.
+        """
+        labels = [name for name, *_ in self._open]
+        if label not in labels:
+            return False
+        last = len(labels) - 1 - labels[::-1].index(label)
+        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+            return False
+        self._exclude_from(last)
+        # Excluded, too, but what came before led to an update.
+        self._open[last] = (LEFT, *self._open[last][1:])
+        return True
+
+    def _exclude_from(self, first: int) -> None:
+        self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
+        self.label = EXCLUDED
+
+    # How a mark is recorded
+
+    def _record(self, label: str, *, annotate: bool = True) -> None:
+        try:
+            if self._is_capturing():
+                self._record_in_graph(label)
+                return
+            if self._captured:
+                self._end_capture()
+            event = self._free.pop() if self._free else self._new_event()
+            event.record()
+            self._open.append((label, event, self._host_ns()))
+        except Exception as error:
+            self._give_up(error)
+            return
+        self.label = label
+        if annotate and self._annotate is not None:
+            self._tell_annotator(label)
+
+    def _rename(self, label: str) -> None:
+        """Gives the time since the last mark to `label`."""
+        if self._open:  # Not where recording has started in a capture.
+            self._open[-1] = (label, *self._open[-1][1:])
+        self.label = label
+
+    def _tell_annotator(self, label: str | None) -> None:
+        if self._annotate is not None:
+            try:
+                self._annotate(label)
+            except Exception as error:
+                self._annotate = None
+                self.tell_once("Phases are no longer shown in other profilers: %r", error)
+
+    def _first_label(self, label: str) -> str:
+        """The label that a step begins with: a phase named by hand reaches across steps."""
+        self._base = label
+        return self._named[-1] if self._named else label
+
+    # What the cutting into steps adds
+
+    def _new_event(self) -> TimingEvent:
+        """Returns an event that is not in use."""
+        raise NotImplementedError
+
+    def _give_up(self, error: Exception) -> None:
+        """Loses the open step after an error."""
+        raise NotImplementedError
+
+    def _record_in_graph(self, label: str) -> None:
+        """Records a mark into the graph that is being captured."""
+        raise NotImplementedError
+
+    def _end_capture(self) -> None:
+        """Ends what `_record_in_graph` began."""
+        raise NotImplementedError

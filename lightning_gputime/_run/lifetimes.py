@@ -1,0 +1,48 @@
+"""Sessions that outlive what they belong to: in a process that was forked off, or a lost timer."""
+
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Ending(Protocol):
+    """A session, as far as its end is concerned."""
+
+    def abandon(self) -> None:
+        """Ends it without touching the device, or what others hold."""
+
+    def remove(self) -> None:
+        """Takes everything off. Safe to call twice."""
+
+
+# Module state, because a fork and the loss of a timer happen to no session in particular.
+_attached: "WeakSet[Ending]" = WeakSet()
+_lost: list[Ending] = []
+
+
+def attached(session: Ending) -> None:
+    """Must be told of a session that is attached. Takes off those that nobody has any more."""
+    while _lost:
+        _lost.pop().remove()
+    _attached.add(session)
+
+
+def detached(session: Ending) -> None:
+    """Must be told of a session that is not attached any more. Safe to call twice."""
+    _attached.discard(session)
+
+
+def lost(session: Ending) -> None:
+    """Must be told of a session that nobody has any more, and that is still on the model."""
+    _lost.append(session)
+
+
+def _abandon_all() -> None:
+    for session in [*_attached]:
+        session.abandon()
+    _lost.clear()
+
+
+# A process that is forked off, such as a data loader's worker, has the hooks and no timer.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

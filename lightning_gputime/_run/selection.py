@@ -1,0 +1,127 @@
+"""Which steps of a run are timed, and how, while it runs."""
+
+from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.schedule import LEFT_OUT, PROBED, SKIPPED, TIMED, Kind, Schedule
+
+
+class Selection:
+    """Lets each step be what is planned for it, if it can be.
+
+    Args:
+        schedule: The plan.
+        probe: Takes the steps that are probed, if any are.
+        recorder: Rests in the steps that are not timed.
+        boundaries: Those of the steps.
+        lag: That of the recorder.
+        has_others: Whether other ranks may probe a step that this one does not.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        probe: Probe | None,
+        recorder: Recorder,
+        boundaries: Boundaries,
+        *,
+        lag: int,
+        has_others: bool,
+    ) -> None:
+        self._schedule = schedule
+        self._probe = probe
+        self._recorder = recorder
+        self._boundaries = boundaries
+        self._lag = lag
+        self._has_others = has_others
+        # Of all steps, and of the last one that was timed; numbers may leave some out, or repeat.
+        self._index = 0
+        self._timed_at: int | None = None
+        # What the open step is.
+        self._kind = SKIPPED
+        # The steps before this index are not timed, nor is the next, and nothing waits to be read.
+        # Known by the index alone: all ranks must pass over the same ones.
+        self._quiet_until = 0
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether the open step is timed, and not probed."""
+        return self._kind is TIMED
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether neither the open step nor the next is timed."""
+        return self._index < self._quiet_until
+
+    def begin(self) -> None:
+        """Begins a step in the calling thread; what is open is dropped."""
+        self._quiet_until = 0
+        # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
+        # time. So no other rank does it either.
+        self._kind = self._schedule.kind_unprobed(self._index)
+        if self._kind is TIMED:
+            self._recorder.begin()
+        else:
+            self._recorder.rest()
+        if self._probe is not None:
+            self._probe.step_begins()
+
+    def leave_step(self) -> None:
+        """Counts the open step, in which the loop was left, and begins the next."""
+        if self._kind is TIMED:
+            self._timed_at = self._index
+        self._index += 1
+        if not self._schedule.is_plain:
+            self.begin_next()
+
+    def end_quiet_step(self) -> None:
+        """Ends a step after which nothing begins."""
+        self._index += 1
+        self._boundaries.step_ended(timed=False)
+        self._recorder.end_untimed()
+        if self._recorder.label is not None:
+            self._recorder.rest()  # It recorded a graph.
+
+    def end_step(self, number: int, reads: bool) -> None:
+        """Ends the open step; `begin_next` must follow.
+
+        Args:
+            number: Its number.
+            reads: Whether the finished steps must be read now.
+        """
+        kind = self._kind
+        if self._probe is not None:
+            usual = kind in (TIMED, SKIPPED) and self._index >= self._schedule.warmup_steps
+            self._probe.step_ends(usual=usual)
+        is_timed = kind in (TIMED, PROBED)
+        skipped_update = self._boundaries.step_ended(timed=is_timed)
+        if is_timed:
+            self._timed_at = self._index
+            self._recorder.end_step(number, skipped_update, reads)
+        else:
+            self._recorder.end_untimed(reads)
+        self._index += 1
+
+    def begin_next(self) -> None:
+        """Begins a step; where the last one was timed, its last mark is the first of this one."""
+        kind, self._kind = self._kind, self._next_kind()
+        if self._kind in (SKIPPED, LEFT_OUT):
+            self._recorder.rest()
+            is_read = self._timed_at is None or self._index > self._timed_at + self._lag
+            if self._probe is None and is_read:
+                self._quiet_until = self._schedule.next_timed(self._index) - 1
+        elif kind in (SKIPPED, LEFT_OUT):
+            self._recorder.begin()
+        if self._probe is not None:
+            if self._kind is PROBED:
+                self._recorder.fill(self._probe.keep_busy)
+            self._probe.step_begins()
+
+    def _next_kind(self) -> Kind:
+        """Returns what becomes of the step that begins: what is planned, if it can be."""
+        kind = self._schedule.kind(self._index)
+        if kind is PROBED and self._probe is not None and not self._probe.is_ready():
+            return LEFT_OUT if self._has_others else self._schedule.kind_unprobed(self._index)
+        if kind is LEFT_OUT and self._kind not in (PROBED, LEFT_OUT):
+            return self._schedule.kind_unprobed(self._index)
+        return kind

@@ -1,0 +1,195 @@
+"""Calls of a model in eval mode without grad: what belongs to the step, and what to none."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
+from fake_loop import Loop, hooks
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks
+
+FETCH_MS = 7.0
+IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
+
+
+class Encoded(nn.Module):
+    """A head on a frozen encoder."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
+        self.encoder.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Encoded":
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+
+def each_batch(timer: GPUPhaseHooks, loader: Iterator[Tensor], how: str) -> Iterator[Tensor]:
+    """The batches of a loop of either kind."""
+    if how == "steps":
+        yield from timer.steps(loader)
+        return
+    for x in loader:
+        yield x
+        timer.step()
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("calls", [1, 2, 5])
+@pytest.mark.parametrize("every", [1, 20])
+def test_a_frozen_encoder_before_training_is_other_and_the_fetch_is_data(
+    gpu: FakeGPU, how: str, calls: int, every: int
+) -> None:
+    model = Encoded(gpu).train()
+    optimizer = Adder(model.head.parameters(), gpu, 2.0)
+    options: dict[str, Any] = {"clock": gpu, "every_n_steps": every, "warmup_steps": 0}
+    with GPUPhaseHooks(model, optimizer, **options) as timer:
+        for x in each_batch(timer, batches(gpu, 3 * every, copy_ms=FETCH_MS), how):
+            with torch.no_grad():
+                for _ in range(calls):
+                    hidden = model.encoder(x)
+            work(model.head(hidden), gpu, 0.5).sum().backward()
+            optimizer.step()
+    expected = {"data": FETCH_MS, "other": 10.0 * calls, "forward": 4.0, "loss": 0.5}
+    assert steps(timer) == [{**expected, "backward": 8.0, "optimizer": 2.0}] * 3
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("calls", [1, 2, 5])
+@pytest.mark.parametrize("every", [1, 20])
+def test_pseudo_labels_are_other_and_the_fetch_is_data(
+    loop: Loop, how: str, calls: int, every: int
+) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
+            loop.model.eval()
+            with torch.no_grad():
+                for _ in range(calls):
+                    loop.model(x)
+            loop.model.train()
+            loop.train(x)
+    expected = {**STEP_MS, "data": FETCH_MS, "other": 4.0 * calls + 0.125}
+    assert steps(timer) == [expected] * 3
+
+
+def validate(loop: Loop, n: int = 3, grad: Callable[..., Any] = torch.no_grad) -> None:
+    loop.model.eval()
+    with grad():
+        for x in loop.batches(n):
+            loop.model(x)
+    loop.model.train()
+
+
+def test_a_validation_every_few_steps_of_a_loop_over_steps_belongs_to_no_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 20 == 0:
+                validate(loop)
+    # Nothing tells the fetch of its first batch from other code of the body.
+    assert steps(timer) == ([STEP_MS] * 19 + [{**STEP_MS, "other": 1.125}]) * 2
+
+
+def test_a_validation_every_few_steps_of_a_loop_with_step_belongs_to_no_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(loop.batches(60), 1):
+            loop.train(x)
+            timer.step()
+            if number % 20 == 0:
+                validate(loop)
+    # Nor is the fetch after it told from the validation.
+    after = {name: ms for name, ms in IN_STEP_LOOP.items() if name != "data"}
+    usual = [IN_STEP_LOOP] * 19
+    assert steps(timer) == [IN_STEP_LOOP, *usual, after, *usual, after, *usual]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_validation_under_inference_mode_belongs_to_no_step(loop: Loop, n: int) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+            validate(loop, n, torch.inference_mode)
+    assert steps(timer) == [{**STEP_MS, "other": 1.125}] * 3
+
+
+def test_a_validation_of_one_batch_is_not_certain_and_is_other(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+            validate(loop, 1)
+    assert steps(timer) == [{**STEP_MS, "other": 5.125}] * 3
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_pause_belongs_to_no_step_and_time_goes_on_as_before_it(
+    loop: Loop, how: str, where: str
+) -> None:
+    def paused(timer: GPUPhaseHooks) -> None:
+        with timer.paused(), timer.paused():
+            loop.gpu.work(64.0)
+            loop.train(torch.ones(1, 2))
+            validate(loop)
+
+    with hooks(loop) as timer:
+        for x in each_batch(timer, loop.batches(3), how):
+            if where == "before":
+                paused(timer)
+            loop.train(x)
+            if where == "after":
+                paused(timer)
+                loop.gpu.work(1.0)
+    expected = STEP_MS if how == "steps" else IN_STEP_LOOP
+    late_ms = 1.0 if where == "after" else 0.0
+    assert steps(timer) == [{**expected, "other": expected["other"] + late_ms}] * 3
+
+
+def test_a_pause_inside_a_phase_that_was_named_goes_back_to_it(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            with timer.phase("augment"):
+                loop.gpu.work(1.0)
+                with timer.paused(), timer.phase("unseen"):
+                    loop.gpu.work(64.0)
+                loop.gpu.work(2.0)
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "augment": 3.0}] * 2
+
+
+def test_steps_that_end_inside_a_pause_are_not_timed(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+        with timer.paused():
+            for x in timer.steps(loop.batches(2)):
+                loop.train(x)
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 4
+    assert timer.history()["step"].tolist() == [0, 1, 4, 5]
+
+
+def test_a_pause_of_a_timer_that_is_not_attached_does_nothing(loop: Loop) -> None:
+    for timer in (hooks(loop), hooks(loop, every_n_steps=100).attach()):
+        with timer.paused():
+            loop.train(torch.ones(1, 2))
+        timer.remove()
+
+
+def test_a_pause_ends_when_its_code_raises(loop: Loop) -> None:
+    def fails(timer: GPUPhaseHooks) -> None:
+        with timer.paused():
+            loop.gpu.work(64.0)
+            raise KeyError
+
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            with pytest.raises(KeyError):
+                fails(timer)
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 2

@@ -1,0 +1,98 @@
+"""A timer that is read, flushed and removed by other threads than the one that trains."""
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_loop import Loop, hooks
+
+from lightning_gputime import GPUPhaseHooks
+
+IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
+
+
+@pytest.fixture
+def _threads_take_turns_often() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def look(timer: GPUPhaseHooks, path: Path) -> None:
+    """Reads all that can be read of a timer, and checks that it goes together."""
+    timer.flush()
+    summary, history = timer.summary(), timer.history()
+    timer.to_csv(path)
+    timer.save_trace(path)
+    numbers = history["step"].tolist()
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+    assert {row.n for row in summary.rows.values()} <= {summary.steps}
+    assert timer.last is None or timer.last.phase_ms == STEP_MS
+    assert len(pickle.loads(pickle.dumps(timer)).history()) >= len(numbers)
+
+
+def looking(timer: GPUPhaseHooks, done: threading.Event, path: Path) -> Callable[[], int]:
+    def run() -> int:
+        looks = 0
+        while not done.is_set():
+            look(timer, path)
+            looks += 1
+        return looks
+
+    return run
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
+    waits = []
+    for readers in (0, 3):
+        loop, done = Loop(FakeGPU()), threading.Event()
+        with hooks(loop, history=100) as timer, ThreadPoolExecutor() as pool:
+            looks = [pool.submit(looking(timer, done, tmp_path / str(i))) for i in range(readers)]
+            try:
+                for x in timer.steps(loop.batches(400)):
+                    loop.train(x)
+            finally:
+                done.set()
+        assert all(one.result() for one in looks)
+        assert steps(timer) == [STEP_MS] * 100
+        assert timer.summary().steps == 400
+        waits.append(loop.gpu.waits)
+    # No wait was taken from the loop's thread, nor added to it.
+    assert waits[0] == waits[1]
+
+
+def test_flush_in_another_thread_reads_nothing_while_the_loop_runs(loop: Loop) -> None:
+    with hooks(loop) as timer, ThreadPoolExecutor() as pool:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+            waits = [*loop.gpu.waits]
+            pool.submit(timer.flush).result()
+            assert loop.gpu.waits == waits
+        timer.flush()
+        assert len(loop.gpu.waits) == 3
+
+
+@pytest.mark.parametrize("ends", ["thread", "not"])
+def test_removing_it_from_another_thread_loses_no_step(loop: Loop, ends: str) -> None:
+    timer = hooks(loop).attach()
+
+    def train() -> None:
+        for x in loop.batches(30):
+            loop.train(x)
+            timer.step()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+        if ends == "not":
+            timer.remove()
+    timer.remove()
+    # The first step began in the thread that attached, and is not timed.
+    assert steps(timer) == [IN_STEP_LOOP] * 29
