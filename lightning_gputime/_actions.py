@@ -103,7 +103,7 @@ class Begins:
             self._fail(error)
         return False
 
-    def call_ends(self) -> None:
+    def call_ends(self, result: Any = None) -> None:
         """Is never told."""
 
     def remove(self) -> None:
