@@ -1,5 +1,6 @@
 """One fit of a trainer, in the words of a session: its epochs, batches and updates."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -8,6 +9,9 @@ from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
+
+_PATIENCE = 100
+"""For so many batches that should end a step the first update of all is waited for."""
 
 Action = tuple[str, Callable[[], None]]
 
@@ -33,6 +37,7 @@ class Fit:
         self._batch = batch
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
+        self._patience: float = _PATIENCE
 
     # What the callback is told
 
@@ -56,16 +61,28 @@ class Fit:
             return
         self._in_batch = self._batch.is_open = False
         session = self._session
-        # With manual optimization only the optimizers know.
-        if self._model.automatic_optimization:
-            is_update = _lightning.ends_update(self._trainer, batch_idx)
-        else:
-            is_update = session.has_updated or not session.sees_updates
-        if is_update:
+        if self._ends_step(batch_idx):
             session.end_step(_lightning.step_number(self._trainer))
         else:
             session.batch_ends()
         session.part_began(CALLBACKS)
+
+    def _ends_step(self, batch_idx: int) -> bool:
+        session, trainer = self._session, self._trainer
+        if session.ran_update:
+            self._patience = math.inf
+            return True
+        if not self._model.automatic_optimization:
+            # Only the optimizers know.
+            return session.has_updated or not session.sees_updates
+        if not _lightning.ends_update(trainer, batch_idx):
+            return False
+        if session.has_updated or not session.sees_updates or trainer.is_last_batch:
+            return True
+        # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
+        # trainer's count is what is left.
+        self._patience -= 1
+        return self._patience < 0
 
     # What the profiler is told
 

@@ -64,8 +64,10 @@ def log_every_n_steps(trainer: pl.Trainer) -> int:
 
 
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Tells whether the trainer runs the optimizers after this batch, and not only accumulates."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+    """Tells whether the trainer lets the optimizers run after this batch, as far as it can say."""
+    every: Any = trainer.accumulate_grad_batches
+    counts = isinstance(every, int) and every > 0
+    return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

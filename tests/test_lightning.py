@@ -269,3 +269,62 @@ def test_an_error_in_what_the_trainer_tells_ends_the_timing_alone(
     runner.fit(Model(gpu), Loader(gpu, 3))
     assert runner.global_step == 3
     assert "a hook failed: ZeroDivisionError" in caplog.text
+
+
+# Where a step ends
+
+
+def micro_batches(*numbers: int) -> list[dict[str, float]]:
+    """Steps of so many micro-batches, each of which with its update."""
+    return [
+        {name: ms * (1 if name == "optimizer" else n) for name, ms in STEP_MS.items()}
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_ends_at_the_update_where_a_callback_changes_the_accumulation(
+    gpu: FakeGPU, first: bool
+) -> None:
+    class Changes(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+            trainer.accumulate_grad_batches = (
+                3 if rest[-1] == 1 else trainer.accumulate_grad_batches
+            )
+
+    timer, changes = timer_of(gpu), Changes()
+    callbacks = [changes, timer] if first else [timer, changes]
+    trainer(*callbacks, accumulate_grad_batches=2).fit(Model(gpu), Loader(gpu, 7))
+    assert steps(timer) == micro_batches(2, 1, 3, 1)
+    assert timer.summary().skipped_updates == 0
+
+
+def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
+    class Seldom(Model):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            if batch_idx % 3 == 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+
+    timer = timer_of(gpu)
+    trainer(timer).fit(Seldom(gpu), Loader(gpu, 7))
+    last = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [*micro_batches(3, 3), last]
+    assert timer.history()["step"].tolist() == [2, 5, 6]
+    # The last one was due to end with its epoch.
+    assert timer.summary().skipped_updates == 1
+
+
+def test_where_no_update_ever_shows_the_trainers_count_is_taken(gpu: FakeGPU) -> None:
+    class Hides(Model):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            optimizer_closure()
+
+    timer = timer_of(gpu)
+    trainer(timer).fit(Hides(gpu), Loader(gpu, 104))
+    assert timer.history()["step"].tolist() == [100, 101, 102, 103]
