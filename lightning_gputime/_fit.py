@@ -39,6 +39,10 @@ class Fit:
         self._in_batch = False
         self._patience: float = _PATIENCE
 
+    def is_of(self, trainer: _lightning.Trainer) -> bool:
+        """Tells whether it is this trainer that fits."""
+        return trainer is self._trainer
+
     # What the callback is told
 
     def epoch_begins(self) -> None:
@@ -66,6 +70,15 @@ class Fit:
         else:
             session.batch_ends()
         session.part_began(CALLBACKS)
+
+    def evaluation_ends(self) -> None:
+        """Says that an evaluation is over.
+
+        What follows until the next fetch, such as saving a checkpoint, is the evaluation's, too.
+        But one that a callback runs for itself may lie inside a step, which goes on.
+        """
+        if self._in_batch:
+            self._session.batch_begins()
 
     def _ends_step(self, batch_idx: int) -> bool:
         session, trainer = self._session, self._trainer

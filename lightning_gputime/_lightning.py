@@ -9,6 +9,8 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._record.clock import Clock, clock_for
+from lightning_gputime._results.means import MeanLog
 from lightning_gputime._untraced import untraced
 
 Trainer = pl.Trainer
@@ -50,6 +52,16 @@ def loop_of(
 def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     """Describes the loop in which a trainer evaluates a model."""
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
+
+
+def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
+    """Returns the clock of a trainer's device, or the one that takes its place."""
+    return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
+
+
+def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int) -> MeanLog:
+    """Returns what logs means to a trainer's loggers and to `callback_metrics`."""
+    return MeanLog(prefix, every_n_steps, trainer.loggers, functools.partial(publish, trainer))
 
 
 def step_number(trainer: pl.Trainer) -> int:

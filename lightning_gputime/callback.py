@@ -13,8 +13,7 @@ from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._fit import Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
-from lightning_gputime._record.clock import Clock, clock_for
-from lightning_gputime._results.means import MeanLog
+from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.table import show
 from lightning_gputime._run.evaluation import Evaluation
@@ -140,9 +139,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         every_n_steps = _lightning.log_every_n_steps(trainer)
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
-            self._clock_of(trainer),
+            _lightning.clock_of(trainer, self._options.clock),
             loop,
-            self._means(trainer, self._options.prefix, every_n_steps),
+            _lightning.mean_log_of(trainer, self._options.prefix, every_n_steps),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
         self._fit = fit = Fit(trainer, pl_module, self._session, loop.batch)
@@ -194,8 +193,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
         self._end_evaluation()
+        if self._fit is not None:
+            self._fit.evaluation_ends()
 
     @_lightning.never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -236,14 +236,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        was_training = self._session.is_attached
-        self._detach()
+        was_training = self._fit is not None and self._fit.is_of(trainer)
+        self._leave(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
             self._report(trainer)
 
     @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._detach()
+        self._leave(trainer)
 
     def _report(self, trainer: pl.Trainer) -> None:
         if self._print_summary and trainer.is_global_zero:
@@ -253,22 +253,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
             tag = f"{self._options.prefix}/steps"
             _lightning.send_figure(trainer, tag, figure, self.last.step)
 
-    def _clock_of(self, trainer: pl.Trainer) -> Clock:
-        device = trainer.strategy.root_device
-        return self._options.clock or clock_for(device, tell=trainer.is_global_zero)
-
-    def _means(self, trainer: pl.Trainer, prefix: str, every_n_steps: int) -> MeanLog:
-        publish = functools.partial(_lightning.publish, trainer)
-        return MeanLog(prefix, every_n_steps, trainer.loggers, publish)
-
     def _start_evaluation(
         self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
         self._evaluation = Evaluation(
-            self._clock_of(trainer),
+            _lightning.clock_of(trainer, self._options.clock),
             _lightning.evaluation_loop_of(trainer, pl_module),
             # Nothing is due before the end.
-            self._means(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
+            _lightning.mean_log_of(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
             lag=self._options.lag,
             number=_lightning.step_number(trainer),
         )
@@ -288,10 +280,21 @@ class GPUPhaseTimer(Timer, pl.Callback):
             actions.remove()
         self._heard = ()
 
-    def _detach(self) -> None:
-        """Ends whatever runs, without a wait for the device or other ranks."""
+    def _leave(self, trainer: pl.Trainer) -> None:
+        """Ends what a trainer runs, which may be an evaluation inside another trainer's fit."""
+        if self._fit is None or self._fit.is_of(trainer):
+            self._detach()
+        elif self._evaluation is not None:
+            self._abort_evaluation()
+            self._fit.evaluation_ends()
+
+    def _abort_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.abort()
             self._evaluation = None
+
+    def _detach(self) -> None:
+        """Ends whatever runs, without a wait for the device or other ranks."""
+        self._abort_evaluation()
         self._leave_fit()
         self._abort()

@@ -1,5 +1,6 @@
 """The places of a Lightning run at which the timer must begin, read, or keep out."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,54 @@ def test_where_no_update_ever_shows_the_trainers_count_is_taken(gpu: FakeGPU) ->
     timer = timer_of(gpu)
     trainer(timer).fit(Hides(gpu), Loader(gpu, 104))
     assert timer.history()["step"].tolist() == [100, 101, 102, 103]
+
+
+# Evaluations inside a fit
+
+
+class Validates(pl.Callback):
+    """Lets another trainer validate another model in a hook, with the same timer, once."""
+
+    def __init__(self, hook: str, gpu: FakeGPU, timer: GPUPhaseTimer, *others: pl.Callback) -> None:
+        setattr(self, hook, self._validate)
+        self.gpu, self.callbacks = gpu, (timer, *others)
+        self.calls = 0
+
+    def _validate(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            with contextlib.suppress(ZeroDivisionError):
+                runner = trainer(*self.callbacks)
+                runner.validate(Model(self.gpu), Loader(self.gpu, 2), verbose=False)
+
+
+class Breaks(pl.Callback):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("others", [[], [Breaks()]], ids=["it ends", "it fails"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_a_validation_by_another_trainer_inside_a_fit_loses_no_step(
+    gpu: FakeGPU, hook: str, first: bool, others: list[pl.Callback]
+) -> None:
+    timer = timer_of(gpu)
+    validates = Validates(hook, gpu, timer, *others)
+    trainer(*([validates, timer] if first else [timer, validates])).fit(Model(gpu), Loader(gpu, 4))
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert steps(timer) == [STEP_MS] * 4
+
+
+def test_a_validation_by_the_same_trainer_which_breaks_the_fit_keeps_what_has_ended(
+    gpu: FakeGPU,
+) -> None:
+    class Again(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, model: Any, *_: Any) -> None:
+            trainer.validate(model, Loader(gpu, 2), verbose=False)
+
+    timer, model = timer_of(gpu), Model(gpu)
+    with pytest.raises(AssertionError):  # Lightning has put the fit's loader away.
+        trainer(timer, Again()).fit(model, Loader(gpu, 3))
+    assert steps(timer) == [STEP_MS]
+    assert not any(module._forward_hooks for module in model.modules())
