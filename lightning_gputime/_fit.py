@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from lightning_gputime import _lightning
+from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._run.detached import Detached
@@ -37,6 +38,7 @@ class Fit:
         self._batch = batch
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
+        self._heard: list[Actions | Begins] = []
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -99,13 +101,23 @@ class Fit:
 
     # What the profiler is told
 
-    def actions(self, own: _lightning.Callback) -> dict[str, Callable[[], None]]:
-        """Returns what is to be called when the trainer tells its profiler of an action.
+    def listen(self, own: _lightning.Callback, fail: Callable[[Exception], None]) -> None:
+        """Hears what the trainer begins, until `remove`.
 
         Args:
             own: The callback that calls the methods above.
+            fail: Is called with an error of what is called here.
         """
-        return dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        profiler, is_idle = _lightning.profiler_of(self._trainer)
+        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
+        if place := _lightning.broadcasts_of(self._trainer):
+            self._heard.append(Begins(*place, self.wait_begins, fail))
+
+    def remove(self) -> None:
+        """Hears no more. Safe to call twice."""
+        for one in self._heard:
+            one.remove()
 
     def fetch_begins(self) -> None:
         """Says that the trainer fetches the next batch."""

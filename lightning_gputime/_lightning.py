@@ -59,20 +59,16 @@ def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
-def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int) -> MeanLog:
-    """Returns what logs means to a trainer's loggers and to `callback_metrics`."""
+def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int | None = None) -> MeanLog:
+    """Returns what logs means, by default as often as a trainer logs, to where it logs."""
+    if every_n_steps is None:
+        every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
     return MeanLog(prefix, every_n_steps, trainer.loggers, functools.partial(publish, trainer))
 
 
 def step_number(trainer: pl.Trainer) -> int:
     """Returns the number that Lightning logs the current step under."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def log_every_n_steps(trainer: pl.Trainer) -> int:
-    """Returns how many steps lie between two logs."""
-    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    return every_n_steps
 
 
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:

@@ -11,7 +11,7 @@ from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps
 from fake_lightning import Loader, MemoryLogger, Model, trainer
 from torch import Tensor
 
-from lightning_gputime import GPUPhaseTimer
+from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
@@ -380,3 +380,85 @@ def test_a_validation_by_the_same_trainer_which_breaks_the_fit_keeps_what_has_en
         trainer(timer, Again()).fit(model, Loader(gpu, 3))
     assert steps(timer) == [STEP_MS]
     assert not any(module._forward_hooks for module in model.modules())
+
+
+# From a file, and in a dry run
+
+
+SEEN: list[int] = []
+
+
+def note(times: StepTimes) -> None:
+    """Is named in a YAML file."""
+    SEEN.append(times.step)
+
+
+class Plain(pl.LightningModule):
+    """A model that needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.ones(4, 2)
+        return torch.utils.data.DataLoader(data, batch_size=2)
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_checkpointing: false
+  callbacks:
+    - class_path: lightning_gputime.GPUPhaseTimer
+      init_args:
+        warmup_steps: 0
+        on_step: %s
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # jsonargparse and Lightning warn of themselves
+@pytest.mark.parametrize(
+    "on_step", ["test_lightning.note", "{class_path: lightning_gputime.PhaseTimeMetric}", "null"]
+)
+def test_on_step_can_be_named_in_the_file_of_a_lightning_cli(
+    on_step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    pytest.importorskip("jsonargparse")
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG % on_step)
+    SEEN.clear()
+    made = cli.LightningCLI(Plain, args=["fit", "--config", str(path)], save_config_callback=None)
+    [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
+    assert timer.history()["step"].tolist() == [0, 1]
+    if "note" in on_step:
+        assert SEEN == [0, 1]
+    if "Metric" in on_step:
+        assert "not counted" not in caplog.text
+        metric = timer._options.on_step
+        assert isinstance(metric, PhaseTimeMetric)
+        assert metric.compute()["step_ms"] > 0.0
+
+
+def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
+    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu)
+    runner = trainer(timer, fast_dev_run=True)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    printed = capsys.readouterr().out
+    assert "Time per step in ms over 1 step, which is warm-up: no other was timed" in printed
+    assert "forward       4.000   25.6%" in printed
+    assert "bound" not in printed  # A warm-up says nothing about the training.
+    assert timer.summary().steps == 0

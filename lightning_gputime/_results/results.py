@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -114,6 +115,14 @@ class Results:
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
         )
+
+    def summary_to_print(self) -> PhaseSummary:
+        """Returns the summary, or that of the warm-up where there was nothing else."""
+        if self.sums.step.n or not self._newest:
+            return self.summary()
+        warmup = Results(len(self._newest), 0, self.on_host_clock)
+        warmup.add([*self._newest])
+        return replace(warmup.summary(), is_warmup=True)
 
     def _after_warmup(self) -> list[StepTimes]:
         forgotten = self._seen - len(self._newest)
