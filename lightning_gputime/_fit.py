@@ -1,13 +1,18 @@
 """One fit of a trainer, in the words of a session: its epochs, batches and updates."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from lightning_gputime import _lightning
+from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
+
+_PATIENCE = 100
+"""For so many batches that should end a step the first update of all is waited for."""
 
 Action = tuple[str, Callable[[], None]]
 
@@ -33,6 +38,12 @@ class Fit:
         self._batch = batch
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
+        self._heard: list[Actions | Begins] = []
+        self._patience: float = _PATIENCE
+
+    def is_of(self, trainer: _lightning.Trainer) -> bool:
+        """Tells whether it is this trainer that fits."""
+        return trainer is self._trainer
 
     # What the callback is told
 
@@ -56,26 +67,57 @@ class Fit:
             return
         self._in_batch = self._batch.is_open = False
         session = self._session
-        # With manual optimization only the optimizers know.
-        if self._model.automatic_optimization:
-            is_update = _lightning.ends_update(self._trainer, batch_idx)
-        else:
-            is_update = session.has_updated or not session.sees_updates
-        if is_update:
+        if self._ends_step(batch_idx):
             session.end_step(_lightning.step_number(self._trainer))
         else:
             session.batch_ends()
         session.part_began(CALLBACKS)
 
+    def evaluation_ends(self) -> None:
+        """Says that an evaluation is over.
+
+        What follows until the next fetch, such as saving a checkpoint, is the evaluation's, too.
+        But one that a callback runs for itself may lie inside a step, which goes on.
+        """
+        if self._in_batch:
+            self._session.batch_begins()
+
+    def _ends_step(self, batch_idx: int) -> bool:
+        session, trainer = self._session, self._trainer
+        if session.ran_update:
+            self._patience = math.inf
+            return True
+        if not self._model.automatic_optimization:
+            # Only the optimizers know.
+            return session.has_updated or not session.sees_updates
+        if not _lightning.ends_update(trainer, batch_idx):
+            return False
+        if session.has_updated or not session.sees_updates or trainer.is_last_batch:
+            return True
+        # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
+        # trainer's count is what is left.
+        self._patience -= 1
+        return self._patience < 0
+
     # What the profiler is told
 
-    def actions(self, own: _lightning.Callback) -> dict[str, Callable[[], None]]:
-        """Returns what is to be called when the trainer tells its profiler of an action.
+    def listen(self, own: _lightning.Callback, fail: Callable[[Exception], None]) -> None:
+        """Hears what the trainer begins, until `remove`.
 
         Args:
             own: The callback that calls the methods above.
+            fail: Is called with an error of what is called here.
         """
-        return dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        profiler, is_idle = _lightning.profiler_of(self._trainer)
+        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
+        if place := _lightning.broadcasts_of(self._trainer):
+            self._heard.append(Begins(*place, self.wait_begins, fail))
+
+    def remove(self) -> None:
+        """Hears no more. Safe to call twice."""
+        for one in self._heard:
+            one.remove()
 
     def fetch_begins(self) -> None:
         """Says that the trainer fetches the next batch."""

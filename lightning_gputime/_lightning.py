@@ -9,6 +9,8 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._record.clock import Clock, clock_for
+from lightning_gputime._results.means import MeanLog
 from lightning_gputime._untraced import untraced
 
 Trainer = pl.Trainer
@@ -52,20 +54,28 @@ def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
+def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
+    """Returns the clock of a trainer's device, or the one that takes its place."""
+    return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
+
+
+def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int | None = None) -> MeanLog:
+    """Returns what logs means, by default as often as a trainer logs, to where it logs."""
+    if every_n_steps is None:
+        every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
+    return MeanLog(prefix, every_n_steps, trainer.loggers, functools.partial(publish, trainer))
+
+
 def step_number(trainer: pl.Trainer) -> int:
     """Returns the number that Lightning logs the current step under."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def log_every_n_steps(trainer: pl.Trainer) -> int:
-    """Returns how many steps lie between two logs."""
-    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    return every_n_steps
-
-
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Tells whether the trainer runs the optimizers after this batch, and not only accumulates."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+    """Tells whether the trainer lets the optimizers run after this batch, as far as it can say."""
+    every: Any = trainer.accumulate_grad_batches
+    counts = isinstance(every, int) and every > 0
+    return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

@@ -2,19 +2,18 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
-from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._fit import Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
-from lightning_gputime._record.clock import Clock, clock_for
-from lightning_gputime._results.means import MeanLog
+from lightning_gputime._phases import StepTimes
+from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.table import show
 from lightning_gputime._run.evaluation import Evaluation
@@ -97,7 +96,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
         sync_ranks: SyncRanks = True,
-        on_step: Any = None,
+        on_step: Callable[[StepTimes], object] | None = None,
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -124,10 +123,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         self._evaluation: Evaluation | None = None
         self._fit: Fit | None = None
-        self._heard: Sequence[Actions | Begins] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_heard": (), "_evaluation": None}
+        return {**super().__getstate__(), "_fit": None, "_evaluation": None}
 
     # Lightning's hooks
 
@@ -137,22 +135,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_lightning.never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
-        every_n_steps = _lightning.log_every_n_steps(trainer)
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
-            self._clock_of(trainer),
+            _lightning.clock_of(trainer, self._options.clock),
             loop,
-            self._means(trainer, self._options.prefix, every_n_steps),
+            _lightning.mean_log_of(trainer, self._options.prefix),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
         )
-        self._fit = fit = Fit(trainer, pl_module, self._session, loop.batch)
-        profiler, is_idle = _lightning.profiler_of(trainer)
-        heard: list[Actions | Begins] = [
-            Actions(profiler, fit.actions(self), self._give_up, is_idle=is_idle)
-        ]
-        if place := _lightning.broadcasts_of(trainer):
-            heard.append(Begins(*place, fit.wait_begins, self._give_up))
-        self._heard = heard
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch)
+        self._fit.listen(self, self._give_up)
 
     @_lightning.never_raises
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -194,16 +185,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # What follows until the next fetch, such as saving a checkpoint, is the validation's, too.
         self._end_evaluation()
+        if self._fit is not None:
+            self._fit.evaluation_ends()
 
     @_lightning.never_raises
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_evaluation("test", trainer, pl_module)
+    def on_test_start(self, *args: Any) -> None:
+        self._start_evaluation("test", *args)
 
     @_lightning.never_raises
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_evaluation("predict", trainer, pl_module)
+    def on_predict_start(self, *args: Any) -> None:
+        self._start_evaluation("predict", *args)
 
     @_lightning.never_raises
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
@@ -220,7 +212,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @_lightning.never_raises
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_test_end(self, *_: Any, **__: Any) -> None:
         self._end_evaluation()
 
     on_predict_end = on_test_end
@@ -236,39 +228,33 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        was_training = self._session.is_attached
-        self._detach()
+        was_training = self._fit is not None and self._fit.is_of(trainer)
+        self._leave(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
             self._report(trainer)
 
     @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._detach()
+        self._leave(trainer)
 
     def _report(self, trainer: pl.Trainer) -> None:
-        if self._print_summary and trainer.is_global_zero:
-            show(self.summary())
-        if self._log_figure and trainer.is_global_zero and self.last is not None:
+        if not trainer.is_global_zero:
+            return
+        if self._print_summary:
+            show(self._read().summary_to_print())
+        if self._log_figure and self.last is not None:
             figure, _ = self.plot(ax=new_axes())
             tag = f"{self._options.prefix}/steps"
             _lightning.send_figure(trainer, tag, figure, self.last.step)
-
-    def _clock_of(self, trainer: pl.Trainer) -> Clock:
-        device = trainer.strategy.root_device
-        return self._options.clock or clock_for(device, tell=trainer.is_global_zero)
-
-    def _means(self, trainer: pl.Trainer, prefix: str, every_n_steps: int) -> MeanLog:
-        publish = functools.partial(_lightning.publish, trainer)
-        return MeanLog(prefix, every_n_steps, trainer.loggers, publish)
 
     def _start_evaluation(
         self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
         self._evaluation = Evaluation(
-            self._clock_of(trainer),
+            _lightning.clock_of(trainer, self._options.clock),
             _lightning.evaluation_loop_of(trainer, pl_module),
             # Nothing is due before the end.
-            self._means(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
+            _lightning.mean_log_of(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
             lag=self._options.lag,
             number=_lightning.step_number(trainer),
         )
@@ -283,15 +269,25 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._detach()
 
     def _leave_fit(self) -> None:
-        self._fit = None
-        for actions in self._heard:
-            actions.remove()
-        self._heard = ()
+        if self._fit is not None:
+            self._fit.remove()
+            self._fit = None
 
-    def _detach(self) -> None:
-        """Ends whatever runs, without a wait for the device or other ranks."""
+    def _leave(self, trainer: pl.Trainer) -> None:
+        """Ends what a trainer runs, which may be an evaluation inside another trainer's fit."""
+        if self._fit is None or self._fit.is_of(trainer):
+            self._detach()
+        elif self._evaluation is not None:
+            self._abort_evaluation()
+            self._fit.evaluation_ends()
+
+    def _abort_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.abort()
             self._evaluation = None
+
+    def _detach(self) -> None:
+        """Ends whatever runs, without a wait for the device or other ranks."""
+        self._abort_evaluation()
         self._leave_fit()
         self._abort()

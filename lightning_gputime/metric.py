@@ -11,16 +11,25 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
     BACKWARD,
+    CALLBACKS,
     COMM,
+    COPY,
+    DATA,
+    FETCH,
     FORWARD,
     OTHER,
     PHASES,
     StepTimes,
     check_name,
+    of_one_callback,
 )
 from lightning_gputime._results.ranks import STEP, compare
 
-_COUNTED = (*PHASES, *(f"{phase}/{COMM}" for phase in (FORWARD, BACKWARD, OTHER)))
+_COUNTED = (
+    *PHASES,
+    *(f"{phase}/{COMM}" for phase in (DATA, FORWARD, BACKWARD, OTHER)),
+    *(FETCH, COPY, CALLBACKS),
+)
 
 
 class PhaseTimeMetric(Metric):
@@ -76,6 +85,8 @@ class PhaseTimeMetric(Metric):
         """
         if unknown := times.phase_ms.keys() - {*self._names} - self._told:
             self._told |= unknown
+            unknown = {name for name in unknown if not of_one_callback(name)}
+        if unknown:
             messages.warning(
                 "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
                 sorted(unknown),

@@ -1,5 +1,6 @@
 """The places of a Lightning run at which the timer must begin, read, or keep out."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps
 from fake_lightning import Loader, MemoryLogger, Model, trainer
 from torch import Tensor
 
-from lightning_gputime import GPUPhaseTimer
+from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
@@ -269,3 +270,195 @@ def test_an_error_in_what_the_trainer_tells_ends_the_timing_alone(
     runner.fit(Model(gpu), Loader(gpu, 3))
     assert runner.global_step == 3
     assert "a hook failed: ZeroDivisionError" in caplog.text
+
+
+# Where a step ends
+
+
+def micro_batches(*numbers: int) -> list[dict[str, float]]:
+    """Steps of so many micro-batches, each of which with its update."""
+    return [
+        {name: ms * (1 if name == "optimizer" else n) for name, ms in STEP_MS.items()}
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_ends_at_the_update_where_a_callback_changes_the_accumulation(
+    gpu: FakeGPU, first: bool
+) -> None:
+    class Changes(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+            trainer.accumulate_grad_batches = (
+                3 if rest[-1] == 1 else trainer.accumulate_grad_batches
+            )
+
+    timer, changes = timer_of(gpu), Changes()
+    callbacks = [changes, timer] if first else [timer, changes]
+    trainer(*callbacks, accumulate_grad_batches=2).fit(Model(gpu), Loader(gpu, 7))
+    assert steps(timer) == micro_batches(2, 1, 3, 1)
+    assert timer.summary().skipped_updates == 0
+
+
+def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
+    class Seldom(Model):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            if batch_idx % 3 == 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+
+    timer = timer_of(gpu)
+    trainer(timer).fit(Seldom(gpu), Loader(gpu, 7))
+    last = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [*micro_batches(3, 3), last]
+    assert timer.history()["step"].tolist() == [2, 5, 6]
+    # The last one was due to end with its epoch.
+    assert timer.summary().skipped_updates == 1
+
+
+def test_where_no_update_ever_shows_the_trainers_count_is_taken(gpu: FakeGPU) -> None:
+    class Hides(Model):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            optimizer_closure()
+
+    timer = timer_of(gpu)
+    trainer(timer).fit(Hides(gpu), Loader(gpu, 104))
+    assert timer.history()["step"].tolist() == [100, 101, 102, 103]
+
+
+# Evaluations inside a fit
+
+
+class Validates(pl.Callback):
+    """Lets another trainer validate another model in a hook, with the same timer, once."""
+
+    def __init__(self, hook: str, gpu: FakeGPU, timer: GPUPhaseTimer, *others: pl.Callback) -> None:
+        setattr(self, hook, self._validate)
+        self.gpu, self.callbacks = gpu, (timer, *others)
+        self.calls = 0
+
+    def _validate(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            with contextlib.suppress(ZeroDivisionError):
+                runner = trainer(*self.callbacks)
+                runner.validate(Model(self.gpu), Loader(self.gpu, 2), verbose=False)
+
+
+class Breaks(pl.Callback):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("others", [[], [Breaks()]], ids=["it ends", "it fails"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_a_validation_by_another_trainer_inside_a_fit_loses_no_step(
+    gpu: FakeGPU, hook: str, first: bool, others: list[pl.Callback]
+) -> None:
+    timer = timer_of(gpu)
+    validates = Validates(hook, gpu, timer, *others)
+    trainer(*([validates, timer] if first else [timer, validates])).fit(Model(gpu), Loader(gpu, 4))
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert steps(timer) == [STEP_MS] * 4
+
+
+def test_a_validation_by_the_same_trainer_which_breaks_the_fit_keeps_what_has_ended(
+    gpu: FakeGPU,
+) -> None:
+    class Again(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, model: Any, *_: Any) -> None:
+            trainer.validate(model, Loader(gpu, 2), verbose=False)
+
+    timer, model = timer_of(gpu), Model(gpu)
+    with pytest.raises(AssertionError):  # Lightning has put the fit's loader away.
+        trainer(timer, Again()).fit(model, Loader(gpu, 3))
+    assert steps(timer) == [STEP_MS]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# From a file, and in a dry run
+
+
+SEEN: list[int] = []
+
+
+def note(times: StepTimes) -> None:
+    """Is named in a YAML file."""
+    SEEN.append(times.step)
+
+
+class Plain(pl.LightningModule):
+    """A model that needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.ones(4, 2)
+        return torch.utils.data.DataLoader(data, batch_size=2)
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_checkpointing: false
+  callbacks:
+    - class_path: lightning_gputime.GPUPhaseTimer
+      init_args:
+        warmup_steps: 0
+        on_step: %s
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # jsonargparse and Lightning warn of themselves
+@pytest.mark.parametrize(
+    "on_step", ["test_lightning.note", "{class_path: lightning_gputime.PhaseTimeMetric}", "null"]
+)
+def test_on_step_can_be_named_in_the_file_of_a_lightning_cli(
+    on_step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    pytest.importorskip("jsonargparse")
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG % on_step)
+    SEEN.clear()
+    made = cli.LightningCLI(Plain, args=["fit", "--config", str(path)], save_config_callback=None)
+    [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
+    assert timer.history()["step"].tolist() == [0, 1]
+    if "note" in on_step:
+        assert SEEN == [0, 1]
+    if "Metric" in on_step:
+        assert "not counted" not in caplog.text
+        metric = timer._options.on_step
+        assert isinstance(metric, PhaseTimeMetric)
+        assert metric.compute()["step_ms"] > 0.0
+
+
+def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
+    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu)
+    runner = trainer(timer, fast_dev_run=True)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    printed = capsys.readouterr().out
+    assert "Time per step in ms over 1 step, which is warm-up: no other was timed" in printed
+    assert "forward       4.000   25.6%" in printed
+    assert "bound" not in printed  # A warm-up says nothing about the training.
+    assert timer.summary().steps == 0

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from threading import RLock
 from typing import Any
@@ -136,6 +137,16 @@ class Results:
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
         )
+
+    def summary_to_print(self) -> PhaseSummary:
+        """Returns the summary, or that of the warm-up where there was nothing else."""
+        with self._lock:
+            newest = [*self._newest]
+        if self.sums.step.n or not newest:
+            return self.summary()
+        warmup = Results(len(newest), 0, self.on_host_clock)
+        warmup.add(newest)
+        return replace(warmup.summary(), is_warmup=True)
 
 
 def _stats(

@@ -69,6 +69,7 @@ class PhaseSummary:
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
+        is_warmup: Whether these are the steps of the warm-up, where there are no others.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -82,6 +83,7 @@ class PhaseSummary:
     run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
+    is_warmup: bool = False
 
     @property
     def verdict(self) -> str:
@@ -165,6 +167,12 @@ class PhaseSummary:
         left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
         if not self.steps:
             return f"No step was timed ({left_out})."
+        if self.is_warmup:
+            are = "is" if self.steps == 1 else "are"
+            return (
+                f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)}, which {are}"
+                " warm-up: no other was timed"
+            )
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         return (
             f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
@@ -185,6 +193,8 @@ class PhaseSummary:
         return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
     def _sentences(self) -> list[str]:
+        if self.is_warmup:
+            return []
         ranks = self.ranks.sentence if self.ranks is not None else ""
         return [
             sentence

@@ -16,6 +16,7 @@ class Detached:
     thread = -1
     is_attached = False
     has_updated = False
+    ran_update = False
     sees_updates = False
 
     def begin(self, number: int) -> None:

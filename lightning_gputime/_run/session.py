@@ -135,6 +135,11 @@ class Session:
         return self._tried_update or self._boundaries.updates > 0
 
     @property
+    def ran_update(self) -> bool:
+        """Whether an optimizer has run its update in the open step."""
+        return self._boundaries.updates > 0
+
+    @property
     def sees_updates(self) -> bool:
         """Whether there are optimizers whose updates are seen."""
         return self._boundaries.has_optimizers
