@@ -57,6 +57,7 @@ class PhaseSummary:
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
+        hint: What to do where no step was timed.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -70,6 +71,7 @@ class PhaseSummary:
     run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
+    hint: str = ""
 
     @property
     def verdict(self) -> str:
@@ -145,8 +147,10 @@ class PhaseSummary:
     def _title(self) -> str:
         left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
         if not self.steps:
-            return f"No step was timed ({left_out})."
+            return f"No step was timed ({left_out}). {self.hint}".rstrip()
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
+        if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
+            skipped = f"; {self.skipped_updates} have no update"
         return (
             f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
             f"{skipped}"
