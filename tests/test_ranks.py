@@ -361,7 +361,7 @@ def test_with_log_steps_without_times_are_missing_from_all_ranks_alike(
         for number in range(40):
             if number in (10, 20, 30):
                 loop.model.eval()
-                with torch.no_grad():
+                with torch.inference_mode():
                     loop.model(x)
                 loop.model.train()
             else:

@@ -178,7 +178,7 @@ class Marks:
         if self.state is OPEN and get_ident() == self.thread:
             labels = [name for name, *_ in self._open]
             first = labels.index(label)
-            self._exclude_from(0 if labels[:first] == [DATA] else first)
+            self._exclude_from(0 if {*labels[:first]} <= {DATA, EXCLUDED} else first)
             self.state = PAUSED
             self._tell_annotator(None)
 
