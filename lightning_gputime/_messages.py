@@ -5,6 +5,16 @@ import logging
 messages = logging.getLogger("lightning_gputime")
 
 
+def _name_the_package(record: logging.LogRecord) -> bool:
+    # Where logging is not configured, Python prints the message alone.
+    if not messages.hasHandlers():
+        record.msg = f"{messages.name}: {record.msg}"
+    return True
+
+
+messages.addFilter(_name_the_package)
+
+
 class TellOnce:
     """Logs each warning the first time only: a training loop must not fill the log."""
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_gputime._phases import check_name
 from lightning_gputime._record.clock import Clock
 
 SyncRanks = bool | Literal["log"]
@@ -133,6 +134,12 @@ def _check_modules(modules: Any) -> None:
             "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping"
             f" from names without '/' to modules, got {modules!r}"
         )
+    if isinstance(modules, Mapping):
+        for name in names:
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise ValueError(f"modules: {error}") from None
     if "comm" in names:
         raise ValueError(
             "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks;"

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.submodules import resolve
-from lightning_gputime._options import Options
+from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results import files
@@ -37,9 +37,11 @@ class Timer:
         options: How steps are timed.
     """
 
+    _USE = "The timer was never attached."
+
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._results = Results(options.history, options.timed_warmup_steps)
+        self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
         self._session: Session | Detached = NEVER_ATTACHED
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,9 +209,12 @@ class Timer:
 
         Raises:
             OSError: If it cannot be written. No measurement is lost.
+            TypeError: If `steps` is no integer.
+            ValueError: If `steps` is below 1.
         """
         from lightning_gputime._results.trace import trace
 
+        check_int("steps", steps, 1, "the number of newest steps to write")
         files.write(path, trace(self._read().newest()[-steps:]))
 
     def _read(self) -> Results:

@@ -1,9 +1,10 @@
 """The timer for a plain PyTorch loop."""
 
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
@@ -41,9 +42,12 @@ class GPUPhaseHooks(Timer):
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         device: The device to time; by default the one that the model's parameters are on.
-        accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step.
+        accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step;
+            with "auto" a step ends with the update, and one that is skipped is part of the next.
         logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
         log_every_n_steps: How many steps are averaged into one log.
+        first_step: The number of the first step after `attach`, where training is resumed. The
+            steps are counted on through all epochs; another `attach` starts here again.
         modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
             dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
@@ -73,6 +77,10 @@ class GPUPhaseHooks(Timer):
         >>> print(timer.summary())
     """
 
+    _USE = (
+        "The timer was never attached: call attach(), or use 'with GPUPhaseHooks(...) as timer:'."
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -83,9 +91,10 @@ class GPUPhaseHooks(Timer):
         warmup_steps: int = 5,
         history: int = 10_000,
         device: torch.device | str | int | None = None,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | Literal["auto"] = 1,
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
+        first_step: int = 0,
         modules: Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
@@ -111,9 +120,7 @@ class GPUPhaseHooks(Timer):
             )
         )
         check_bools(wrap_backward=wrap_backward)
-        check_int(
-            "accumulate_grad_batches", accumulate_grad_batches, 1, "micro-batches in one update"
-        )
+        check_int("first_step", first_step, 0, "the number of the first step after attach()")
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._loop = Loop(
             _check_model(model),
@@ -126,9 +133,10 @@ class GPUPhaseHooks(Timer):
         self._device = None if device is None else check_device(device)
         if self._device is not None and clock is None:
             clock_for(self._device)
-        self._accumulate_grad_batches = accumulate_grad_batches
+        self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
         self._log_every_n_steps = log_every_n_steps
-        self._step = self._micro_batches = 0
+        self._first_step = self._step = first_step
+        self._micro_batches = 0
         # The step and the micro-batch in whose body a loop over `steps` is; None outside.
         self._body: tuple[int, int] | None = None
 
@@ -138,7 +146,7 @@ class GPUPhaseHooks(Timer):
             device = self._device or device_of(self._loop.model)
             clock = self._options.clock or clock_for(device, tell=True)
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
-            self._step = self._micro_batches = 0
+            self._step, self._micro_batches = self._first_step, 0
             self._body = None
             self._start(clock, self._loop, means)
             self._session.begin(self._step)
@@ -149,7 +157,7 @@ class GPUPhaseHooks(Timer):
         if self._session.is_attached:
             self._leave_body()
             self._finish()
-            if not self._step:
+            if self._step == self._first_step:
                 messages.warning(
                     "No step has ended: iterate over steps(loader), or call step() at the end of"
                     " the loop's body."
@@ -257,6 +265,19 @@ def _check_model(model: Any) -> nn.Module:
             " several devices: use torch.nn.parallel.DistributedDataParallel"
         )
     return model
+
+
+def _check_accumulation(batches: int | str, loop: Loop) -> int:
+    if batches != "auto":
+        meaning = "micro-batches in one update, or 'auto' to end a step with the update"
+        check_int("accumulate_grad_batches", batches, 1, meaning)
+        return int(batches)
+    if not loop.optimizers:
+        raise ValueError(
+            "accumulate_grad_batches must be a number where there are no optimizers, whose update"
+            " could end a step; got 'auto'"
+        )
+    return sys.maxsize
 
 
 def _check_optimizers(optimizers: Any) -> list[Any]:

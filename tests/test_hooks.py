@@ -11,7 +11,7 @@ from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime import GPUPhaseHooks, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.steps import StepRecord
@@ -326,6 +326,10 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"warmup_steps": -1}, "warmup_steps must be 0 or more .* got -1"),
         ({"history": 0}, "history must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be 1 or more .* got 0"),
+        ({"accumulate_grad_batches": "all"}, "accumulate_grad_batches must be an int.* got 'all'"),
+        ({"first_step": -1}, "first_step must be 0 or more .* got -1"),
+        ({"modules": {"step": nn.Linear(1, 1)}}, "modules: phase name 'step' is taken"),
+        ({"modules": {"": nn.Linear(1, 1)}}, "modules: phase name '' is not usable"),
         ({"log_every_n_steps": 0}, "log_every_n_steps must be 1 or more .* got 0"),
         ({"prefix": "/"}, "prefix must be a key .* got '/'"),
         ({"device": "gpu"}, "device 'gpu' is unknown"),
@@ -573,6 +577,36 @@ def test_a_graph_is_timed_whatever_is_done_with_the_step_it_is_captured_in(
     assert not loop.gpu.capture_broken
     assert steps(timer)[-1] == {**STEP_MS, "data": 1.125, "other": 0.0}
     assert timer.summary().verdict.startswith("GPU-bound")
+
+
+def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None:
+    logger = Logger()
+    timer = hooks(loop, first_step=1000, logger=logger, log_every_n_steps=2)
+    for _ in range(2):  # Attached again, it starts at the first again.
+        with timer:
+            for _ in range(2):
+                for x in timer.steps(loop.batches(3)):
+                    loop.train(x)
+        assert timer.history()["step"].tolist() == [1000, 1001, 1002, 1003, 1004, 1005]
+    assert [step for step, _ in logger.calls] == [1001, 1003, 1005] * 2
+
+
+def test_what_only_has_an_update_of_its_own_is_called(loop: Loop) -> None:
+    class Bar:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def update(self, n: int) -> None:
+            raise AssertionError
+
+        def __call__(self, times: StepTimes) -> None:
+            self.steps.append(times.step)
+
+    bar = Bar()
+    with hooks(loop, on_step=bar) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert bar.steps == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["on_step", "loop"])

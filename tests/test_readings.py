@@ -92,6 +92,15 @@ def test_a_trace_has_each_phase_of_each_step_on_both_lanes(
     assert sum(name == "augment" for name, _, _ in lanes["device"]) == 1
 
 
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_a_trace_of_no_steps_is_refused(
+    timer: GPUPhaseHooks, tmp_path: Path, steps: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"steps must be .* got {steps}"):
+        timer.save_trace(tmp_path / "trace.json", steps=steps)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_slices_of_a_trace_lie_inside_their_step_and_the_gpu_is_not_before_the_host(
     timer: GPUPhaseHooks, tmp_path: Path
 ) -> None:

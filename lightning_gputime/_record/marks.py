@@ -55,6 +55,8 @@ class Marks:
         """The thread that is timed; -1 at rest."""
         # The same, at rest, too.
         self._home = -1
+        self.was_elsewhere = False
+        """Whether a boundary was seen in another thread."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
         # The open step: its marks; whether one of them went into a graph, whose events are of
@@ -73,7 +75,10 @@ class Marks:
 
     def is_resting_here(self) -> bool:
         """Tells whether the calling thread is the one that is timed, in some steps but not now."""
-        return self.thread == -1 and get_ident() == self._home
+        if self.thread == -1:
+            return get_ident() == self._home
+        self.was_elsewhere = True
+        return False
 
     def mark(self, label: str) -> None:
         """Says that from here on the time belongs to `label`.

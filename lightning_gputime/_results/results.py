@@ -27,13 +27,17 @@ class Results:
         capacity: How many steps the history holds.
         warmup_steps: How many of the first steps the summary leaves out.
         on_host_clock: Whether they are timed without a device.
+        hint: What to do if there are no steps.
     """
 
-    def __init__(self, capacity: int, warmup_steps: int, on_host_clock: bool = False) -> None:
+    def __init__(
+        self, capacity: int, warmup_steps: int, on_host_clock: bool = False, hint: str = ""
+    ) -> None:
         # Not a plain lock: a signal handler may read in the thread, and in the moment, of an `add`.
         self._lock = RLock()
         self.on_host_clock = on_host_clock
         """Whether the steps are timed without a device."""
+        self._hint = hint
         self._warmup_steps = warmup_steps
         self._newest: deque[StepRecord] = deque(maxlen=capacity)
         self._seen = 0
@@ -136,6 +140,7 @@ class Results:
             run_ahead_mean_ms=_mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
+            hint="" if seen else self._hint,
         )
 
     def summary_to_print(self) -> PhaseSummary:

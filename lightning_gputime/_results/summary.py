@@ -70,6 +70,7 @@ class PhaseSummary:
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
+        hint: What to do where no step was timed.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -84,6 +85,7 @@ class PhaseSummary:
     probed_steps: int = 0
     probe_failure: str = ""
     is_warmup: bool = False
+    hint: str = ""
 
     @property
     def verdict(self) -> str:
@@ -166,7 +168,7 @@ class PhaseSummary:
     def _title(self) -> str:
         left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
         if not self.steps:
-            return f"No step was timed ({left_out})."
+            return f"No step was timed ({left_out}). {self.hint}".rstrip()
         if self.is_warmup:
             are = "is" if self.steps == 1 else "are"
             return (
@@ -174,6 +176,8 @@ class PhaseSummary:
                 " warm-up: no other was timed"
             )
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
+        if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
+            skipped = f"; {self.skipped_updates} have no update"
         return (
             f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
             f"{skipped}"

@@ -3,9 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
@@ -23,7 +23,7 @@ class Delivery:
         means: Get every step.
         comparison: Gets every step but the warm-up.
         lag: That of the recorder.
-        on_step: Are called with every step.
+        on_step: Are called with every step; metrics are updated with it.
         probe: Takes the steps that were probed; nobody else gets them.
     """
 
@@ -34,14 +34,16 @@ class Delivery:
         comparison: Comparison,
         *,
         lag: int,
-        on_step: Sequence[Callable[[StepTimes], object]],
+        on_step: Sequence[Any],
         probe: Probe | None = None,
     ) -> None:
         self._results = results
         self._means = means
         self._comparison = comparison
         self._probe = probe
-        self._on_step = [getattr(one, "update", one) for one in on_step]
+        self._on_step = [one.update if _is_metric(one) else one for one in on_step]
+        self.look: Callable[[], bool] | None = None
+        """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
         # `lag` steps ago: every rank has read it by now, if it was timed.
         self._ended: deque[int] = deque(maxlen=lag + 1)
@@ -86,6 +88,8 @@ class Delivery:
         self._comparison.add(self._results.add(steps, sums))
         if self._means.add(steps, sums):
             self._owes_log = False
+        if self.look is not None and self.look():
+            self.look = None
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -107,3 +111,8 @@ class Delivery:
         newest = None if self._results.probe_failure else self._results.newest_probed
         self._means.busy = newest.times() if newest is not None else None
         return steps
+
+
+def _is_metric(one: Any) -> bool:
+    """Tells a metric of torchmetrics, whose call would also compute, from what has an `update`."""
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)

@@ -7,13 +7,11 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
-from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
-    BACKWARD,
     DATA,
     FETCH,
     OPTIMIZER,
@@ -27,6 +25,7 @@ from lightning_gputime._record.state import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
+from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
@@ -55,7 +54,6 @@ class Session:
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
-        self._results = results
         schedule = Schedule(
             options.every_n_steps, options.probe_every_n_steps, options.warmup_steps
         )
@@ -84,6 +82,8 @@ class Session:
         self.is_attached = self.was_attached = True
         """Whether the hooks are on, and whether they ever were."""
         self._boundaries = Boundaries(self._recorder, loop)
+        self._checkup = Checkup(results, self._boundaries, self._recorder)
+        self._delivery.look = self._checkup.look
         self._selection = Selection(
             schedule,
             probe,
@@ -239,12 +239,7 @@ class Session:
             self.is_attached = False
             self._delivery.end()
             self._comparison.end()
-            self._tell_unseen()
-
-    def _tell_unseen(self) -> None:
-        ran = self._results.sums.phases
-        if BACKWARD in ran and OPTIMIZER in ran and not self._boundaries.model_was_called:
-            messages.warning("No call of the model was seen: is it the module that the loop calls?")
+            self._checkup.end()
 
     def abandon(self) -> None:
         """Ends all timing, and leaves hooks that do nothing: this may be any moment.

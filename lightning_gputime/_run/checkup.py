@@ -1,0 +1,86 @@
+"""What a timer says, once, of a loop that it does not see, or that looks wrong."""
+
+from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import Sums
+
+ENOUGH = 20
+"""After so many steps beside the warm-up it judges."""
+
+_NO_FORWARD = (
+    "No call of the model was seen: is it the module that the loop calls? If it must be another,"
+    ' name its time: `with phase("forward")`.'
+)
+_NO_BACKWARD = (
+    'No backward was seen: name its time, `with phase("backward")`, or call loss.backward() in the'
+    " thread of the loop."
+)
+_NO_UPDATE = (
+    "No update of the optimizers was seen in %d steps: give the timer the optimizers whose step()"
+    " the loop calls."
+)
+_ELSEWHERE = (
+    "The model is called in another thread than the one that calls step() or iterates over"
+    " steps(): only that one is timed, so do both in one."
+)
+_TWICE = (
+    "%d of %d steps have no call of the model: is step() called more than once in a batch? Call it"
+    " once, at the end of the loop's body, or only iterate over steps()."
+)
+_ACCUMULATED = (
+    "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%d (or"
+    ' "auto": a step ends with the update), so that a step is one update.'
+)
+
+
+class Checkup:
+    """Judges a loop by its sums, when the warm-up and some steps are over. That costs no step.
+
+    Args:
+        results: Have the sums.
+        boundaries: Have seen the loop.
+        recorder: Knows of other threads.
+    """
+
+    def __init__(self, results: Results, boundaries: Boundaries, recorder: Recorder) -> None:
+        self._results = results
+        self._boundaries = boundaries
+        self._recorder = recorder
+        self._is_over = False
+
+    def look(self) -> bool:
+        """Must be called when steps were read, until it has judged. Tells if it has."""
+        self._is_over = self._results.sums.step.n >= ENOUGH
+        if self._is_over:
+            self._judge(self._results.sums)
+        return self._is_over
+
+    def end(self) -> None:
+        """Must be called at the end: of few steps it says only what is certain."""
+        ran = self._results.sums.phases
+        if not self._is_over and BACKWARD in ran and OPTIMIZER in ran:
+            self._tell_forward()
+
+    def _judge(self, sums: Sums) -> None:
+        ran, n = sums.phases, sums.step.n
+        trains = self._boundaries.has_optimizers
+        self._tell_forward()
+        if trains and BACKWARD not in ran:
+            messages.warning(_NO_BACKWARD)
+        with_forward = ran[FORWARD].n if FORWARD in ran else n
+        without_update = sums.skipped_updates
+        # The number of steps may be odd.
+        if 2 * (with_forward - 1) <= n - 1:
+            messages.warning(_TWICE, n - with_forward, n)
+        elif trains and without_update == n:
+            messages.warning(_NO_UPDATE, n)
+        elif trains and 2 * without_update >= n - 1:
+            batches = round(n / (n - without_update))
+            messages.warning(_ACCUMULATED, without_update, n, batches)
+
+    def _tell_forward(self) -> None:
+        if not self._boundaries.model_was_called:
+            messages.warning(_ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD)
