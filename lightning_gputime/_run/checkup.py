@@ -19,8 +19,8 @@ _NO_BACKWARD = (
     " thread of the loop."
 )
 _NO_UPDATE = (
-    "No update of the optimizers was seen in %d steps: give the timer the optimizers whose step()"
-    " the loop calls."
+    "No update of an optimizer was seen in %d steps: where it is none of torch's, name its time,"
+    ' `with phase("optimizer")`.'
 )
 _ELSEWHERE = (
     "The model is called in another thread than the one that calls step() or iterates over"
