@@ -183,6 +183,42 @@ def test_a_module_that_calls_itself_is_one_call(gpu: FakeGPU) -> None:
     assert steps(train(gpu, model, lambda x: loss(model(x)))) == [STEP_MS] * 3
 
 
+def test_a_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast: Any = torch._transformer_encoder_layer_fwd
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return fast(*args)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    teacher = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    model = nn.ModuleDict({"teacher": teacher, "student": nn.Linear(16, 16)})
+    optimizer = torch.optim.SGD(model["student"].parameters())
+    x = torch.randn(4, 8, 16)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for _ in timer.steps(range(3)):
+            with torch.no_grad():
+                target = teacher(x)
+            (model["student"](x) - target).square().mean().backward()
+            optimizer.step()
+    assert len(calls) == 2 * 3
+
+
+def test_a_model_of_layers_with_a_fast_path_is_found_all_the_same(gpu: FakeGPU) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(2, 1, 2, dropout=0.0, batch_first=True)
+
+    model, loss = Layers(), OwnLoss(gpu)
+    timer = train(gpu, model, lambda x: loss(work(model.layer(x.unsqueeze(0)), gpu, 4.0, 7.75)))
+    assert ["forward" in step for step in steps(timer)] == [False, True, True]
+
+
 # Scripted and traced modules
 
 

@@ -91,16 +91,16 @@ class ForwardBoundary:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
         elif timed:
-            self._discover()
+            self._discover(everywhere=True)
 
     def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:
             return (CompiledCall(module, self._enter, self._exit),)
         return hook_before(module, self._enter), hook_after(module, self._exit)
 
-    def _discover(self) -> None:
+    def _discover(self, *, everywhere: bool = False) -> None:
         self._discovers = True
-        for module in _inside(self._model):
+        for module in _inside(self._model, everywhere):
             if id(module) not in self._hooked:
                 is_loss = isinstance(module, _Loss)
                 self._hooked[id(module)] = (
@@ -173,16 +173,24 @@ class ForwardBoundary:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
-def _inside(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules inside a module whose calls hooks can see, outermost first."""
+def _inside(model: nn.Module, everywhere: bool) -> Iterator[nn.Module]:
+    """Yields the modules inside a module whose calls hooks can see, outermost first.
+
+    Args:
+        model: The module.
+        everywhere: Whether also those whose hooks make torch compute in another way.
+    """
     # A compiled module is called outside the compiled code, its children inside. What is inside a
     # scripted one is no call of Python's.
     if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         return
     for child in model.children():
-        if not _is_metric(child):
+        # With a hook on it, or inside, such a layer leaves its fast path in eval mode: a teacher's
+        # outputs would be others, in their last bits.
+        has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
+        if not _is_metric(child) and (everywhere or not has_fast_path):
             yield child
-            yield from _inside(child)
+            yield from _inside(child, everywhere)
 
 
 def _is_evaluation(module: nn.Module) -> bool:

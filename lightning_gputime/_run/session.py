@@ -100,7 +100,7 @@ class Session:
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
         self.thread, self._runner = get_ident(), current_thread()
-        self._boundaries.step_ended()
+        self._boundaries.step_ended(timed=False)
         self._tried_update = False
         self._selection.begin()
 
