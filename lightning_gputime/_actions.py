@@ -84,8 +84,8 @@ class Begins:
 
     Args:
         owner: What has the method.
-        name: Its name.
-        call: What is called.
+        name: The name of the method.
+        call: What is called then, without arguments.
         fail: Is called with an error of that call.
     """
 

@@ -22,7 +22,7 @@ class Fit:
 
     Args:
         trainer: The trainer, a `lightning.pytorch.Trainer`.
-        model: The LightningModule.
+        model: What it trains.
         session: Times the steps.
         batch: Is kept up to date: outside of it calls of the model are no `forward`.
     """
@@ -111,6 +111,7 @@ class Fit:
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
+        # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))
 

@@ -40,6 +40,7 @@ def loop_of(
     """Describes the loop in which a trainer trains a model."""
     return Loop(
         model,
+        # Those of DeepSpeed, or in the style of Lookahead, are none of torch's, and have no hooks.
         [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
         optimizer_wrappers=_optimizer_wrappers(model),
         wrapper=_wrapper(trainer),
@@ -68,6 +69,8 @@ def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int | None = No
 
 def step_number(trainer: pl.Trainer) -> int:
     """Returns the number that Lightning logs the current step under."""
+    # Not `global_step`, which counts two in a batch with two optimizers, and none of an optimizer
+    # that Lightning does not wrap.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -149,7 +152,8 @@ def defines(one: object, hook: str) -> bool:
 def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
     """Returns the object and its method by which a trainer waits for other ranks at each batch.
 
-    Since 2.6 it tells them there whether it was asked to end.
+    Since 2.6 it tells them there whether it was asked to end, and reads the answer with `.item()`:
+    a collective, and a wait of the host, in every batch.
     """
     owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
     return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
@@ -157,6 +161,7 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Returns the module that the strategy calls in place of the LightningModule, if it does."""
+    # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
     model = trainer.strategy.model
     return None if model is trainer.lightning_module else model
 

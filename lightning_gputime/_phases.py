@@ -119,6 +119,8 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         For each mark the names that its time is added to: a phase, preceded by its parents if it
         is a sub-phase; nothing where the time belongs to no step.
     """
+    # What follows decides, so from the last label to the first. Cached, because the steps of a loop
+    # are much alike.
     settled = []
     following = None
     for label in reversed(labels):
@@ -126,6 +128,8 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         settled.append(_with_parents(phase))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
+            # After a backward only the end of an update has a mark: what comes before it, such as
+            # clipping, is `optimizer`, too.
             following = OPTIMIZER
         elif label == GRAD:
             # So that a gradient before it is no part of the loss.

@@ -45,7 +45,8 @@ class Timer:
         self._session: Session | Detached = NEVER_ATTACHED
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events cannot be pickled: a copy is a timer that is not attached.
+        # Events cannot be pickled: a copy is a timer that is not attached. `ddp_spawn` pickles
+        # callbacks before `setup`.
         return {**self.__dict__, "_session": NEVER_ATTACHED}
 
     def __del__(self) -> None:
@@ -67,7 +68,7 @@ class Timer:
             clock: Where events and host times come from.
             loop: What is hooked.
             means: Log every step.
-            on_step: Are called with every step, besides the user's.
+            on_step: Functions that are called with every step, besides the user's.
         """
         options = self._options
         self._results = Results(
@@ -86,6 +87,7 @@ class Timer:
 
     def _take_session(self) -> Session | Detached:
         """Returns the session, which the timer has no more."""
+        # Taken away before it ends: the user's `on_step` may end it once more while it reads.
         session = self._session
         if session.is_attached:
             self._session = REMOVED

@@ -134,6 +134,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         self._detach()
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
@@ -228,6 +229,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.is_of(trainer)
         self._leave(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):

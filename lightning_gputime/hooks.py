@@ -277,6 +277,7 @@ def _check_accumulation(batches: int | str, loop: Loop) -> int:
             "accumulate_grad_batches must be a number where there are no optimizers, whose update"
             " could end a step; got 'auto'"
         )
+    # No loop has so many micro-batches: only an update ends a step.
     return sys.maxsize
 
 

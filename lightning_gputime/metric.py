@@ -73,6 +73,7 @@ class PhaseTimeMetric(Metric):
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
         self._told: set[str] = set()
         self._names = (*(check_name(name) for name in phases), STEP)
+        # In double precision: a million steps are added exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
             zeros = torch.zeros(len(self._names), dtype=dtype)
             self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
@@ -127,6 +128,7 @@ class PhaseTimeMetric(Metric):
         return {key: torch.tensor(value) for key, value in values.items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = "") -> "PhaseTimeMetric":
+        # `model.to(...)` and `model.half()` come here: the states stay on the host as they are.
         return self
 
     def _load_from_state_dict(

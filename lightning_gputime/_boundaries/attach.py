@@ -57,6 +57,7 @@ def hook_before(
     """Lets `call(module, args)` be called before each call of a module, or with its kwargs, too."""
     # The method of the base class: a scripted module refuses its own, and yet calls the hook.
     return Uncopied(
+        # `prepend`: FSDP2 puts its own hook first, too, and what it waits for is part of the call.
         nn.Module.register_forward_pre_hook(
             module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs
         )
@@ -67,13 +68,15 @@ def hook_after(module: nn.Module, call: Callable[..., None], *, first: bool = Fa
     """Lets `call(module, args, output)` be called after each call of a module that does not raise.
 
     A hook that is called after an error, too (`always_call`), would be compiled anew at each
-    attach: torch guards its identity.
+    attach: torch guards its identity, and the ninth hits its limit.
     """
     return Uncopied(nn.Module.register_forward_hook(module, _ModuleHook(call), prepend=first))
 
 
 def callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Returns those of some modules, by their ids, that are running while `module` is called."""
+    # By the frames of the stack: after a call that raised, some ids are of modules that run no
+    # more.
     own = _frame_of(sys._getframe(), id(module))
     if own is None:
         return list(ids)  # It is not called as others are.
@@ -104,6 +107,7 @@ class StandIn:
     def __init__(self, owner: Any, name: str, announce: Announce) -> None:
         self.listeners: list[Any] = []
         self._owner, self._name = owner, name
+        # A method of the class must not stay behind on the object when ours is taken off.
         self._was_own = name in vars(owner)
         self._original = getattr(owner, name)
         self.call: Any = untraced(announce(self._original, self.listeners))

@@ -31,6 +31,7 @@ class Boundaries:
         try:
             self._put_on(recorder, loop)
         except BaseException:
+            # An attach that fails must leave nothing: nobody would have the hooks to take them off.
             self.remove()
             raise
 
@@ -40,6 +41,7 @@ class Boundaries:
             if loop.compiled_step
             else ForwardBoundary(recorder, loop)
         )
+        # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.tell_once(
                 "These modules run inside compiled code, and are not timed apart: %s",

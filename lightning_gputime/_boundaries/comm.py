@@ -33,6 +33,7 @@ class CommBoundary:
         self._synced = [
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
+        # Those on tensors live for one backward, those on modules until `remove`.
         self._handles: list[Any] = []
         self._module_handles: list[Removable] = []
         for module in self._synced:
@@ -90,6 +91,7 @@ class CommBoundary:
         self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
 
     def _mark(self) -> None:
+        # Not called where a backward raises: `BackwardBoundary` marks its end in any case.
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
 
 

@@ -19,6 +19,7 @@ class CompiledStep:
     """
 
     name = TRAINING_STEP
+    # As if the model were called in every step: a backward is always taken for its own.
     calls = 1
     was_ever_called = True
 
@@ -59,6 +60,8 @@ class CompiledCall:
         leave: Callable[..., None],
     ) -> None:
         self._module, self._enter, self._leave = module, enter, leave
+        # A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and
+        # it is called each time.
         self._stand_in = listen(module, "_compiled_call_impl", self)
 
     def call_begins(self, *args: Any, **kwargs: Any) -> bool:

@@ -28,14 +28,14 @@ class LossSearch:
         """The ids of the modules that were judged."""
         self.candidates: list[tuple[nn.Module, Any, int]] = []
         """Modules that may be losses, the graph node of what each returned, and the place of its
-        mark in the open step."""
+        mark in the open step; they must be cleared when that step ends."""
 
     def judge(self, module: nn.Module, output: Any, *, is_first: bool) -> None:
         """Must be told what a module returned that is not known.
 
         Args:
-            module: The module.
-            output: What it returned.
+            module: What was called, by the loop itself.
+            output: What the call returned.
             is_first: Whether no other was called before it in this step.
         """
         if is_first or not isinstance(output, Tensor) or output.dim():

@@ -35,6 +35,7 @@ class NamedPhase:
     __slots__ = ("_name", "_recorders")
 
     def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
+        # Compiled code may carry a phase: neither the check nor a recorder may break its graph.
         self._name = name if torch.compiler.is_compiling() else check_name(name)
         self._recorders = recorders
 
@@ -104,6 +105,7 @@ def phase(name: str) -> NamedPhase:
         >>> with phase("augment"):
         ...     x = augment(x)
     """
+    # The list itself: a phase that was made before its timer was attached acts on that, too.
     return NamedPhase(name, _active)
 
 

@@ -102,6 +102,7 @@ class OptimizerBoundary:
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
+        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
         elif label != AFTER_BACKWARD and closure is None:
             # With a closure, forward and backward are still to come.
             self._recorder.mark(OPTIMIZER)
@@ -111,6 +112,8 @@ class OptimizerBoundary:
             self.depth -= 1
         if self.depth:
             return
+        # A scaler that skips the update calls no hook at all: a step without one is taken for
+        # skipped.
         self.updates += 1
         if _current_graph_task_id() != -1:
             self._recorder.mark_in_backward(self._interrupted)

@@ -35,6 +35,7 @@ class SubmoduleBoundary:
             if module._compiled_call_impl is not None:
                 self._handles.append(CompiledCall(module, self._enter, self._exit))
             else:
+                # Where the part is the model itself, `forward` begins before it, and ends after it.
                 enter = hook_before(module, self._enter, first=False, with_kwargs=True)
                 self._handles += [enter, hook_after(module, self._exit, first=True)]
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part.
@@ -45,6 +46,7 @@ class SubmoduleBoundary:
         """Must be called at the end of each step."""
         self._open.clear()
         self._outputs.clear()
+        # An input that needs a gradient may be used again in the next step: no hook may stay on it.
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
@@ -88,6 +90,8 @@ class SubmoduleBoundary:
         self._recorder.mark(outer)
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
+        # On a GPU the engine's thread calls it, on the stream of the forward; on a CPU the
+        # caller's.
         self._tensor_handles.append(tensor.register_hook(lambda _: call()))
 
     def _begin(self, label: str) -> None:

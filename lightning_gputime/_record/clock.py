@@ -81,6 +81,7 @@ class DeviceClock:
             # `record` takes the stream of the thread's current device, whatever device the event
             # was created for.
             self._is_current = device.index in (None, torch.accelerator.current_device_index())
+            # A device without timing events raises here, and not in the loop.
             self.event().record()
         except Exception as error:
             raise ValueError(
@@ -94,6 +95,7 @@ class DeviceClock:
             self.is_capturing = getattr(
                 torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing
             )
+        # It fills the queue of the current device, whatever device is timed.
         if hasattr(module, "_sleep") and self._is_current:
             self.spin = module._sleep
         if device.type == "mps":
@@ -124,6 +126,7 @@ class _GraphClock:
         self.host_ns, self.is_capturing = clock.host_ns, clock.is_capturing
 
     def event(self) -> TimingEvent:
+        # A plain event fails in a capture; these are recorded again at each replay of the graph.
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def for_graphs(self) -> Clock:
@@ -165,6 +168,8 @@ class HostClock:
 
 @untraced
 class _HostEvent:
+    """A point in the host's time, reached as soon as it is recorded."""
+
     __slots__ = ("_ns",)
 
     def __init__(self) -> None:

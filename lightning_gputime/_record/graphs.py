@@ -1,4 +1,4 @@
-"""EndedStep inside captured graphs, and where the replays of these fall."""
+"""Marks inside captured graphs, and where the replays of these fall."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,10 @@ class Graphs:
         """Where events come from: those that a graph holds can be compared with none but their
         own kind."""
         self.open: list[Mark] = []
-        """The marks of the graph that is being captured."""
+        """The marks of the graph that is being captured. `Marks` holds this list, too: it is
+        emptied, never replaced."""
         self.closed: list[list[Mark]] = []
-        """Those of each graph that was captured."""
+        """Those of each graph that was captured; any later step may replay one, so they stay."""
 
     def capture(self, label: str) -> bool:
         """Records a mark into the graph that is being captured. Tells if it could."""
@@ -31,6 +32,7 @@ class Graphs:
             return False
         event = clock.event()
         event.record()
+        # No host time: it is not known before a replay, see `_with_replay`.
         self.open.append((label, event, 0))
         self.clock = clock
         return True

@@ -30,7 +30,8 @@ class Marks:
     """Records the marks of the open step.
 
     A mark says: from here on the time belongs to this label. Calls from any thread but the one that
-    is timed do nothing, and nothing raises into the training loop.
+    is timed do nothing, and nothing raises into the training loop. There is no lock: autograd's
+    thread marks (`mark_in_backward`) only while the timed one waits for it.
 
     Args:
         clock: Where events and host times come from.
@@ -85,6 +86,7 @@ class Marks:
 
         Inside a phase that was named by hand that name wins, and `label` is what follows it.
         """
+        # The label first: a boundary that changes nothing must cost no event, and next to no time.
         if label == self.label or self.state is not OPEN or get_ident() != self.thread:
             return
         if self._named:
@@ -94,6 +96,7 @@ class Marks:
 
     def mark_in_backward(self, label: str) -> None:
         """As `mark`, from the thread that runs a backward while the timed one waits for it."""
+        # Any other name that was given by hand wins over what is seen.
         is_open = self.state is OPEN and self._named in ([], [BACKWARD])
         if is_open and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
             # A profiler's range must not begin here and end in the other thread.
@@ -174,6 +177,7 @@ class Marks:
             self._held = self.label
             self._record(EXCLUDED, annotate=False)
             self._tell_annotator(None)
+            # Once more: that mark may have failed.
             if self.state is OPEN:
                 self.state = PAUSED
 
@@ -228,6 +232,7 @@ class Marks:
             if self._is_capturing():
                 self._record_in_graph(label)
                 return
+            # No call tells that a capture is over: the first mark after it does.
             if self._captured:
                 self._end_capture()
             event = self._free.pop() if self._free else self._new_event()

@@ -12,6 +12,8 @@ Mark = tuple[str, TimingEvent, int]
 class EndedStep:
     """The marks of one step, the last of which is its end and has no label of its own.
 
+    It lives from the end of the step until `read`; then only the record is left.
+
     Args:
         marks: All of them, in order.
         number: The number that the step is logged under.

@@ -103,7 +103,7 @@ class Recorder(Marks):
         This is the only place where the host may wait in a training loop.
 
         Args:
-            number: Its number.
+            number: The number that it is logged under.
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
         """
@@ -115,8 +115,11 @@ class Recorder(Marks):
         # Once more: that mark may have failed, or gone into a graph.
         if (self.state is not OPEN or self._is_spoiled) and not self._ends_paused():
             self.begin()
+            # A step that is dropped has ended all the same: else ranks would compare different
+            # steps.
             self.end_untimed(read)
             return
+        # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
         spin, self._after_spin = self._after_spin, 0
         # A replay calls no hook of the optimizer.
@@ -176,6 +179,8 @@ class Recorder(Marks):
             return
         self._rename(EXCLUDED)
         self._tell_annotator(None)
+        # A mark of its own before the spin: how long it took sets the length of the next one. What
+        # came before it, such as logging, must not count for it.
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
@@ -193,6 +198,7 @@ class Recorder(Marks):
         if len(self._open) >= MANY_MARKS:
             self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
         if self._events >= MOST_EVENTS:
+            # Finished steps hold events, many of them with a large `lag`. Nothing is waited for.
             self.drain()
             if self._free:
                 return self._free.pop()
@@ -215,9 +221,11 @@ class Recorder(Marks):
 
     def _end_capture(self) -> None:
         """Keeps the marks of a graph for its replays. Events of two kinds cannot be compared."""
+        # First: from here on events are of the other kind, and cannot be compared with these.
         self.flush()
         self._graphs.close()
         self._open = []
+        # Emptied, not replaced: the backlog puts events into the same list.
         self._free.clear()
         self._events = 0
 
@@ -230,6 +238,7 @@ class Recorder(Marks):
     def _fail(self, error: Exception) -> None:
         self._tell_left_out(error)
         self._open, self.label = [], None
+        # After an error of the device its events cannot be trusted: they are not used again.
         self._events = len(self._free)
         if self.state is not AT_REST:
             self.state = LOST

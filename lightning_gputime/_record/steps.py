@@ -40,6 +40,8 @@ class StepRecord(NamedTuple):
 
     def times(self) -> StepTimes:
         """Returns the times of its phases."""
+        # Made when somebody asks, and not kept: most steps are only added up, for which the record
+        # is enough.
         settled = settle(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}

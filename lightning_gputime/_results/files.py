@@ -28,6 +28,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(path).resolve()
     try:
+        # Beside its target, so that the move is one, and nobody sees half a file.
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "w") as file:

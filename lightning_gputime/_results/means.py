@@ -73,6 +73,7 @@ class MeanLog:
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
         first = 0
         if steps[-1].number >= due:
+            # A loop and no recursion: one batch may hold more logs than calls may nest.
             for i, step in enumerate(steps, 1):
                 if step.number >= due:
                     self._take(steps[first:i], sums if i - first == len(steps) else None)
@@ -117,6 +118,8 @@ class MeanLog:
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
+            # One call for all values: CSV writes a row a call, W&B counts a step, and MLflow sends
+            # a request.
             for logger in self._loggers:
                 separator = getattr(logger, "group_separator", "/")
                 own = {key.replace("/", separator): value for key, value in metrics.items()}
@@ -126,6 +129,7 @@ class MeanLog:
 
     def _try(self, call: Callable[[], Any]) -> None:
         try:
+            # A logger may fail at any time, such as one whose server is away: training goes on.
             call()
         except Exception as error:
             if not self._failed:

@@ -141,6 +141,9 @@ def since(now: Totals, before: Totals) -> Totals:
 
 
 def _with_local(totals: Totals) -> Totals:
+    # With its waits the step of every rank is as long as that of the slowest: under DDP, with one
+    # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
+    # their own.
     step_ms, steps = totals[STEP]
     waits_ms = sum(ms for name, (ms, _) in totals.items() if name.endswith(_WAIT))
     return {**totals, LOCAL: (step_ms - waits_ms, steps)}
@@ -159,6 +162,7 @@ def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
 
 def _own_times(totals: Totals) -> dict[str, float]:
     """Returns the time a step of each top-level phase, without the waits for other ranks."""
+    # Over all steps, also where a phase ran in some: so they add up to the local time.
     steps = totals[STEP][1]
     own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}
     for name, (ms, _) in totals.items():
@@ -168,5 +172,6 @@ def _own_times(totals: Totals) -> dict[str, float]:
 
 
 def _median_of_others(rank: int, name: str, own: Mapping[int, Mapping[str, float]]) -> float:
+    # Without its own: of two ranks, the slow one would be half of what it is held against.
     others = [one.get(name, 0.0) for other, one in own.items() if other != rank]
     return statistics.median(others) if others else own[rank][name]

@@ -55,6 +55,7 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             copied = {"_newest": self._newest.copy(), "sums": self.sums.copy()}
+            # No lock goes into a copy: `ddp_spawn` pickles callbacks.
             return {**self.__dict__, **copied, "_busy": self._busy.copy(), "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ class Results:
         """Returns the steps in the history, oldest first."""
         with self._lock:
             newest = [*self._newest]
+        # Outside of the lock, which the thread of the loop may be waiting for.
         return [step.times() for step in newest]
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> Sequence[StepRecord]:

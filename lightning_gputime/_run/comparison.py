@@ -17,8 +17,8 @@ class Comparison:
     """Compares the ranks, in the same steps on all of them, whatever each has read.
 
     Args:
-        results: Their sums are compared; they keep the outcome.
-        means: Log the outcome.
+        results: This rank's steps: their sums are compared, and they keep the outcome.
+        means: Log the outcome, under the number of a step.
         sync_ranks: When: never, at each `sync`, or also at each log.
         lag: That of the recorder.
     """
@@ -66,6 +66,7 @@ class Comparison:
         finished, self.owed = self.owed, None
         # Not when a step is read: one rank may read it a step later than another, and wait there
         # for the other.
+        # Nor where the end of an epoch has compared them since: once is enough.
         if finished is not None and finished >= self._means.next_due(self._synced):
             early = Sums(step for step in self._recent if step.number > finished)
             totals = since(totals_of(self._results.sums), totals_of(early))
@@ -107,6 +108,7 @@ class Comparison:
             windows = {
                 rank: since(now, self._before.get(rank, {})) for rank, now in gathered.items()
             }
+            # A rank that has left stays in the summary, with what it sent last.
             self._before.update(gathered)
             # Comparing needs two; on the ranks but zero nothing was gathered.
             if len(self._before) > 1:

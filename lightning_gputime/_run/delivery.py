@@ -19,11 +19,11 @@ class Delivery:
     """Hands each step that was read to all who want it, and knows when a log is due.
 
     Args:
-        results: Get every step.
-        means: Get every step.
+        results: Keep every step for the user.
+        means: Log every step.
         comparison: Gets every step but the warm-up.
-        lag: That of the recorder.
-        on_step: Are called with every step; metrics are updated with it.
+        lag: How many ended steps may be pending in the recorder.
+        on_step: Functions that are called with every step, and metrics that are updated with it.
         probe: Takes the steps that were probed; nobody else gets them.
     """
 
@@ -55,6 +55,8 @@ class Delivery:
     @property
     def batch(self) -> int:
         """How many steps may be handed over together."""
+        # A function of the user, or the progress bar, shall have each step as soon as it can be
+        # read.
         return 1 if self._on_step else BATCH
 
     def starts(self, number: int) -> None:
@@ -90,6 +92,8 @@ class Delivery:
             self._owes_log = False
         if self.look is not None and self.look():
             self.look = None
+        # Last, as these are the user's: they may read the timer, which has the steps by now, or
+        # remove it. Over a copy, because one that fails is taken out.
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -115,4 +119,5 @@ class Delivery:
 
 def _is_metric(one: Any) -> bool:
     """Tells a metric of torchmetrics, whose call would also compute, from what has an `update`."""
+    # By name: to import torchmetrics takes seconds.
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)

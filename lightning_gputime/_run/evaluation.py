@@ -16,7 +16,7 @@ class Evaluation:
         clock: Where events and host times come from.
         loop: What is hooked.
         means: Log the steps; nothing must be due before the end.
-        lag: As that of the timer.
+        lag: How many ended steps the device may still be at work on.
         number: The number that the means are logged under.
     """
 
@@ -25,6 +25,7 @@ class Evaluation:
         self._means = means
         self._recorder = Recorder(clock, lag=lag, emit=means.add, batch=BATCH)
         self._batch = loop.batch
+        # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
         self._boundaries = Boundaries(self._recorder, loop)
         self._recorder.begin()

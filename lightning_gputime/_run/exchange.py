@@ -36,9 +36,12 @@ class Exchange:
         self._store = PrefixStore(f"lightning_gputime/{next(_runs)}", store)
         self._rank = rank
         self._others = range(1, world_size)
+        # On rank zero: the others that still take part, unknown before the first gathering, and how
+        # many had left when it last looked.
         self._present: set[int] | None = None
         self._gone = 0
         self._timeout_s = timeout_s
+        # How often this rank has gathered, and before which window it has deleted what it sent.
         self._window = 0
         self._deleted = 0
         if rank:
@@ -68,6 +71,7 @@ class Exchange:
         """Says that this rank sends nothing any more."""
         if self._rank:
             self._store.set(f"left/{self._rank}", "")
+            # After the key: who sees this number change must find it.
             self._store.add("left", 1)
 
     def _wait_for(self, window: int) -> list[int]:
@@ -96,6 +100,8 @@ class Exchange:
         """Waits until all of `ranks` have written `key`, and returns those that have."""
         store = self._store
         while ranks and not store.check([f"{key}/{rank}" for rank in ranks]):
+            # One number for all ranks, so that a wait for a thousand does not ask for a key of
+            # each.
             gone = store.add("left", 0)
             if gone != self._gone or time.monotonic() > deadline:
                 self._gone = gone

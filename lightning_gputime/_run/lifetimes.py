@@ -22,6 +22,7 @@ _lost: list[Ending] = []
 
 def attached(session: Ending) -> None:
     """Must be told of a session that is attached. Takes off those that nobody has any more."""
+    # Here, and not where a timer is lost: Python may notice that at any moment.
     while _lost:
         _lost.pop().remove()
     _attached.add(session)
@@ -38,6 +39,7 @@ def lost(session: Ending) -> None:
 
 
 def _abandon_all() -> None:
+    # Over a copy: each takes itself out.
     for session in [*_attached]:
         session.abandon()
     _lost.clear()

@@ -28,7 +28,7 @@ class Probe:
     their spins, and is left out.
 
     Args:
-        clock: That of the timer. Needs `spin`.
+        clock: The timer's. Without `spin` no step is probed.
         results: Get the probed steps, and the reason if none can be probed.
     """
 
@@ -50,6 +50,7 @@ class Probe:
         """Tells whether the step that begins can be probed; then `keep_busy` must follow."""
         if self._results.probe_failure or not self._launch_ms or self._clock.is_capturing():
             return False
+        # The median: a host that was slow once must not make the next spin long.
         usual_ms = statistics.median(self._launch_ms)
         if _MARGIN * usual_ms > _LONGEST_MS:
             self._too_long += 1
@@ -96,6 +97,8 @@ class Probe:
                 self._give_up("an evaluation runs inside every one of them")
             return
         self._interrupted = 0
+        # Then the spin was over too early, which says nothing of the step; the next goes by its
+        # rate.
         was_short = step.spun_ms < 0.9 * self._asked_ms
         if step.spun_ms > 0:
             self._cycles_per_ms *= self._asked_ms / step.spun_ms

@@ -10,11 +10,11 @@ class Selection:
     """Lets each step be what is planned for it, if it can be.
 
     Args:
-        schedule: The plan.
+        schedule: What is planned for each step, by its index.
         probe: Takes the steps that are probed, if any are.
         recorder: Rests in the steps that are not timed.
-        boundaries: Those of the steps.
-        lag: That of the recorder.
+        boundaries: Are told where each step ends, timed or not.
+        lag: How many ended steps may be pending in the recorder.
         has_others: Whether other ranks may probe a step that this one does not.
     """
 
@@ -86,12 +86,13 @@ class Selection:
         """Ends the open step; `begin_next` must follow.
 
         Args:
-            number: Its number.
+            number: The number that it is logged under.
             reads: Whether the finished steps must be read now.
         """
         kind = self._kind
         if self._probe is not None:
             usual = kind in (TIMED, SKIPPED) and self._index >= self._schedule.warmup_steps
+            # Before all else: reading and logging are no part of the launches.
             self._probe.step_ends(usual=usual)
         is_timed = kind in (TIMED, PROBED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
@@ -107,6 +108,7 @@ class Selection:
         kind, self._kind = self._kind, self._next_kind()
         if self._kind in (SKIPPED, LEFT_OUT):
             self._recorder.rest()
+            # No step is passed over before the last timed one has had its wait, `lag` steps later.
             is_read = self._timed_at is None or self._index > self._timed_at + self._lag
             if self._probe is None and is_read:
                 self._quiet_until = self._schedule.next_timed(self._index) - 1
@@ -121,7 +123,9 @@ class Selection:
         """Returns what becomes of the step that begins: what is planned, if it can be."""
         kind = self._schedule.kind(self._index)
         if kind is PROBED and self._probe is not None and not self._probe.is_ready():
+            # Where other ranks may probe this step, it waits for them, and is not like the others.
             return LEFT_OUT if self._has_others else self._schedule.kind_unprobed(self._index)
+        # The one before was not probed after all: this one starts with a queue as usual.
         if kind is LEFT_OUT and self._kind not in (PROBED, LEFT_OUT):
             return self._schedule.kind_unprobed(self._index)
         return kind

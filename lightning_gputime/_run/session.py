@@ -36,13 +36,16 @@ from lightning_gputime._run.selection import Selection
 class Session:
     """What a timer holds while it is attached. Its methods are what a loop tells it.
 
+    `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
+    ask from any thread; beside a loop that runs in another one, that reads no steps.
+
     Args:
         options: How steps are timed.
         clock: Where events and host times come from.
         loop: What is hooked.
-        results: Get every step.
+        results: Keep every step for the user.
         means: Log every step.
-        on_step: Are called with every step.
+        on_step: Functions that are called with every step.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Session:
         self._is_plain = schedule.is_plain
         self.thread = -1
         """The thread that is timed; -1 before the first step."""
+        # The same, to ask whether it still lives: while it does, no other thread may read.
         self._runner: Thread | None = None
         # The number of the last step that ended.
         self._newest: int | None = None
@@ -219,6 +223,7 @@ class Session:
         if not self._may_read():
             self._recorder.rest()  # The loop goes on beside this thread, without marks.
         self._recorder.flush()
+        # Before `remove`, which tells the other ranks that this one leaves.
         self.compare_ranks()
         self.remove()
 
