@@ -38,6 +38,8 @@ class Fit:
         self._batch = batch
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
+        # Whether micro-batches have ended since the last step: a step may reach across epochs.
+        self._accumulates = False
         self._heard: list[Actions | Begins] = []
         self._patience: float = _PATIENCE
 
@@ -50,7 +52,12 @@ class Fit:
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
         self._in_batch = self._batch.is_open = False
-        self._session.begin(_lightning.step_number(self._trainer))
+        if self._accumulates:
+            # What lies between two epochs belongs to no step.
+            self._session.pause()
+            self._session.resume()
+        else:
+            self._session.begin(_lightning.step_number(self._trainer))
         self._session.part_began(CALLBACKS)
 
     def batch_begins(self) -> None:
@@ -67,7 +74,8 @@ class Fit:
             return
         self._in_batch = self._batch.is_open = False
         session = self._session
-        if self._ends_step(batch_idx):
+        self._accumulates = not self._ends_step(batch_idx)
+        if not self._accumulates:
             session.end_step(_lightning.step_number(self._trainer))
         else:
             session.batch_ends()
@@ -137,12 +145,14 @@ class Fit:
         trainer, begins = self._trainer, self._session.part_begins
         yield _lightning.fetch_action(trainer), self.fetch_begins
         # The last hook before the loader's workers are started.
-        yield _lightning.module_action(self._model, "on_train_epoch_start"), partial(begins, FETCH)
+        hook = "on_train_epoch_start"
+        label = CALLBACKS if _lightning.defines(self._model, hook) else FETCH
+        yield _lightning.module_action(trainer, self._model, hook), partial(begins, label)
         yield _lightning.copy_action(trainer), partial(begins, COPY)
         for module in (self._model, _lightning.datamodule_of(trainer)):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and _lightning.defines(module, hook):
-                    yield _lightning.module_action(module, hook), partial(begins, DATA)
+                    yield _lightning.module_action(trainer, module, hook), partial(begins, DATA)
 
     def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
         others = [one for one in _lightning.callbacks_of(self._trainer) if not isinstance(one, own)]
@@ -156,7 +166,7 @@ class Fit:
                 yield _lightning.callback_action(one, hook), partial(self._callback_begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.
-                yield _lightning.module_action(self._model, hook), then
+                yield _lightning.module_action(self._trainer, self._model, hook), then
         for one in others:
             # So that callbacks before ours find the means, too.
             action = _lightning.callback_action(one, "on_train_epoch_end")

@@ -131,9 +131,12 @@ def callback_action(callback: pl.Callback, hook: str) -> str:
     return f"[Callback]{callback.state_key}.{hook}"
 
 
-def module_action(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> str:
+def module_action(
+    trainer: pl.Trainer, module: pl.LightningModule | pl.LightningDataModule, hook: str
+) -> str:
     """Returns the name of the action that calls a LightningModule, or its data."""
-    kind = "LightningModule" if isinstance(module, pl.LightningModule) else "LightningDataModule"
+    # Not by its class: there are two packages of that name.
+    kind = "LightningModule" if module is trainer.lightning_module else "LightningDataModule"
     return f"[{kind}]{type(module).__name__}.{hook}"
 
 

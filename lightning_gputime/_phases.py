@@ -40,11 +40,19 @@ EXCLUDED = "<excluded>"
 LEFT = "<left>"
 
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
-    AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS},
-    AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER},
+    # In a step with a closure no mark but the end tells of the update.
+    AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
+    AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
     # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
-    GRAD: {BACKWARD: LOSS, GRAD: BACKWARD, FORWARD: BACKWARD, OPTIMIZER: BACKWARD, None: BACKWARD},
-    AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER},
+    GRAD: {
+        BACKWARD: LOSS,
+        GRAD: BACKWARD,
+        FORWARD: BACKWARD,
+        OPTIMIZER: BACKWARD,
+        AFTER_UPDATE: BACKWARD,
+        None: BACKWARD,
+    },
+    AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
     AFTER_UPDATE: {},
     EVALUATION: {},
 }
@@ -130,12 +138,14 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         if label in (AFTER_UPDATE, LEFT):
             # After a backward only the end of an update has a mark: what comes before it, such as
             # clipping, is `optimizer`, too.
-            following = OPTIMIZER
+            following = AFTER_UPDATE
         elif label == GRAD:
             # So that a gradient before it is no part of the loss.
             following = BACKWARD if phase == LOSS else GRAD
         elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
+        elif top_level == DATA:
+            following = None  # What follows is another micro-batch.
     return tuple(reversed(settled))
 
 

@@ -125,7 +125,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._fit: Fit | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_evaluation": None}
+        state = {**super().__getstate__(), "_fit": None, "_evaluation": None}
+        # Methods of the model, which Lightning puts on every callback: no copy needs the model.
+        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
     # Lightning's hooks
 
@@ -135,6 +137,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @_lightning.never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
+        if self._session.is_attached:
+            messages.warning(
+                "A fit inside a fit has ended the timing of the outer one: give the inner trainer"
+                " a timer of its own."
+            )
         self._detach()
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(

@@ -96,7 +96,8 @@ def test_a_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     rows = timer.summary().rows
     assert rows[phase].p50_ms == pytest.approx(spin_ms, rel=0.05, abs=0.3)
     # The launches of the rest hide behind the spinning kernel.
-    assert sum(row.p50_ms for name, row in rows.items() if name != phase) < 0.1 * spin_ms
+    others = [row for name, row in rows.items() if name != phase and "/" not in name]
+    assert sum(row.p50_ms for row in others) < 0.1 * spin_ms
 
 
 def test_phases_agree_with_events_around_them() -> None:
@@ -315,7 +316,7 @@ def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
 
     timer = GPUPhaseTimer(summary=False)
     fit(Compiled(), timer)
-    assert set(timer.summary().rows) == {
+    assert {name for name in timer.summary().rows if not name.startswith("data/")} == {
         "data",
         "other",
         "forward",

@@ -151,18 +151,31 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
         told = []
         # Over a copy, because a listener may be removed when it is told.
         for listener in [*listeners]:
-            if listener.call_begins(*args, **kwargs):
-                told.append(listener)
+            try:
+                if listener.call_begins(*args, **kwargs):
+                    told.append(listener)
+            except Exception as error:
+                _lose(listener, listeners, error)
         result = None
         try:
             result = call(*args, **kwargs)
             return result
         finally:
             for listener in told:
-                listener.call_ends(result)
+                try:
+                    listener.call_ends(result)
+                except Exception as error:
+                    _lose(listener, listeners, error)
 
     # What is announced may still be compiled.
     return announced
+
+
+def _lose(listener: Any, listeners: list[Any], error: Exception) -> None:
+    """Tells a listener no more, because it raised: its error must not reach the training."""
+    if listener in listeners:
+        listeners.remove(listener)
+    messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
 
 
 def listen(owner: Any, name: str, listener: Any, announce: Announce = _announced) -> StandIn:

@@ -92,8 +92,9 @@ class BackwardBoundary:
         if self._comm is not None:
             self._comm.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
-        # In a closure it belongs to the update.
-        self._recorder.mark(OPTIMIZER if self._optimizer.depth else label)
+        # In a closure it belongs to the update. But after a gradient alone the loss may go on.
+        is_in_update = self._optimizer.depth > 0 and label != AFTER_GRAD
+        self._recorder.mark(OPTIMIZER if is_in_update else label)
 
     def remove(self) -> None:
         self._stand_in.forget(self)

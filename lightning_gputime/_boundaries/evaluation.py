@@ -56,6 +56,9 @@ class EvaluationBoundary:
             self._before.append((self._step, self._calls))
             self._step, self._calls = step, 0
         self._calls += 1
-        usual = max((calls for at, calls in self._before if at >= step - _STEPS), default=0)
+        counts = {calls for at, calls in self._before if at >= step - _STEPS}
+        if len(counts) > 1:
+            return False  # Each step has them, now more and now fewer: a rollout, a generation.
+        usual = max(counts, default=0)
         # With no step before it nothing is known of what a step has.
         return self._recorder.timed_steps > 0 and self._calls >= usual + _MORE

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.attach import Removable, callers_among, hook_after, hook_before
 from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
@@ -73,8 +74,10 @@ class ForwardBoundary:
         """
         if self._losses.candidates:
             for module in self._losses.settle(tensors, is_last=is_last):
-                self._forget([id(module)])
-                self._hooked[id(module)] = (hook_before(module, self._enter_loss),)
+                # What is inside a loss is part of it.
+                self._forget([id(one) for one in module.modules()])
+                if module is not self._model:
+                    self._hooked[id(module)] = (hook_before(module, self._enter_loss),)
 
     def step_ended(self, timed: bool) -> None:
         """Takes the hooks off modules that the calls of others cover: they would cost time.
@@ -103,7 +106,7 @@ class ForwardBoundary:
         # of them a forward took the host 925 us, not 297), and with them torch silently compiles
         # nothing.
         self._discovers = True
-        for module in _inside(self._model, everywhere):
+        for module in _inside(self._model, everywhere, self._losses.found):
             if id(module) not in self._hooked:
                 is_loss = isinstance(module, _Loss)
                 self._hooked[id(module)] = (
@@ -112,7 +115,7 @@ class ForwardBoundary:
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:
-            for handle in self._hooked.pop(key):
+            for handle in self._hooked.pop(key, ()):
                 handle.remove()
 
     def _redirect(self, module: nn.Module, *_: Any) -> None:
@@ -159,7 +162,9 @@ class ForwardBoundary:
         # Without one running this is the return of a redirected training step.
         if not self._running:
             return
-        if get_ident() != self._recorder.thread and not self._discovers:
+        recorder = self._recorder
+        is_resting = self._discovers and recorder.is_resting_here()
+        if get_ident() != recorder.thread and not is_resting:
             return
         if _current_graph_task_id() != -1:
             return
@@ -167,7 +172,7 @@ class ForwardBoundary:
         while running.pop() != key and running:
             pass  # Calls inside this one that raised.
         if not running and not self._evaluates:
-            self._recorder.mark(AFTER_FORWARD)
+            recorder.mark(AFTER_FORWARD)
             if key not in self._losses.known:
                 self._losses.judge(module, output, is_first=self.calls == 1)
 
@@ -177,12 +182,13 @@ class ForwardBoundary:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
-def _inside(model: nn.Module, everywhere: bool) -> Iterator[nn.Module]:
+def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:
     """Yields the modules inside a module whose calls hooks can see, outermost first.
 
     Args:
         model: The module.
         everywhere: Whether also those whose hooks make torch compute in another way.
+        losses: The ids of modules that are known to be losses.
     """
     # A compiled module is called outside the compiled code, its children inside. What is inside a
     # scripted one is no call of Python's.
@@ -192,15 +198,21 @@ def _inside(model: nn.Module, everywhere: bool) -> Iterator[nn.Module]:
         # With a hook on it, or inside, such a layer leaves its fast path in eval mode: a teacher's
         # outputs would be others, in their last bits.
         has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
-        if not _is_metric(child) and (everywhere or not has_fast_path):
-            yield child
-            yield from _inside(child, everywhere)
+        if _is_no_call(child) or id(child) in losses or (has_fast_path and not everywhere):
+            continue
+        yield child
+        # What a loss calls is part of it.
+        if not isinstance(child, _Loss):
+            yield from _inside(child, everywhere, losses)
 
 
 def _is_evaluation(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
 
 
-def _is_metric(module: nn.Module) -> bool:
+def _is_no_call(module: nn.Module) -> bool:
+    """Tells a module whose calls are none of the model: a metric, or what a weight is made by."""
+    if isinstance(module, ParametrizationList):
+        return True
     # By name: to import torchmetrics takes seconds.
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)

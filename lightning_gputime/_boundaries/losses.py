@@ -10,7 +10,10 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
 # Between a module that returns a loss and the backward lie a weight, a sum, a scaler, a division.
-_NODES = 64
+_NODES = 1000
+
+# Each holds a graph until the next backward.
+_CANDIDATES = 8
 
 
 @untraced
@@ -26,6 +29,8 @@ class LossSearch:
         self._recorder = recorder
         self.known: set[int] = set()
         """The ids of the modules that were judged."""
+        self.found: set[int] = set()
+        """The ids of those that are losses."""
         self.candidates: list[tuple[nn.Module, Any, int]] = []
         """Modules that may be losses, the graph node of what each returned, and the place of its
         mark in the open step; they must be cleared when that step ends."""
@@ -40,7 +45,7 @@ class LossSearch:
         """
         if is_first or not isinstance(output, Tensor) or output.dim():
             self.known.add(id(module))
-        elif output.grad_fn is not None:
+        elif output.grad_fn is not None and len(self.candidates) < _CANDIDATES:
             # The mark before the last one, which is the end of the call.
             self.candidates.append((module, output.grad_fn, self._recorder.place - 1))
 
@@ -58,6 +63,7 @@ class LossSearch:
             if any(node is one for one in nodes):
                 self._recorder.rename(place, FORWARD, LOSS)
                 found.append(module)
+                self.found.add(id(module))
             elif not is_last:
                 self.candidates.append((module, node, place))
                 continue

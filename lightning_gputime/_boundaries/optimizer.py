@@ -1,6 +1,9 @@
 """The updates of optimizers, as marks."""
 
+import sys
 import weakref
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from torch._C import _current_graph_task_id
@@ -12,9 +15,19 @@ from torch.optim.optimizer import (
 
 from lightning_gputime._boundaries.attach import Removable, StandIn, listen
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, BACKWARD, OPTIMIZER, OTHER
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_UPDATE,
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+)
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
+
+# Every call of `step` passes through a `wrapper` of this file, which calls the hooks.
+_OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
 @untraced
@@ -30,6 +43,7 @@ class OptimizerBoundary:
         self._recorder = recorder
         self._model = loop.model
         self._parameters: set[int] = set()
+        self._given: set[int] = set()
         # Whether an optimizer, by its id, is the loop's. An id may be used again.
         self._judged: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self.depth = 0
@@ -38,12 +52,13 @@ class OptimizerBoundary:
         """How many updates there were in this step."""
         self.has_any = False
         """Whether there are optimizers whose updates are seen."""
-        # What the time went to before an update inside a backward.
-        self._interrupted = BACKWARD
+        self._batch = loop.batch
+        # What the time went to before an update inside a backward, or inside a model call.
+        self._interrupted: str | None = None
         self._stand_ins: list[StandIn] = []
         self._handles: list[Removable] = []
         try:
-            self._hook([_inmost(optimizer) for optimizer in loop.optimizers])
+            self._hook([*_inmost(loop.optimizers)])
         except BaseException:
             self.remove()
             raise
@@ -51,6 +66,7 @@ class OptimizerBoundary:
     def _hook(self, given: list[Any]) -> None:
         self.has_any = bool(given)
         self._judged = {id(one): (weakref.ref(one), True) for one in given}
+        self._given = {*self._judged}
         is_compiled = any(map(_is_compiled, given))
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         self._stand_ins = [listen(one, "step", self) for one in alone]
@@ -88,6 +104,9 @@ class OptimizerBoundary:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_ours(optimizer):
+            if self.depth:
+                # No hook tells of an update that raised.
+                self.depth = min(self.depth, _steps_on_stack() - 1)
             self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -98,10 +117,14 @@ class OptimizerBoundary:
         self.depth += 1
         if self.depth > 1:
             return
-        label = self._recorder.label
+        label, self._interrupted = self._recorder.label, None
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
+        elif label == FORWARD and closure is None:
+            # A layer that learns by itself: when its update is over the model's call goes on.
+            self._interrupted = label
+            self._recorder.mark(OPTIMIZER)
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
         elif label != AFTER_BACKWARD and closure is None:
             # With a closure, forward and backward are still to come.
@@ -116,16 +139,17 @@ class OptimizerBoundary:
         # skipped.
         self.updates += 1
         if _current_graph_task_id() != -1:
-            self._recorder.mark_in_backward(self._interrupted)
+            self._recorder.mark_in_backward(self._interrupted or BACKWARD)
         else:
-            self._recorder.mark(AFTER_UPDATE)
+            self._recorder.mark(self._interrupted or AFTER_UPDATE)
 
     def _is_ours(self, optimizer: Any) -> bool:
         judged = self._judged.get(id(optimizer))
         if judged is None or judged[0]() is not optimizer:
             judged = self._judged[id(optimizer)] = (weakref.ref(optimizer), self._judge(optimizer))
             self.has_any |= judged[1]
-        return judged[1]
+        # Outside of a batch another callback may train a part of the model with its own optimizer.
+        return judged[1] and (self._batch.is_open or id(optimizer) in self._given)
 
     def _judge(self, optimizer: Any) -> bool:
         own = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -141,11 +165,15 @@ class ZeroGradBoundary:
 
     def __init__(self, recorder: Recorder, optimizer: Any) -> None:
         self._recorder = recorder
-        self._stand_in = listen(optimizer, "zero_grad", self)
+        # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
+        # clear the gradients of the original.
+        self._stand_in = listen([*_inmost([optimizer])][-1], "zero_grad", self)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
-        if self._recorder.label not in (OTHER, AFTER_UPDATE):
+        # Inside a backward it belongs to an update there.
+        is_free = _current_graph_task_id() == -1
+        if is_free and self._recorder.label not in (OTHER, AFTER_UPDATE):
             self._recorder.mark(OTHER)
         return False
 
@@ -156,22 +184,36 @@ class ZeroGradBoundary:
         self._stand_in.forget(self)
 
 
-def _inmost(optimizer: Any) -> Any:
-    """Returns the optimizer inside wrappers that are optimizers in name only.
+def _inmost(optimizers: Sequence[Any]) -> Iterator[Any]:
+    """Yields what updates parameters: optimizers, and those inside wrappers around them.
 
-    They lack what hooks need, because they never called `super().__init__`: Accelerate's, torch's
-    `PostLocalSGDOptimizer`. What they call in the end may be no update, but that of the inmost is.
+    A wrapper that never called `super().__init__` lacks what hooks need: Accelerate's, torch's
+    `PostLocalSGDOptimizer`. Fabric's has it from the optimizer inside. What a wrapper calls in the
+    end may be no update, but that of the optimizer inside is.
     """
-    while not _has_hooks(optimizer):
+    for optimizer in optimizers:
         inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-        if not inner:
-            break
-        optimizer = inner[0]
-    return optimizer
+        if inner:
+            yield from _inmost(inner[:1])
+        # A wrapper with hooks and a `step` of its own updates parameters itself, too.
+        has_own_step = _has_hooks(optimizer) and type(optimizer).step is not Optimizer.step
+        if not inner or has_own_step:
+            yield optimizer
 
 
 def _has_hooks(optimizer: Any) -> bool:
     return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def _steps_on_stack() -> int:
+    """Returns how many calls of `step` of optimizers with hooks are running."""
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None:
+        code = frame.f_code
+        steps += code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE
+        frame = frame.f_back
+    return steps
 
 
 def _is_compiled(optimizer: Any) -> bool:

@@ -68,8 +68,6 @@ class MeanLog:
             steps: What was read, in order.
             sums: The sums over these steps, if they are known.
         """
-        if not self._every_n_steps:
-            return False
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
         first = 0
         if steps[-1].number >= due:
@@ -96,6 +94,8 @@ class MeanLog:
         sums = self._sums
         if not only_publish:
             self._sums = Sums()
+            if not self._every_n_steps:
+                return
         n = sums.step.n
         if n and self.newest is not None:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}

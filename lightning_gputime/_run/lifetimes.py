@@ -23,19 +23,24 @@ _lost: list[Ending] = []
 def attached(session: Ending) -> None:
     """Must be told of a session that is attached. Takes off those that nobody has any more."""
     # Here, and not where a timer is lost: Python may notice that at any moment.
-    while _lost:
-        _lost.pop().remove()
+    _take_off_lost()
     _attached.add(session)
 
 
 def detached(session: Ending) -> None:
     """Must be told of a session that is not attached any more. Safe to call twice."""
     _attached.discard(session)
+    _take_off_lost()
 
 
 def lost(session: Ending) -> None:
     """Must be told of a session that nobody has any more, and that is still on the model."""
     _lost.append(session)
+
+
+def _take_off_lost() -> None:
+    while _lost:
+        _lost.pop().remove()
 
 
 def _abandon_all() -> None:
