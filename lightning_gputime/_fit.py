@@ -16,6 +16,12 @@ _PATIENCE = 100
 
 Action = tuple[str, Callable[[], None]]
 
+NESTED = (
+    "A fit inside a fit has ended the timing of the outer one: give the inner trainer a timer of"
+    " its own."
+)
+"""What is said where a timer's fit begins while another one of it goes on."""
+
 
 class Fit:
     """Tells a session where a trainer is, as its callback and its profiler hear of it.

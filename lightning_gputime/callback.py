@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
-from lightning_gputime._fit import Fit
+from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
@@ -138,10 +138,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         if self._session.is_attached:
-            messages.warning(
-                "A fit inside a fit has ended the timing of the outer one: give the inner trainer"
-                " a timer of its own."
-            )
+            messages.warning(NESTED)
         self._detach()
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(

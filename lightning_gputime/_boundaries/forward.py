@@ -163,8 +163,8 @@ class ForwardBoundary:
         if not self._running:
             return
         recorder = self._recorder
-        is_resting = self._discovers and recorder.is_resting_here()
-        if get_ident() != recorder.thread and not is_resting:
+        is_here = get_ident() == recorder.thread
+        if not (is_here or (self._discovers and recorder.is_resting_here())):
             return
         if _current_graph_task_id() != -1:
             return
