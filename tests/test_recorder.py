@@ -986,3 +986,69 @@ def test_a_place_that_is_not_in_the_open_step_is_left_alone(gpu: FakeGPU, run: R
         {"data": 0.0, "forward": 4.0},
         {"data": 1.0},
     ]
+
+
+def test_the_first_mark_of_a_step_can_be_renamed_too(gpu: FakeGPU, run: Recorded) -> None:
+    gpu.work(2.0)
+    run.recorder.mark("forward")
+    run.recorder.rename(0, "data", "other")
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    assert run.emitted[0].phase_ms == {"other": 2.0, "forward": 0.0}
+
+
+@pytest.mark.parametrize("after_fetch", [True, False])
+def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
+    gpu: FakeGPU, after_fetch: bool
+) -> None:
+    told: list[str | None] = []
+    run = Recorded(gpu, annotate=told.append)
+    run.recorder.begin()
+    gpu.work(1.0)
+    if not after_fetch:
+        run.recorder.mark("forward")
+        gpu.work(4.0)
+    run.recorder.mark("<evaluation>")
+    gpu.work(16.0)
+    run.recorder.exclude_since("<evaluation>")
+    assert (run.recorder.state.name, run.recorder.label) == ("PAUSED", EXCLUDED)
+    assert told[-1] is None
+    run.recorder.mark("loss")
+    gpu.work(32.0)
+    thread = threading.Thread(target=run.recorder.resume, args=("other",))
+    thread.start()
+    thread.join()
+    assert run.recorder.state.name == "PAUSED"
+    run.recorder.resume("other")
+    gpu.work(0.5)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    # Where only a fetch was before, it was the evaluation's.
+    before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
+    assert run.emitted[0].phase_ms == {**before, "other": 0.5}
+
+
+def test_calls_of_the_model_in_another_thread_are_noted(run: Recorded) -> None:
+    assert not run.recorder.was_elsewhere
+    assert not run.recorder.is_resting_here()
+    assert run.recorder.was_elsewhere is True
+
+
+def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    run.recorder.mark("forward")
+    gpu.work(4.0)
+    run.recorder.hold()
+    gpu.work(16.0)
+    run.recorder.end_step(0)
+    gpu.work(32.0)
+    run.recorder.release()
+    assert run.recorder.label == "data"
+    gpu.work(1.0)
+    run.recorder.end_step(1)
+    run.recorder.flush()
+    assert [times.phase_ms for times in run.emitted] == [
+        {"data": 0.0, "forward": 4.0},
+        {"data": 1.0},
+    ]
