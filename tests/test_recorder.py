@@ -1052,3 +1052,60 @@ def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
         {"data": 0.0, "forward": 4.0},
         {"data": 1.0},
     ]
+
+
+def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    assert run.recorder.begins == 1
+    run.recorder.mark("forward")
+    gpu.work(4.0)
+    run.recorder.mark("<after update>")
+    run.recorder.mark("other")
+    gpu.work(16.0)
+    run.recorder.pause()
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(run.recorder.end_at("<after update>", 0)))
+    thread.start()
+    thread.join()
+    ended.append(run.recorder.end_at("<after update>", 0))
+    assert ended == [False, True]
+    assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "data")
+    gpu.work(1.0)
+    run.recorder.end_step(1)
+    run.recorder.flush()
+    assert [(times.step, times.phase_ms) for times in run.emitted] == [
+        (0, {"data": 0.0, "forward": 4.0}),
+        (1, {"data": 1.0}),
+    ]
+
+
+def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    run.step(0)
+    run.recorder.flush()
+    run.recorder.abandon()
+    assert (run.recorder.state.name, run.recorder.label) == ("AT_REST", None)
+    created = gpu.created
+    run.recorder.begin()
+    run.step(1)
+    run.recorder.flush()
+    assert gpu.created == created + 4
+    assert [times.step for times in run.emitted] == [0, 1]
+
+
+def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) -> None:
+    told: list[str | None] = []
+    run = Recorded(gpu, annotate=told.append)
+    run.recorder.begin()
+    run.recorder.mark("forward")
+    run.recorder.hold()
+    assert told == ["data", "forward", None]
+    thread = threading.Thread(target=run.recorder.release)
+    thread.start()
+    thread.join()
+    assert run.recorder.state.name == "PAUSED"
+    run.recorder.release()
+    run.recorder.release()
+    assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
