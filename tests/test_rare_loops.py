@@ -11,6 +11,8 @@ from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, parts_of_data, steps, work
 from fake_lightning import Loader, Model, fit, trainer
 from fake_loop import Loop, hooks
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.nn.utils import parametrize
@@ -361,8 +363,13 @@ def test_a_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
     assert phases == [{**STEP_MS, "forward": 8.0}] * 3
 
 
-@pytest.mark.filterwarnings("ignore:.*returned `None`")  # Is said once in a process.
-def test_the_loss_of_a_micro_batch_without_a_backward_is_no_forward(gpu: FakeGPU) -> None:
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_the_loss_of_a_micro_batch_without_a_backward_is_no_forward(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning warns once in a process, and another test wants to see it.
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
+
     class Skips(Model):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
