@@ -9,7 +9,7 @@ from lightning_gputime._phases import AFTER_UPDATE, DATA, EVALUATION, OTHER
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
-# Over so many steps before it, an evaluation has more calls than any; and at least so many more.
+# In so many steps before it all that have calls have as many; an evaluation has so many more.
 _STEPS, _MORE = 10, 2
 
 
@@ -18,9 +18,9 @@ class EvaluationBoundary:
     """Tells a validation, which belongs to no step, from a part of the step that needs no grad.
 
     A frozen encoder, a teacher and pseudo-labels are called in eval mode without grad, too, but in
-    every step. So it is a validation if the model as a whole is in eval mode, and is called more
-    often than in any of the steps before; or under `torch.inference_mode`, whose results cannot
-    be trained on. What is not certain is `other`.
+    every step, and alike. So it is a validation if the model as a whole is in eval mode, and is
+    called more often than in the steps before, which are alike in that; or under
+    `torch.inference_mode`, whose results cannot be trained on. What is not certain is `other`.
 
     Args:
         recorder: Gets the marks.

@@ -212,7 +212,10 @@ def _is_evaluation(module: nn.Module) -> bool:
 
 def _is_no_call(module: nn.Module) -> bool:
     """Tells a module whose calls are none of the model: a metric, or what a weight is made by."""
-    if isinstance(module, ParametrizationList):
-        return True
+    return isinstance(module, ParametrizationList) or is_metric(module)
+
+
+def is_metric(one: object) -> bool:
+    """Tells a metric of torchmetrics."""
     # By name: to import torchmetrics takes seconds.
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)

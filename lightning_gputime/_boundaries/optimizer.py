@@ -58,7 +58,7 @@ class OptimizerBoundary:
         self._stand_ins: list[StandIn] = []
         self._handles: list[Removable] = []
         try:
-            self._hook([*_inmost(loop.optimizers)])
+            self._hook([*_updating(loop.optimizers)])
         except BaseException:
             self.remove()
             raise
@@ -121,13 +121,12 @@ class OptimizerBoundary:
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
-        elif label == FORWARD and closure is None:
-            # A layer that learns by itself: when its update is over the model's call goes on.
-            self._interrupted = label
-            self._recorder.mark(OPTIMIZER)
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
         elif label != AFTER_BACKWARD and closure is None:
             # With a closure, forward and backward are still to come.
+            if label == FORWARD:
+                # A layer that learns by itself: when its update is over the model's call goes on.
+                self._interrupted = label
             self._recorder.mark(OPTIMIZER)
 
     def _end(self) -> None:
@@ -167,7 +166,7 @@ class ZeroGradBoundary:
         self._recorder = recorder
         # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
         # clear the gradients of the original.
-        self._stand_in = listen([*_inmost([optimizer])][-1], "zero_grad", self)
+        self._stand_in = listen([*_updating([optimizer])][-1], "zero_grad", self)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
@@ -184,7 +183,7 @@ class ZeroGradBoundary:
         self._stand_in.forget(self)
 
 
-def _inmost(optimizers: Sequence[Any]) -> Iterator[Any]:
+def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
     """Yields what updates parameters: optimizers, and those inside wrappers around them.
 
     A wrapper that never called `super().__init__` lacks what hooks need: Accelerate's, torch's
@@ -194,7 +193,7 @@ def _inmost(optimizers: Sequence[Any]) -> Iterator[Any]:
     for optimizer in optimizers:
         inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
         if inner:
-            yield from _inmost(inner[:1])
+            yield from _updating(inner[:1])
         # A wrapper with hooks and a `step` of its own updates parameters itself, too.
         has_own_step = _has_hooks(optimizer) and type(optimizer).step is not Optimizer.step
         if not inner or has_own_step:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._messages import messages
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
@@ -41,7 +42,8 @@ class Delivery:
         self._means = means
         self._comparison = comparison
         self._probe = probe
-        self._on_step = [one.update if _is_metric(one) else one for one in on_step]
+        # To call a metric would also compute it. Others may have an `update` that is none.
+        self._on_step = [one.update if is_metric(one) else one for one in on_step]
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
@@ -115,9 +117,3 @@ class Delivery:
         newest = None if self._results.probe_failure else self._results.newest_probed
         self._means.busy = newest.times() if newest is not None else None
         return steps
-
-
-def _is_metric(one: Any) -> bool:
-    """Tells a metric of torchmetrics, whose call would also compute, from what has an `update`."""
-    # By name: to import torchmetrics takes seconds.
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)
