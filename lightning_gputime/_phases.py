@@ -17,7 +17,7 @@ TRAINING_STEP = "training_step"
 """The phase in place of `forward` and `loss` where both were compiled as one."""
 
 COMM = "comm"
-"""The sub-phase in which a rank only waits for the others: `backward/comm`."""
+"""The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`."""
 
 FETCH = "data/fetch"
 COPY = "data/copy"
@@ -38,6 +38,13 @@ AFTER_UPDATE = "<after update>"
 EVALUATION = "<evaluation>"
 EXCLUDED = "<excluded>"
 LEFT = "<left>"
+
+# Labels of marks that interrupt the one before them: a wait for other ranks, one for what a
+# pipeline sends, which is part of what it is for, and the end of both.
+WAITS = "<waits>"
+RECEIVES = "<receives>"
+GOES_ON = "<goes on>"
+INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
     # In a step with a closure no mark but the end tells of the update.
@@ -119,6 +126,8 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     Between two model calls the time is `forward`, after the last one `loss` if a backward
     follows. After backward it is `optimizer` if an update follows. `torch.autograd.grad` is part of
     the `loss` if a backward follows, else it is itself the `backward`. Anything else is `other`.
+    A wait for other ranks is the `comm` of the phase that it interrupts; what a pipeline receives
+    between two passes is that of the next.
 
     Args:
         labels: The labels of a step's marks, in order.
@@ -127,13 +136,30 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         For each mark the names that its time is added to: a phase, preceded by its parents if it
         is a sub-phase; nothing where the time belongs to no step.
     """
-    # What follows decides, so from the last label to the first. Cached, because the steps of a loop
-    # are much alike.
+    # Cached, because the steps of a loop are much alike.
+    phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
     settled = []
+    phase, follower = EXCLUDED, EXCLUDED
+    for label in labels:
+        if label not in INTERRUPTIONS:
+            phase, follower = next(phases)
+        name = phase
+        if label in (WAITS, RECEIVES) and phase not in (EXCLUDED, LEFT):
+            waits_in = follower if label == RECEIVES else phase
+            name = f"{waits_in.partition('/')[0]}/{COMM}"
+        settled.append(_with_parents(name))
+    return tuple(settled)
+
+
+def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the phase of each label, and what it leads to: that, or the pass that follows it."""
+    # What follows decides, so from the last label to the first.
+    phases = []
     following = None
     for label in reversed(labels):
         phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
-        settled.append(_with_parents(phase))
+        leads = phase in (DATA, LOSS, OTHER) and following in (FORWARD, BACKWARD)
+        phases.append((phase, following if leads and following else phase))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
             # After a backward only the end of an update has a mark: what comes before it, such as
@@ -146,13 +172,25 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
             following = top_level
         elif top_level == DATA:
             following = None  # What follows is another micro-batch.
-    return tuple(reversed(settled))
+    return phases[::-1]
 
 
 def _with_parents(phase: str) -> tuple[str, ...]:
     if phase in (EXCLUDED, LEFT):
         return ()
     return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
+
+
+def without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the labels of a step whose waits for other ranks belong to no step."""
+    return tuple(
+        names[-1] if names and not is_wait(names[-1]) else EXCLUDED for names in settle(labels)
+    )
+
+
+def is_wait(name: str) -> bool:
+    """Tells whether a phase is a wait for other ranks."""
+    return name.endswith(f"/{COMM}")
 
 
 def in_order(names: Sequence[str]) -> list[str]:

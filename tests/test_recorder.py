@@ -960,9 +960,9 @@ def test_a_step_with_graphs_is_read_before_the_next_replay(gpu: FakeGPU) -> None
 
 def test_a_mark_that_is_over_can_be_given_to_another_label(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("forward")
-    place = run.recorder.place
     gpu.work(4.0)
     run.recorder.mark("<after forward>")
+    place = run.recorder.place_before
     gpu.work(1.0)
     run.recorder.rename(place, "loss", "data")
     run.recorder.rename(place, "forward", "loss")
@@ -973,8 +973,9 @@ def test_a_mark_that_is_over_can_be_given_to_another_label(gpu: FakeGPU, run: Re
 
 def test_a_place_that_is_not_in_the_open_step_is_left_alone(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("forward")
-    place = run.recorder.place
     gpu.work(4.0)
+    run.recorder.mark("<after forward>")
+    place = run.recorder.place_before
     run.recorder.end_step(0)
     for gone in (-1, place):
         run.recorder.rename(gone, "data", "loss")
@@ -983,7 +984,7 @@ def test_a_place_that_is_not_in_the_open_step_is_left_alone(gpu: FakeGPU, run: R
     run.recorder.end_step(1)
     run.recorder.flush()
     assert [times.phase_ms for times in run.emitted] == [
-        {"data": 0.0, "forward": 4.0},
+        {"data": 0.0, "forward": 4.0, "other": 0.0},
         {"data": 1.0},
     ]
 

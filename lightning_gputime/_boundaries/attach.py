@@ -101,7 +101,8 @@ class StandIn:
     """What `owner.name` is replaced by, until the last listener is removed.
 
     All listeners share one stand-in, so they may be removed in any order. If somebody else has
-    replaced the stand-in meanwhile, it stays inside theirs and does nothing.
+    replaced the stand-in meanwhile, it stays inside theirs and does nothing; where they put it
+    back, its next call takes it off.
     """
 
     def __init__(self, owner: Any, name: str, announce: Announce) -> None:
@@ -109,8 +110,9 @@ class StandIn:
         self._owner, self._name = owner, name
         # A method of the class must not stay behind on the object when ours is taken off.
         self._was_own = name in vars(owner)
-        self._original = getattr(owner, name)
-        self.call: Any = untraced(announce(self._original, self.listeners))
+        # As it is kept: what `getattr` gives of a class in C++ would bind no more.
+        self._original = vars(owner)[name] if self._was_own else None
+        self.call: Any = untraced(announce(getattr(owner, name), self.listeners))
         self.call._stand_in = self  # found by `listen`
         setattr(owner, name, self.call)
         # Compiled code enters ours here, or by hooks of an optimizer, which has a stand-in, too.
@@ -120,6 +122,10 @@ class StandIn:
         """Removes a listener. Safe to call twice."""
         if listener in self.listeners:
             self.listeners.remove(listener)
+        self.come_off()
+
+    def come_off(self) -> None:
+        """Puts the original back, if nobody listens, and nobody else has replaced the stand-in."""
         if self.listeners or vars(self._owner).get(self._name) is not self.call:
             return
         if self._was_own:
@@ -149,6 +155,8 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
     @functools.wraps(call, updated=())
     def announced(*args: Any, **kwargs: Any) -> Any:
         told = []
+        if not listeners:
+            announced._stand_in.come_off()  # type: ignore[attr-defined]  # set by `StandIn`
         # Over a copy, because a listener may be removed when it is told.
         for listener in [*listeners]:
             try:

@@ -11,6 +11,7 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._boundaries.submodules import SubmoduleBoundary
+from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._record.recorder import Recorder
 
 B = TypeVar("B", bound=Removable)
@@ -36,10 +37,12 @@ class Boundaries:
             raise
 
     def _put_on(self, recorder: Recorder, loop: Loop) -> None:
+        shared = is_distributed()
+        self._waits = self._keep(WaitBoundary(recorder)) if shared else None
         self._forward = self._keep(
             CompiledStep(recorder, loop.model)
             if loop.compiled_step
-            else ForwardBoundary(recorder, loop)
+            else ForwardBoundary(recorder, loop, self._waits)
         )
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
@@ -53,7 +56,7 @@ class Boundaries:
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             self._keep(ZeroGradBoundary(recorder, optimizer))
         if loop.wrap_backward:
-            comm = self._keep(CommBoundary(recorder, loop.called)) if is_distributed() else None
+            comm = self._keep(CommBoundary(recorder, loop.called)) if shared else None
             self._keep(BackwardBoundary(recorder, loop.batch, self._forward, self._optimizer, comm))
         activate(recorder)
 
@@ -84,6 +87,8 @@ class Boundaries:
         """
         has_updated = self._optimizer.step_ended() > 0
         self._forward.step_ended(timed)
+        if self._waits is not None:
+            self._waits.step_ended()
         if timed and self._submodules is not None:
             self._submodules.step_ended()
         return self._optimizer.has_any and not has_updated

@@ -1,4 +1,4 @@
-"""The parts of a step in which a rank only waits for the others, as marks."""
+"""The waits for other ranks that are no call in Python: those of DDP, as marks."""
 
 import sys
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime._boundaries.attach import Removable, hook_before
-from lightning_gputime._phases import BACKWARD, COMM, PHASES
+from lightning_gputime._phases import BACKWARD, COMM
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -20,8 +20,9 @@ class CommBoundary:
     And `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin of DDP.
 
     The autograd engine calls what was queued in a backward when its work is done, in the order in
-    which it was queued. DDP and FSDP2 queue their last waits there, from hooks on parameters and
-    activations; this queues its mark from the first hook of all, on the loss.
+    which it was queued. DDP queues its last wait there, from a hook on a parameter; this queues its
+    mark from the first hook of all, on the loss. FSDP queues work of its own there, too, and its
+    waits are calls, see `WaitBoundary`.
 
     Args:
         recorder: Gets the marks.
@@ -33,6 +34,7 @@ class CommBoundary:
         self._synced = [
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
+        self._shards = any(map(_is_sharded, model.modules()))
         # Those on tensors live for one backward, those on modules until `remove`.
         self._handles: list[Any] = []
         self._module_handles: list[Removable] = []
@@ -48,6 +50,8 @@ class CommBoundary:
 
     def begin(self, tensors: Any) -> None:
         """Must be called before a backward of `tensors`."""
+        if self._shards:
+            return
         if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
             return  # a micro-batch inside `no_sync`
         if _is_autograd_compiled():
@@ -69,14 +73,11 @@ class CommBoundary:
 
     def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
         # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
-        label = self._recorder.label
-        if label is not None and label in PHASES and module.will_sync_module_buffers():
-            self._recorder.mark(f"{label}/{COMM}")
+        if module.will_sync_module_buffers():
+            self._recorder.wait_begins()
 
     def _leave_sync(self, *values: Any) -> None:
-        phase, _, part = (self._recorder.label or "").partition("/")
-        if part == COMM and phase != BACKWARD:
-            self._recorder.mark(phase)
+        self._recorder.wait_ends()
 
     def _queue(self, _: Tensor) -> None:
         # Once a backward: the first of several losses is the one.
@@ -103,6 +104,12 @@ def is_distributed() -> bool:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # By name: FSDP takes its time to import.
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
 @untraced

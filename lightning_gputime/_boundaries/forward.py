@@ -15,6 +15,7 @@ from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
 from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.losses import LossSearch
+from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -28,9 +29,10 @@ class ForwardBoundary:
     inside. Those that are only called by others lose theirs when the step ends.
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+    def __init__(self, recorder: Recorder, loop: Loop, waits: WaitBoundary | None = None) -> None:
         self._recorder = recorder
         self._model = loop.model
+        self._waits = waits
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
         self._batch = loop.batch
@@ -157,6 +159,8 @@ class ForwardBoundary:
         self.calls += 1
         self._alone.add(key)
         recorder.mark(FORWARD)
+        if self._waits is not None:
+            self._waits.note_stream()
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
         # Without one running this is the return of a redirected training step.

@@ -46,8 +46,8 @@ class LossSearch:
         if is_first or not isinstance(output, Tensor) or output.dim():
             self.known.add(id(module))
         elif output.grad_fn is not None and len(self.candidates) < _CANDIDATES:
-            # The mark before the last one, which is the end of the call.
-            self.candidates.append((module, output.grad_fn, self._recorder.place - 1))
+            # The last mark is the end of the call.
+            self.candidates.append((module, output.grad_fn, self._recorder.place_before))
 
     def settle(self, tensors: Any, *, is_last: bool) -> list[nn.Module]:
         """Returns the candidates that are losses, and gives their time to `loss`.

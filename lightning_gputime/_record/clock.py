@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_gputime._messages import messages
+from lightning_gputime._record.streams import Streams
 from lightning_gputime._untraced import untraced
 
 
@@ -55,7 +56,8 @@ class Clock(Protocol):
         """
 
     # A clock may also have `spin(cycles)`, which keeps the device busy for so many cycles of some
-    # counter of its own. Without it steps cannot be probed.
+    # counter of its own; without it steps cannot be probed. And `streams`, a `Streams`; without it
+    # all that is launched is taken for timed.
 
 
 @untraced
@@ -89,6 +91,7 @@ class DeviceClock:
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
+        self.streams = Streams(device)
         self.is_capturing = getattr(module, "is_current_stream_capturing", _never)
         if device.type == "cuda":
             # Is asked at every mark: without the function in Python around it.

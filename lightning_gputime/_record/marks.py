@@ -8,17 +8,18 @@ from torch._C import _current_graph_task_id
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._phases import (
     BACKWARD,
+    COMM,
     DATA,
-    EXCLUDED,
     FOLLOWED_BY,
-    FORWARD,
-    LEFT,
-    LOSS,
+    GOES_ON,
+    INTERRUPTIONS,
     OPTIMIZER,
+    RECEIVES,
+    WAITS,
 )
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._record.reading import Mark
-from lightning_gputime._record.state import AT_REST, OPEN, PAUSED
+from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._untraced import untraced
 
 # What the time goes to while a backward runs; an optimizer may run its updates there.
@@ -48,6 +49,8 @@ class Marks:
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
         self._free = free
+        self.streams = getattr(clock, "streams", None)
+        """The streams of the device, if it has some."""
         self._annotate = annotate
         self.tell_once = TellOnce()
         self.state = AT_REST
@@ -70,9 +73,6 @@ class Marks:
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
-        # How many pauses by hand are not over, and the label before them, if time had one.
-        self._holds = 0
-        self._held: str | None = None
 
     def is_resting_here(self) -> bool:
         """Tells whether the calling thread is the one that is timed, in some steps but not now."""
@@ -110,9 +110,9 @@ class Marks:
             self.mark(label)
 
     @property
-    def place(self) -> int:
-        """The index of the last mark in the open step."""
-        return len(self._open) - 1
+    def place_before(self) -> int:
+        """The index of the mark before the last one in the open step, waits not counted."""
+        return self._uninterrupted(len(self._open) - 2)
 
     def rename(self, place: int, of: str, label: str) -> None:
         """Gives the time of one mark of the open step, which went to `of`, to `label`."""
@@ -153,77 +153,48 @@ class Marks:
         self.thread, self.state, self._is_spoiled = self._home, OPEN, True
         return True
 
-    # Pauses
+    # Waits
 
-    def pause(self) -> None:
-        """Lets the time since the last mark, and until `resume`, belong to no step."""
-        if self.state is OPEN and get_ident() == self.thread:
-            self._rename(EXCLUDED)
-            self.state = PAUSED
-            self._tell_annotator(None)
+    def wait_begins(self, label: str = WAITS) -> bool:
+        """Says that the stream waits for other ranks, or runs their collective, until `wait_ends`.
 
-    def resume(self, label: str = DATA) -> None:
-        """Ends a `pause`: from here on the time belongs to `label`."""
-        if self.state is PAUSED and not self._holds and get_ident() == self.thread:
-            self.state = OPEN
-            self._record(self._first_label(label))
+        It interrupts the label that time goes to, whatever that is renamed to later.
 
-    def hold(self) -> None:
-        """Begins a pause by hand, which lasts until `release`, whatever else begins or resumes."""
-        if get_ident() != self._home:
-            return
-        self._holds += 1
-        if self._holds == 1 and self.state is OPEN:
-            self._held = self.label
-            self._record(EXCLUDED, annotate=False)
-            self._tell_annotator(None)
-            # Once more: that mark may have failed.
-            if self.state is OPEN:
-                self.state = PAUSED
-
-    def release(self) -> None:
-        """Ends what `hold` began: time goes back to where it went before."""
-        if get_ident() != self._home or not self._holds:
-            return
-        self._holds -= 1
-        if not self._holds and self._held is not None:
-            label, self._held = self._held, None
-            if self.state is PAUSED:
-                self.state = OPEN
-                self._record(self._named[-1] if self._named else label)
-
-    def exclude_since(self, label: str) -> None:
-        """Lets the time from the first mark of `label` on, and until `resume`, belong to no step.
-
-        If only the fetch was before, it was not that of this step, and belongs to none either.
-        """
-        if self.state is OPEN and get_ident() == self.thread:
-            labels = [name for name, *_ in self._open]
-            first = labels.index(label)
-            self._exclude_from(0 if {*labels[:first]} <= {DATA, EXCLUDED} else first)
-            self.state = PAUSED
-            self._tell_annotator(None)
-
-    def _cut_after(self, label: str) -> bool:
-        """Lets what follows the last mark of `label` belong to no step, if it is no more work.
+        Args:
+            label: `WAITS`, or `RECEIVES` where it is for what follows.
 
         Returns:
-            Whether there is such a mark, and no model was called since, and no backward.
+            Whether it does: not where time goes to a wait already, or to no step.
         """
-        labels = [name for name, *_ in self._open]
-        if label not in labels:
+        if self.state is not OPEN or not self._is_here() or self.is_waiting:
             return False
-        last = len(labels) - 1 - labels[::-1].index(label)
-        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+        if self.label is None or self.label.endswith(f"/{COMM}"):
             return False
-        self._exclude_from(last)
-        # Excluded, too, but what came before led to an update.
-        self._open[last] = (LEFT, *self._open[last][1:])
+        self._interrupt(label)
         return True
 
-    def _exclude_from(self, first: int) -> None:
-        self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
-        self.label = EXCLUDED
+    def wait_ends(self) -> None:
+        """Ends what `wait_begins` began, if nothing else has."""
+        if self.state is OPEN and self._is_here() and self.is_waiting:
+            self._interrupt(GOES_ON)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether time goes to a wait that `wait_begins` began."""
+        marks = self._captured or self._open
+        return bool(marks) and marks[-1][0] in (WAITS, RECEIVES)
+
+    def _is_here(self) -> bool:
+        """Tells whether this thread is timed, or runs a backward while the timed one waits."""
+        if get_ident() == self.thread:
+            return True
+        return _current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
+
+    def _interrupt(self, label: str) -> None:
+        interrupted = self.label
+        self._record(label, annotate=False)
+        if self.state is OPEN:  # Else the mark has failed.
+            self.label = interrupted
 
     # How a mark is recorded
 
@@ -246,10 +217,17 @@ class Marks:
             self._tell_annotator(label)
 
     def _rename(self, label: str) -> None:
-        """Gives the time since the last mark to `label`."""
+        """Gives the time since the last mark to `label`, waits inside included."""
         if self._open:  # Not where recording has started in a capture.
-            self._open[-1] = (label, *self._open[-1][1:])
+            place = self._uninterrupted(len(self._open) - 1)
+            self._open[place] = (label, *self._open[place][1:])
         self.label = label
+
+    def _uninterrupted(self, place: int) -> int:
+        """Returns the index of a mark, or of the one that it interrupts."""
+        while place > 0 and self._open[place][0] in INTERRUPTIONS:
+            place -= 1
+        return place
 
     def _tell_annotator(self, label: str | None) -> None:
         if self._annotate is not None:

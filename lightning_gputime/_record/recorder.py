@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from threading import get_ident
 
-from lightning_gputime._phases import DATA, EXCLUDED
+from lightning_gputime._phases import DATA, EXCLUDED, INTERRUPTIONS
 from lightning_gputime._record.backlog import Backlog
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._record.graphs import Graphs
-from lightning_gputime._record.marks import Marks
+from lightning_gputime._record.pauses import Pauses
 from lightning_gputime._record.state import AT_REST, LOST, OPEN, PAUSED
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
@@ -31,7 +31,7 @@ class TooManyEventsError(Exception):
 
 
 @untraced
-class Recorder(Marks):
+class Recorder(Pauses):
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 
     The end of a step is the first mark of the next. When more than `lag` steps are pending, the
@@ -149,7 +149,7 @@ class Recorder(Marks):
         """Ends a step inside a pause, if some of its time was before. Tells if it did."""
         if self.state is not PAUSED or self._is_spoiled:
             return False
-        if all(label == EXCLUDED for label, *_ in self._open):
+        if {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}:
             return False
         if self._holds:
             self._held = DATA

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import COMM, EXCLUDED, in_order
+from lightning_gputime._phases import EXCLUDED, in_order, without_waits
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
@@ -105,8 +105,7 @@ class Probe:
         if step.filled:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
-            alone = tuple(EXCLUDED if one.endswith(f"/{COMM}") else one for one in step.labels)
-            self._results.add_probed(step._replace(labels=alone))
+            self._results.add_probed(step._replace(labels=without_waits(step.labels)))
         elif not was_short and self._may_wait(step):
             self._misses += 1
             self._margin = min(2 * self._margin, _LARGEST_MARGIN)

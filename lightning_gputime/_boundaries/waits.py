@@ -1,0 +1,219 @@
+"""The waits of the timed stream for other ranks, as marks."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._phases import RECEIVES, WAITS
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._untraced import untraced
+
+# The methods of a process group that launch a collective. All that is called in Python passes
+# them; a stand-in for `torch.distributed.all_reduce` itself would break compiled code, which knows
+# that function, and miss those who imported it by name.
+_LAUNCHES = (
+    "broadcast",
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "allgather_coalesced",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "alltoall",
+    "barrier",
+)
+_WAITS = ("wait", "synchronize", "block_current_stream")
+
+_DISTRIBUTED = "torch.distributed"
+_PIPELINING = "torch.distributed.pipelining"
+# Between the stand-in and whoever wants the collective, or the wait.
+_BETWEEN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "torch.cuda.streams",
+    __name__,
+    StandIn.__module__,
+)
+
+
+@untraced
+class WaitBoundary:
+    """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
+
+    A collective that is waited for at once runs on the caller's stream: it is the wait itself.
+    Others run on streams of their own: there the wait is where the timed stream is told of them.
+    What is launched or waited for on another stream is none.
+
+    Args:
+        recorder: Gets the marks.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._streams = recorder.streams
+        self._timed: set[int] = set()
+        # The streams beside it that ran collectives; and whether one of the user's own did, in
+        # this step.
+        self._beside: set[int] = set()
+        self._has_own_beside = False
+        # Whether the wait of a collective is still to come.
+        self._is_launched = False
+        self._stand_ins: list[tuple[StandIn, object]] = []
+        try:
+            for owner, names, listener in self._places():
+                for name in names:
+                    if name in vars(owner):
+                        self._stand_ins.append((listen(owner, name, listener), listener))
+        except BaseException:
+            self.remove()
+            raise
+        self.step_ended()
+
+    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], object]]:
+        # Not at the top: torch can be built without it.
+        from torch.distributed import ProcessGroup, Work
+
+        waits = _Waits(self)
+        yield ProcessGroup, _LAUNCHES, _Launches(self)
+        for kind in (Work, *Work.__subclasses__()):
+            yield kind, _WAITS, waits
+        yield torch._C.Future, ("wait",), waits
+        # Not the function that it calls: compiled code guards that one.
+        if functional := sys.modules.get("torch.distributed._functional_collectives"):
+            yield functional.AsyncCollectiveTensor, ("trigger_wait",), _TensorWaits(self)
+        if self._streams is not None and self._streams.kind is not None:
+            yield self._streams.kind, ("wait_event", "wait_stream"), _StreamWaits(self)
+
+    def remove(self) -> None:
+        for stand_in, listener in self._stand_ins:
+            stand_in.forget(listener)
+        self._stand_ins.clear()
+
+    def step_ended(self) -> None:
+        """Must be called at the end of each step."""
+        self._timed.clear()
+        self._has_own_beside = False
+        self.note_stream()
+
+    def note_stream(self) -> None:
+        """Takes the current stream for timed: must be called where a phase begins."""
+        if self._streams is not None:
+            self._timed.add(self._streams.current())
+
+    def begins(self, label: str = WAITS) -> bool:
+        """Marks the begin of a wait, if it is one of the timed stream. Tells if it did."""
+        is_launched, self._is_launched = self._is_launched, False
+        if self.is_beside():
+            return False
+        return self._recorder.wait_begins(label) or (is_launched and self._recorder.is_waiting)
+
+    def ends(self) -> None:
+        """Marks its end."""
+        self._recorder.wait_ends()
+
+    def is_launched(self) -> None:
+        """Says that the wait that has begun lasts until the collective is waited for."""
+        self._is_launched = True
+
+    def is_beside(self) -> bool:
+        """Tells whether the current stream is not timed; it is noted, as it runs a collective."""
+        if self._streams is None:
+            return False
+        current = self._streams.current()
+        if current in self._timed:
+            return False
+        self._beside.add(current)
+        self._has_own_beside |= not _caller().startswith(_DISTRIBUTED)
+        return True
+
+    def waits_for_others(self, stream: Any, awaited: Any) -> bool:
+        """Tells whether a stream that is told to wait is the timed one, and waits for ranks."""
+        streams = self._streams
+        if streams is None:
+            return False
+        identity = streams.identity(stream)
+        if identity not in self._timed or identity != streams.current():
+            return False
+        if _caller().startswith(_DISTRIBUTED):
+            return True
+        # Else it may wait for a copy, as loaders that fetch ahead do.
+        if isinstance(awaited, streams.kind):
+            return streams.identity(awaited) in self._beside
+        return self._has_own_beside
+
+
+@untraced
+class _Launches:
+    """Is told of collectives."""
+
+    def __init__(self, boundary: WaitBoundary) -> None:
+        self._boundary = boundary
+
+    def call_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
+        options = args[-1] if args else kwargs.get("opts")
+        if getattr(options, "asyncOp", True):
+            # It runs on another stream. So do all before torch 2.8.
+            self._boundary.is_beside()
+            return False
+        return self._boundary.begins()
+
+    def call_ends(self, result: Any = None) -> None:
+        if result is None:
+            self._boundary.ends()
+        else:
+            self._boundary.is_launched()
+
+
+@untraced
+class _Waits:
+    """Is told of waits for a collective."""
+
+    def __init__(self, boundary: WaitBoundary) -> None:
+        self._boundary = boundary
+
+    def call_begins(self, *_: Any, **__: Any) -> bool:
+        return self._boundary.begins(RECEIVES if _caller().startswith(_PIPELINING) else WAITS)
+
+    def call_ends(self, result: Any = None) -> None:
+        self._boundary.ends()
+
+
+@untraced
+class _TensorWaits(_Waits):
+    """Is told of uses of tensors that a collective computes; the first one waits."""
+
+    def call_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
+        return not tensor.completed and self._boundary.begins()
+
+
+@untraced
+class _StreamWaits(_Waits):
+    """Is told of streams that are told to wait."""
+
+    def call_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
+        return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()
+
+
+@untraced
+def _caller() -> str:
+    """Returns the module whose code wants what a stand-in is told of."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    name: str = frame.f_globals.get("__name__", "")
+    return name

@@ -1,0 +1,112 @@
+"""Marks on a timeline, with parts of it that belong to no step."""
+
+from collections.abc import Callable
+from threading import get_ident
+
+from lightning_gputime._phases import (
+    BACKWARD,
+    DATA,
+    EXCLUDED,
+    FORWARD,
+    INTERRUPTIONS,
+    LEFT,
+    LOSS,
+)
+from lightning_gputime._record.clock import Clock, TimingEvent
+from lightning_gputime._record.marks import Marks
+from lightning_gputime._record.state import OPEN, PAUSED
+from lightning_gputime._untraced import untraced
+
+
+@untraced
+class Pauses(Marks):
+    """Lets parts of the open step belong to no step: those of an evaluation, or left out by hand.
+
+    Args:
+        clock: Where events and host times come from.
+        free: Events to use again.
+        annotate: Called with each new label, and with None at the end.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        free: list[TimingEvent],
+        annotate: Callable[[str | None], None] | None,
+    ) -> None:
+        super().__init__(clock, free, annotate)
+        # How many pauses by hand are not over, and the label before them, if time had one.
+        self._holds = 0
+        self._held: str | None = None
+
+    def pause(self) -> None:
+        """Lets the time since the last mark, and until `resume`, belong to no step."""
+        if self.state is OPEN and get_ident() == self.thread:
+            self._rename(EXCLUDED)
+            self.state = PAUSED
+            self._tell_annotator(None)
+
+    def resume(self, label: str = DATA) -> None:
+        """Ends a `pause`: from here on the time belongs to `label`."""
+        if self.state is PAUSED and not self._holds and get_ident() == self.thread:
+            self.state = OPEN
+            self._record(self._first_label(label))
+
+    def hold(self) -> None:
+        """Begins a pause by hand, which lasts until `release`, whatever else begins or resumes."""
+        if get_ident() != self._home:
+            return
+        self._holds += 1
+        if self._holds == 1 and self.state is OPEN:
+            self._held = self.label
+            self._record(EXCLUDED, annotate=False)
+            self._tell_annotator(None)
+            # Once more: that mark may have failed.
+            if self.state is OPEN:
+                self.state = PAUSED
+
+    def release(self) -> None:
+        """Ends what `hold` began: time goes back to where it went before."""
+        if get_ident() != self._home or not self._holds:
+            return
+        self._holds -= 1
+        if not self._holds and self._held is not None:
+            label, self._held = self._held, None
+            if self.state is PAUSED:
+                self.state = OPEN
+                self._record(self._named[-1] if self._named else label)
+
+    def exclude_since(self, label: str) -> None:
+        """Lets the time from the first mark of `label` on, and until `resume`, belong to no step.
+
+        If only the fetch was before, it was not that of this step, and belongs to none either.
+        """
+        if self.state is OPEN and get_ident() == self.thread:
+            labels = [name for name, *_ in self._open]
+            first = labels.index(label)
+            self._exclude_from(
+                0 if {*labels[:first]} <= {DATA, EXCLUDED, *INTERRUPTIONS} else first
+            )
+            self.state = PAUSED
+            self._tell_annotator(None)
+
+    def _cut_after(self, label: str) -> bool:
+        """Lets what follows the last mark of `label` belong to no step, if it is no more work.
+
+        Returns:
+            Whether there is such a mark, and no model was called since, and no backward.
+        """
+        labels = [name for name, *_ in self._open]
+        if label not in labels:
+            return False
+        last = len(labels) - 1 - labels[::-1].index(label)
+        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+            return False
+        self._exclude_from(last)
+        # Excluded, too, but what came before led to an update.
+        self._open[last] = (LEFT, *self._open[last][1:])
+        return True
+
+    def _exclude_from(self, first: int) -> None:
+        self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
+        self.label = EXCLUDED
