@@ -30,7 +30,8 @@ def totals(steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 
     ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
     ms["backward"] += comm
     all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
-    return {name: (a_step * steps, steps) for name, a_step in all_ms.items()}
+    noise = {"<noise>": (0.0, steps - 1)}
+    return {name: (a_step * steps, steps) for name, a_step in all_ms.items()} | noise
 
 
 # The comparison

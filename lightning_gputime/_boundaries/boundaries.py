@@ -29,6 +29,7 @@ class Boundaries:
         self._recorder = recorder
         self._removables: list[Removable] = []
         self._submodules: SubmoduleBoundary | None = None
+        self._waits: WaitBoundary | None = None
         try:
             self._put_on(recorder, loop)
         except BaseException:
@@ -38,7 +39,8 @@ class Boundaries:
 
     def _put_on(self, recorder: Recorder, loop: Loop) -> None:
         shared = is_distributed()
-        self._waits = self._keep(WaitBoundary(recorder)) if shared else None
+        if shared:
+            self._waits = self._keep(WaitBoundary(recorder))
         self._forward = self._keep(
             CompiledStep(recorder, loop.model)
             if loop.compiled_step
@@ -78,6 +80,10 @@ class Boundaries:
     def model_was_called(self) -> bool:
         """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
         return self._forward.was_ever_called
+
+    def stage(self) -> int | None:
+        """Returns the stage of a pipeline that was seen to wait for others, if one was."""
+        return self._waits.stage if self._waits is not None else None
 
     def step_ended(self, *, timed: bool = True) -> bool:
         """Must be called at the end of each step.

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class WaitBoundary:
         # this step.
         self._beside: set[int] = set()
         self._has_own_beside = False
+        self.stage: int | None = None
+        """The stage of a pipeline that this rank runs, the first one of several."""
+        self._looked_for_stage = False
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self._stand_ins: list[tuple[StandIn, object]] = []
@@ -95,7 +99,7 @@ class WaitBoundary:
         yield torch._C.Future, ("wait",), waits
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
-            yield functional.AsyncCollectiveTensor, ("trigger_wait",), _TensorWaits(self)
+            yield functional.AsyncCollectiveTensor, ("trigger_wait", "wait"), _TensorWaits(self)
         if self._streams is not None and self._streams.kind is not None:
             yield self._streams.kind, ("wait_event", "wait_stream"), _StreamWaits(self)
 
@@ -114,6 +118,12 @@ class WaitBoundary:
         """Takes the current stream for timed: must be called where a phase begins."""
         if self._streams is not None:
             self._timed.add(self._streams.current())
+
+    def look_for_stage(self) -> None:
+        """Must be told of a wait of a pipeline, in the thread that runs its schedule."""
+        if not self._looked_for_stage:
+            self._looked_for_stage = True
+            self.stage = _stage()
 
     def begins(self, label: str = WAITS) -> bool:
         """Marks the begin of a wait, if it is one of the timed stream. Tells if it did."""
@@ -187,7 +197,10 @@ class _Waits:
         self._boundary = boundary
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
-        return self._boundary.begins(RECEIVES if _caller().startswith(_PIPELINING) else WAITS)
+        if not _caller().startswith(_PIPELINING):
+            return self._boundary.begins()
+        self._boundary.look_for_stage()
+        return self._boundary.begins(RECEIVES)
 
     def call_ends(self, result: Any = None) -> None:
         self._boundary.ends()
@@ -207,6 +220,20 @@ class _StreamWaits(_Waits):
 
     def call_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()
+
+
+@untraced
+def _stage() -> int | None:
+    """Returns the stage of the schedule that is running, as far as torch lets it be seen."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        schedule = frame.f_locals.get("self")
+        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        stage = getattr(stages[0], "stage_index", None)
+        if isinstance(stage, int):
+            return stage
+        frame = frame.f_back
+    return None
 
 
 @untraced

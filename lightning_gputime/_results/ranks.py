@@ -1,22 +1,35 @@
 """The times of several ranks beside each other: who is slow, and in what."""
 
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_gputime._phases import COMM, DATA, in_order, of_one_callback
+from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback
+from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.sums import Sums
 
 Totals = Mapping[str, tuple[float, int]]
 """What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
-and the number of steps in which it ran."""
+and the number of steps in which it ran. For `NOISE` that of changes, see `Noise`; for `STAGE` that
+of the rank's place in a pipeline."""
 
 STEP = "step"
 LOCAL = "local"
-_WAIT = f"/{COMM}"
+NOISE = "<noise>"
+STAGE = "<stage>"
 
 NAMED_FROM = 0.05
 """A rank is named when it is slower than the others by this part of their step."""
+
+_STANDARD_ERRORS = 4.0
+"""And by so many standard errors of the difference."""
+
+_ALIKE = 10
+"""What slows a rank down lasts for some steps: so many count as one that is independent."""
+
+# Of a normal distribution: its standard deviation, by the mean change from one value to the next.
+_DEVIATION = math.sqrt(math.pi) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +54,22 @@ class RankSummary:
     """The times of all ranks beside each other.
 
     A rank's local time is its step without `backward/comm` and the like, in which it waits for the
-    others.
+    others. Ranks are held against the others of their stage, if they are a pipeline; where none of
+    these is slow, the stages are held against each other.
 
     Attributes:
         rows: For each phase that ran, for "step" and for "local".
         ranks: The ranks that took part, in order.
         slowest: The rank whose local time is the longest, if it is longer than the median of the
-            other ranks by 5 % of their median step or more; else None.
+            other ranks by 5 % of their median step or more, and by more than 4 standard errors;
+            else None. The standard error is that of the mean change from step to step, ten steps
+            counted as one.
         behind_ms: How much longer the longest local time is than that median (in milliseconds).
-        phase: The phase in which that rank loses most, of its local time.
+        phase: The phase in which that rank loses most, of its local time; of `data` the part, if
+            that is known.
+        stage: The stage of that rank, where not the rank is slow but its stage is longer than the
+            others; else None.
+        sentence: Says which rank is slow, and in what; empty where none is.
     """
 
     rows: Mapping[str, RankStats]
@@ -57,18 +77,8 @@ class RankSummary:
     slowest: int | None
     behind_ms: float
     phase: str
-
-    @property
-    def sentence(self) -> str:
-        """Says which rank is slow, and in what; empty where none is."""
-        if self.slowest is None:
-            return ""
-        has_waits = self.phase != DATA and f"{self.phase}{_WAIT}" in self.rows
-        where = f"{self.phase} compute" if has_waits else self.phase
-        return (
-            f"rank {self.slowest} is {self.behind_ms:.3g} ms a step slower than the median,"
-            f" in {where}"
-        )
+    stage: int | None = None
+    sentence: str = ""
 
     def metrics(self) -> dict[str, float]:
         """Returns what is logged; `slowest` is -1 where no rank is slow."""
@@ -96,39 +106,119 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     }
     if not totals:
         return None
-    names = {name for one in totals.values() for name in one} - {STEP, LOCAL}
+    names = {name for one in totals.values() for name in one} - {STEP, LOCAL, NOISE, STAGE}
     rows = {
         name: _row({rank: one[name] for rank, one in totals.items() if name in one})
         for name in (*in_order(list(names)), STEP, LOCAL)
     }
     own = {rank: _own_times(one) for rank, one in totals.items()}
-    slowest = max(own, key=lambda rank: own[rank][LOCAL])
-    behind_ms = own[slowest][LOCAL] - _median_of_others(slowest, LOCAL, own)
+    stages = _by_stage(totals)
+    peers = [_Group({rank: own[rank] for rank in ranks}) for ranks in stages.values()]
+    slow = max(peers, key=lambda group: (group.is_slow, group.behind_ms))
+    stage = None
+    if len(stages) > 1 and not slow.is_slow:
+        slow = _Group(
+            {stage: _mean_of([own[rank] for rank in ranks]) for stage, ranks in stages.items()}
+        )
+        stage = slow.slowest
+        slow.slowest = max(stages[stage], key=lambda rank: own[rank][LOCAL])
+    names_one = slow.is_slow
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest=(
-            slowest
-            if len(own) > 1 and behind_ms >= NAMED_FROM * _median_of_others(slowest, STEP, own)
-            else None
-        ),
-        behind_ms=behind_ms,
-        phase=max(
-            (name for name in own[slowest] if name not in (STEP, LOCAL)),
-            key=lambda name: own[slowest][name] - _median_of_others(slowest, name, own),
-            default="",
-        ),
+        slowest=slow.slowest if names_one else None,
+        behind_ms=slow.behind_ms,
+        phase=slow.phase,
+        stage=stage if names_one else None,
+        sentence=_sentence(slow, stage, rows) if names_one else "",
     )
 
 
-def totals_of(sums: Sums) -> Totals:
-    """Returns the totals of a rank's steps."""
+class _Group:
+    """Ranks of which each should take as long as the others, or stages.
+
+    Args:
+        own: The times a step of each, see `_own_times`.
+    """
+
+    def __init__(self, own: Mapping[int, Mapping[str, float]]) -> None:
+        self.own = own
+        self.slowest = max(own, key=lambda rank: own[rank][LOCAL])
+        of_slowest = own[self.slowest]
+        self._others = [one for rank, one in own.items() if rank != self.slowest]
+        self.local_ms, self.step_ms = of_slowest[LOCAL], of_slowest[STEP]
+        self.behind_ms = self._behind(LOCAL)
+        self.waits_ms = max((one[STEP] - one[LOCAL] for one in self._others), default=0.0)
+        top_level = [name for name in of_slowest if "/" not in name and name not in _NO_PHASES]
+        self.phase = max(top_level, key=self._behind, default="")
+        if self.phase == DATA:
+            parts = [name for name in of_slowest if name.startswith(f"{DATA}/")]
+            part = max(parts, key=self._behind, default=DATA)
+            if 2 * self._behind(part) >= self._behind(DATA):
+                self.phase = part
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slowest of them is slow for certain, and not by chance."""
+        error_ms = math.hypot(self.own[self.slowest][NOISE], self._median(NOISE))
+        return (
+            len(self.own) > 1
+            and self.behind_ms >= NAMED_FROM * self._median(STEP)
+            and self.behind_ms > _STANDARD_ERRORS * error_ms
+        )
+
+    @property
+    def waiting(self) -> list[int]:
+        """Those that are not the slowest."""
+        return [rank for rank in self.own if self.own[rank][LOCAL] < self.local_ms]
+
+    def _behind(self, name: str) -> float:
+        # Without its own: of two ranks, the slow one would be half of what it is held against.
+        return self.own[self.slowest][name] - self._median(name)
+
+    def _median(self, name: str) -> float:
+        others = [one.get(name, 0.0) for one in self._others]
+        return statistics.median(others) if others else self.own[self.slowest][name]
+
+
+_NO_PHASES = (STEP, LOCAL, NOISE)
+
+
+def _sentence(slow: _Group, stage: int | None, rows: Mapping[str, RankStats]) -> str:
+    has_waits = slow.phase != DATA and f"{slow.phase}/{COMM}" in rows
+    where = f"{slow.phase} compute" if has_waits else slow.phase
+    if stage is None:
+        return (
+            f"rank {slow.slowest} is {slow.behind_ms:.3g} ms a step slower than the median,"
+            f" in {where}"
+        )
+    waiting = [str(one) for one in slow.waiting]
+    which = f"stage {waiting[0]} waits" if len(waiting) == 1 else "the others wait"
+    return (
+        f"stage {stage} works {slow.local_ms:.3g} of {slow.step_ms:.3g} ms a step,"
+        f" {slow.behind_ms:.3g} ms more than the median, in {where}: {which}"
+    )
+
+
+def totals_of(sums: Sums, noise: Noise | None = None, stage: int | None = None) -> Totals:
+    """Returns the totals of a rank's steps.
+
+    Args:
+        sums: Over the steps.
+        noise: Of the steps, if it is known.
+        stage: The rank's place in a pipeline, if it is one of those.
+    """
     phases = {**sums.phases, STEP: sums.step}
-    return {
+    totals = {
         name: (phase.device_ms, phase.n)
         for name, phase in phases.items()
         if not of_one_callback(name)
     }
+    if noise is not None:
+        totals[NOISE] = (noise.sum_ms, noise.n)
+    if stage is not None:
+        totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
+    return totals
 
 
 def since(now: Totals, before: Totals) -> Totals:
@@ -145,7 +235,7 @@ def _with_local(totals: Totals) -> Totals:
     # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
     # their own.
     step_ms, steps = totals[STEP]
-    waits_ms = sum(ms for name, (ms, _) in totals.items() if name.endswith(_WAIT))
+    waits_ms = sum(ms for name, (ms, _) in totals.items() if is_wait(name))
     return {**totals, LOCAL: (step_ms - waits_ms, steps)}
 
 
@@ -161,17 +251,37 @@ def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
 
 
 def _own_times(totals: Totals) -> dict[str, float]:
-    """Returns the time a step of each top-level phase, without the waits for other ranks."""
+    """Returns the time a step of each phase, without the waits for other ranks.
+
+    Those below the top level of `data` alone; and the standard error of the local time.
+    """
     # Over all steps, also where a phase ran in some: so they add up to the local time.
     steps = totals[STEP][1]
-    own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}
+    own = {
+        name: ms / steps
+        for name, (ms, _) in totals.items()
+        if name not in (NOISE, STAGE) and ("/" not in name or name.startswith(f"{DATA}/"))
+    }
     for name, (ms, _) in totals.items():
-        if name.endswith(_WAIT):
+        if is_wait(name):
+            own.pop(name, None)
             own[name.partition("/")[0]] -= ms / steps
+    changes_ms, n = totals.get(NOISE, (0.0, 0))
+    # Of one step nothing is known.
+    own[NOISE] = _DEVIATION * changes_ms / n * math.sqrt(_ALIKE / steps) if n else math.inf
     return own
 
 
-def _median_of_others(rank: int, name: str, own: Mapping[int, Mapping[str, float]]) -> float:
-    # Without its own: of two ranks, the slow one would be half of what it is held against.
-    others = [one.get(name, 0.0) for other, one in own.items() if other != rank]
-    return statistics.median(others) if others else own[rank][name]
+def _by_stage(totals: Mapping[int, Totals]) -> dict[int, list[int]]:
+    """Returns the ranks of each stage of a pipeline; all are of one where there is none."""
+    stages: dict[int, list[int]] = {}
+    for rank, one in totals.items():
+        ms, n = one.get(STAGE, (0.0, 1))
+        stages.setdefault(round(ms / n), []).append(rank)
+    return stages
+
+
+def _mean_of(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    several = [*ranks]
+    names = {name for one in several for name in one}
+    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}

@@ -1,12 +1,13 @@
 """When the ranks of a distributed run are set beside each other, and over which steps."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_gputime._messages import messages
 from lightning_gputime._options import SyncRanks
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.ranks import Totals, compare, since, totals_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
@@ -37,6 +38,9 @@ class Comparison:
         self._at_logs = sync_ranks == "log"
         # The newest steps: what a rank has read before the others must is not compared yet.
         self._recent: deque[StepRecord] = deque(maxlen=lag + 1)
+        self._noise = Noise()
+        self.stage: Callable[[], int | None] = lambda: None
+        """Returns this rank's place in a pipeline, if it is one of those."""
         # The number of the last step that `sync` has compared.
         self._synced = -1
         self._before: dict[int, Totals] = {}
@@ -50,7 +54,9 @@ class Comparison:
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Takes the steps that were read, those of the warm-up left out."""
-        self._recent.extend(steps)
+        if self._exchange is not None:
+            self._recent.extend(steps)
+            self._noise.add(steps)
 
     def log_is_due(self, finished: int) -> None:
         """Must be told where a log is due; then, with "log", a comparison is.
@@ -69,8 +75,7 @@ class Comparison:
         # Nor where the end of an epoch has compared them since: once is enough.
         if finished is not None and finished >= self._means.next_due(self._synced):
             early = Sums(step for step in self._recent if step.number > finished)
-            totals = since(totals_of(self._results.sums), totals_of(early))
-            self._compare(totals, min(finished, self._newest_read))
+            self._compare(since(self._totals(), totals_of(early)), min(finished, self._newest_read))
 
     def sync(self, newest: int | None) -> None:
         """Compares the ranks, in all that was read up to here. All ranks must call it.
@@ -80,7 +85,7 @@ class Comparison:
         """
         if newest is not None:
             self._synced = newest
-        self._compare(totals_of(self._results.sums), self._newest_read)
+        self._compare(self._totals(), self._newest_read)
 
     def end(self) -> None:
         """Waits for no rank any more."""
@@ -95,6 +100,9 @@ class Comparison:
     def abandon(self) -> None:
         """Forgets the other ranks, and does not tell them."""
         self._exchange = None
+
+    def _totals(self) -> Totals:
+        return totals_of(self._results.sums, self._noise, self.stage())
 
     @property
     def _newest_read(self) -> int:
