@@ -10,24 +10,21 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
-    BACKWARD,
     CALLBACKS,
     COMM,
     COPY,
-    DATA,
     FETCH,
-    FORWARD,
-    OTHER,
     PHASES,
     StepTimes,
     check_name,
+    is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import STEP, compare
+from lightning_gputime._results.ranks import NOISE, STEP, compare
 
 _COUNTED = (
     *PHASES,
-    *(f"{phase}/{COMM}" for phase in (DATA, FORWARD, BACKWARD, OTHER)),
+    *(f"{phase}/{COMM}" for phase in PHASES),
     *(FETCH, COPY, CALLBACKS),
 )
 
@@ -72,7 +69,8 @@ class PhaseTimeMetric(Metric):
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
         self._told: set[str] = set()
-        self._names = (*(check_name(name) for name in phases), STEP)
+        self._names = (*(check_name(name) for name in phases), STEP, NOISE)
+        self._last_local_ms: float | None = None
         # In double precision: a million steps are added exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
             zeros = torch.zeros(len(self._names), dtype=dtype)
@@ -91,9 +89,13 @@ class PhaseTimeMetric(Metric):
             messages.warning(
                 "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
                 sorted(unknown),
-                [*self._names[:-1], *sorted(unknown)],
+                [*self._names[:-2], *sorted(unknown)],
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
+        local_ms = times.step_ms - sum(ms[name] for name in ms if is_wait(name))
+        if self._last_local_ms is not None:
+            ms[NOISE] = abs(local_ms - self._last_local_ms)
+        self._last_local_ms = local_ms
         # Not in place: a state that was loaded is the checkpoint's, too.
         added_ms = [ms.get(name, 0.0) for name in self._names]
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
@@ -105,7 +107,8 @@ class PhaseTimeMetric(Metric):
         `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
         `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
         `<phase>_slowest` is the rank of the greatest. `local` is the step without its `comm`.
-        `slowest` is the rank whose local time is 5 % of a step or more above the others', else -1.
+        `slowest` is the rank whose local time is 5 % of a step or more above the others', and by
+        more than the ranks' noise (see `RankSummary.slowest`), else -1.
         """
         shape = (-1, len(self._names))
         rows = zip(
@@ -137,8 +140,8 @@ class PhaseTimeMetric(Metric):
         loaded = state_dict.get(f"{prefix}counts")
         if loaded is not None and loaded.shape[-1] != len(self._names):
             raise ValueError(
-                f"the checkpoint has {loaded.shape[-1] - 1} phases, and the metric"
-                f" {len(self._names) - 1}: create it with the same phases={[*self._names[:-1]]}"
+                f"the checkpoint has {loaded.shape[-1] - 2} phases, and the metric"
+                f" {len(self._names) - 2}: create it with the same phases={[*self._names[:-2]]}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

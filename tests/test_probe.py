@@ -14,6 +14,7 @@ from lightning_gputime import (
     GPUPhaseHooks,
     GPUPhaseTimer,
     StepTimes,
+    _lightning,
 )
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
@@ -475,3 +476,46 @@ def test_a_profiler_sees_no_range_for_the_spin(
     assert timer.summary().probed_steps == 4
     assert "forward" in ranges
     assert EXCLUDED not in ranges
+
+
+def test_where_the_trainer_waits_before_each_batch_the_spin_begins_behind(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Lightning does with several ranks: it asks them all, and reads the answer.
+    epoch_loop = type(trainer().fit_loop.epoch_loop)
+    advance = epoch_loop.advance
+
+    def ask(_: Any) -> None:
+        gpu.work(0.25)
+        gpu.now = max(gpu.now, gpu.free_at)
+
+    def ask_and_advance(self: Any, *args: Any) -> None:
+        self._broadcast_sigterm_tensor()
+        advance(self, *args)
+
+    monkeypatch.setattr(epoch_loop, "_broadcast_sigterm_tensor", ask)
+    monkeypatch.setattr(epoch_loop, "advance", ask_and_advance)
+    monkeypatch.setattr(
+        _lightning,
+        "broadcasts_of",
+        lambda trainer: (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
+    )
+
+    class Launching(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.gpu.host_work(10.0)
+            return super().forward(x)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, probe_every_n_steps=5)
+    trainer(timer).fit(Launching(gpu), Loader(gpu, 30))
+    summary = timer.summary()
+    assert summary.probe_failure == ""
+    assert summary.probed_steps == 6
+    busy = {name: row.busy_mean_ms for name, row in summary.rows.items()}
+    assert busy["forward"] == STEP_MS["forward"]
+    # The copy ran meanwhile.
+    assert summary.rows["forward"].mean_ms == STEP_MS["forward"] + 10.0 - 1.125
+    # What lies before the spin is no part of the probed step.
+    assert busy["data"] is busy["data/comm"] is None
+    assert summary.rows["data/comm"].mean_ms == 0.25
+    assert summary.step.busy_mean_ms == sum(STEP_MS.values()) - STEP_MS["data"]

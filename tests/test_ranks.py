@@ -15,6 +15,8 @@ from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.ranks import Totals, compare, since
 from lightning_gputime._run import comparison
 from lightning_gputime._run import exchange as exchange_module
@@ -80,6 +82,101 @@ def test_a_rank_is_named_from_five_percent_of_the_others_step(
     assert ranks.slowest == slowest
     assert bool(ranks.sentence) == (slowest is not None)
     assert ranks.metrics()["slowest"] == (-1 if slowest is None else slowest)
+
+
+# Noise: the standard error of a mean over `n` steps whose changes have the mean `d` is
+# sqrt(pi) / 2 * d * sqrt(10 / n).
+
+
+@pytest.mark.parametrize(("late_ms", "slowest"), [(1.0, None), (1.5, 1), (2.0, 1)])
+def test_a_rank_is_named_beyond_four_standard_errors(late_ms: float, slowest: int | None) -> None:
+    # Of each rank 0.2295 ms; of the difference 0.3245, four times 1.298.
+    noise = {"<noise>": (0.52 * 39, 39)}
+    of_ranks = {0: totals(steps=40), 1: totals(steps=40, late="forward", late_ms=late_ms)}
+    ranks = compare({rank: {**one, **noise} for rank, one in of_ranks.items()})
+    assert ranks is not None
+    assert ranks.slowest == slowest
+
+
+def test_over_more_steps_a_smaller_difference_is_certain() -> None:
+    def slowest(steps: int) -> int | None:
+        noise = {"<noise>": (2.0 * (steps - 1), steps - 1)}
+        late = totals(steps=steps, late="data", late_ms=1.0)
+        ranks = compare({0: {**totals(steps=steps), **noise}, 1: {**late, **noise}})
+        assert ranks is not None
+        return ranks.slowest
+
+    assert [slowest(steps) for steps in (60, 600, 6000)] == [None, None, 1]
+
+
+def test_of_a_single_step_nothing_is_certain() -> None:
+    ranks = compare({0: totals(steps=1), 1: totals(steps=1, late="data")})
+    assert ranks is not None
+    assert ranks.slowest is None
+
+
+def test_what_is_added_up_for_the_noise_is_the_change_of_the_local_time() -> None:
+    noise = Noise()
+    waits = ("data", "forward", "<waits>", "<goes on>")
+    for number, ms in enumerate(
+        [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]
+    ):
+        ns = tuple(range(5))
+        noise.add([StepRecord(number, waits, ms, ns, 0.0, 0, False)])
+    assert (noise.sum_ms, noise.n) == (4.0, 2)
+
+
+def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
+    def rank(fetch: float, copy: float) -> dict[str, tuple[float, int]]:
+        data = {
+            "data/fetch": (10 * fetch, 10),
+            "data/copy": (10 * copy, 10),
+            "data/comm": (5.0, 10),
+        }
+        own = {**totals(), "data": (10 * (fetch + copy) + 5.0, 10), **data}
+        return {**own, "step": (own["step"][0] + own["data"][0] - 10.0, 10)}
+
+    for late, phase in ((rank(5.0, 0.5), "data/fetch"), (rank(3.0, 2.9), "data/copy")):
+        ranks = compare({0: rank(0.5, 0.25), 1: late})
+        assert ranks is not None
+        assert ranks.slowest == 1
+        assert ranks.phase == phase
+        assert ranks.sentence.endswith(f"slower than the median, in {phase}")
+
+
+def staged(stage: int, **options: Any) -> Totals:
+    return {**totals(**options), "<stage>": (10.0 * stage, 10)}
+
+
+def test_a_stage_that_is_longer_is_no_slow_rank() -> None:
+    ranks = compare({0: staged(0, comm=7.0), 1: staged(1, comm=3.0, late="backward", late_ms=4.0)})
+    assert ranks is not None
+    assert (ranks.slowest, ranks.stage, ranks.phase) == (1, 1, "backward")
+    assert ranks.sentence == (
+        "stage 1 works 19 of 22 ms a step, 4 ms more than the median, in backward compute:"
+        " stage 0 waits"
+    )
+
+
+def test_a_rank_is_held_against_the_others_of_its_stage() -> None:
+    late = {"late": "forward", "late_ms": 4.0}
+    longer = {"late": "backward", "late_ms": 6.0}
+    of_ranks = {0: staged(0), 1: staged(0), 2: staged(1, **longer), 3: staged(1, **longer)}
+    of_stages = compare(of_ranks)
+    assert of_stages is not None
+    assert of_stages.stage == 1
+    assert of_stages.sentence.startswith("stage 1 works 21 of 21 ms a step")
+    # The slow one is found although another stage is longer.
+    ranks = compare({**of_ranks, 1: staged(0, **late)})
+    assert ranks is not None
+    assert (ranks.slowest, ranks.stage, ranks.phase) == (1, None, "forward")
+    assert ranks.behind_ms == 4.0
+
+
+def test_stages_that_are_alike_are_not_named() -> None:
+    ranks = compare({rank: staged(rank, comm=2.0) for rank in range(4)})
+    assert ranks is not None
+    assert (ranks.slowest, ranks.stage, ranks.sentence) == (None, None, "")
 
 
 def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:

@@ -5,7 +5,11 @@ from typing import TypeVar
 from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import CommBoundary, is_distributed
-from lightning_gputime._boundaries.compiled import CompiledStep, inside_compiled
+from lightning_gputime._boundaries.compiled import (
+    CompiledStep,
+    hides_collectives,
+    inside_compiled,
+)
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import activate, deactivate
@@ -15,6 +19,11 @@ from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._record.recorder import Recorder
 
 B = TypeVar("B", bound=Removable)
+
+_HIDDEN = (
+    "Collectives inside compiled code are not told from work: compile the parts between them, or"
+    " take their time from an uncompiled run."
+)
 
 
 class Boundaries:
@@ -41,6 +50,8 @@ class Boundaries:
         shared = is_distributed()
         if shared:
             self._waits = self._keep(WaitBoundary(recorder))
+            if hides_collectives(loop.model):
+                recorder.tell_once(_HIDDEN)
         self._forward = self._keep(
             CompiledStep(recorder, loop.model)
             if loop.compiled_step
@@ -80,6 +91,11 @@ class Boundaries:
     def model_was_called(self) -> bool:
         """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
         return self._forward.was_ever_called
+
+    @property
+    def sees_waits(self) -> bool:
+        """Whether waits for other ranks are seen."""
+        return self._waits is not None
 
     def stage(self) -> int | None:
         """Returns the stage of a pipeline that was seen to wait for others, if one was."""

@@ -1,6 +1,6 @@
 """Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -84,10 +84,32 @@ def is_compiled(model: nn.Module) -> bool:
 
 def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
     """Returns the names of the modules that run inside compiled code, where no hook fires."""
-    inside: set[int] = set()
+    inside = {id(module) for root, module in _in_compiled(model) if module is not root}
+    return [name for name, module in parts.items() if id(module) in inside]
+
+
+def hides_collectives(model: nn.Module) -> bool:
+    """Tells whether compiled code of a model certainly runs collectives, which nothing shows there.
+
+    Those of a SyncBatchNorm, and of tensor parallelism; FSDP's are outside.
+    """
+    is_sharded = any(type(one).__name__.startswith("FSDP") for one in model.modules())
+    for _, module in _in_compiled(model):
+        if isinstance(module, nn.SyncBatchNorm):
+            return True
+        for parameter in module.parameters(recurse=False):
+            # A DTensor. FSDP shards one dimension of the ranks itself, and gathers it outside.
+            placements = getattr(parameter, "placements", ())
+            if sum(one.is_shard() for one in placements) > is_sharded:
+                return True
+    return False
+
+
+def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yields the modules that are compiled, and those inside, with the one that was compiled."""
     for module in (model, *model.modules()):
         if module._compiled_call_impl is not None:
-            inside.update(id(one) for one in module.modules() if one is not module)
+            yield from ((module, one) for one in module.modules())
         elif is_compiled(module):
-            inside.update(id(one) for one in module._orig_mod.modules())  # type: ignore[union-attr]
-    return [name for name, module in parts.items() if id(module) in inside]
+            original: nn.Module = module._orig_mod  # type: ignore[assignment]  # by `is_compiled`
+            yield from ((module, one) for one in original.modules())

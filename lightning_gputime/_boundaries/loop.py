@@ -32,6 +32,7 @@ class Loop:
         submodules: The modules that are sub-phases, by name.
         wrap_backward: Whether to stand in for what runs the autograd engine.
         batch: Whether a batch is at work, which the loop keeps up to date.
+        waits_before_batch: Whether the host waits for the device before each batch.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Loop:
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
     batch: Batch = field(default_factory=Batch)
+    waits_before_batch: bool = False
 
     @property
     def called(self) -> nn.Module:

@@ -177,7 +177,7 @@ class Recorder(Pauses):
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self._rename(EXCLUDED)
+        self._exclude_from(0)
         self._tell_annotator(None)
         # A mark of its own before the spin: how long it took sets the length of the next one. What
         # came before it, such as logging, must not count for it.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes
+from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
 
@@ -139,7 +139,7 @@ class MeanLog:
 
 def _is_wait(name: str) -> bool:
     # That in `data` is left out with all of `data`.
-    return name.endswith(f"/{COMM}") and name != WAIT
+    return is_wait(name) and name != WAIT
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:

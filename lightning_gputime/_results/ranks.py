@@ -115,22 +115,20 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     stages = _by_stage(totals)
     peers = [_Group({rank: own[rank] for rank in ranks}) for ranks in stages.values()]
     slow = max(peers, key=lambda group: (group.is_slow, group.behind_ms))
-    stage = None
+    slowest, stage = slow.slowest, None
     if len(stages) > 1 and not slow.is_slow:
-        slow = _Group(
-            {stage: _mean_of([own[rank] for rank in ranks]) for stage, ranks in stages.items()}
-        )
+        slow = _Group({at: _mean_of([own[rank] for rank in of]) for at, of in stages.items()})
         stage = slow.slowest
-        slow.slowest = max(stages[stage], key=lambda rank: own[rank][LOCAL])
-    names_one = slow.is_slow
+        slowest = max(stages[stage], key=lambda rank: own[rank][LOCAL])
+    is_named = slow.is_slow
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest=slow.slowest if names_one else None,
+        slowest=slowest if is_named else None,
         behind_ms=slow.behind_ms,
         phase=slow.phase,
-        stage=stage if names_one else None,
-        sentence=_sentence(slow, stage, rows) if names_one else "",
+        stage=stage if is_named else None,
+        sentence=_sentence(slow, stage, rows) if is_named else "",
     )
 
 

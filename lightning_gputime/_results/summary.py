@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_gputime._phases import CALLBACKS, COMM, COPY, DATA, FETCH, WAIT, of_one_callback
+from lightning_gputime._phases import (
+    CALLBACKS,
+    COPY,
+    DATA,
+    FETCH,
+    WAIT,
+    is_wait,
+    of_one_callback,
+)
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.table import Table
 
@@ -19,6 +27,9 @@ _HOLDS_UP = {
 
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
+
+# From this part of a step on, waits for other ranks are told.
+_LONG_WAITS = 0.05
 
 # From this part of a step on, launch gaps are worth an advice.
 _MANY_GAPS = 0.1
@@ -90,7 +101,7 @@ class PhaseSummary:
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        if held_up := self._held_up_between_batches():
+        if held_up := self._held_up_between_batches() or self._held_up_by_ranks():
             return held_up
         if self.on_host_clock or not self.steps:
             return ""
@@ -128,6 +139,17 @@ class PhaseSummary:
         share = shares.get(name, 0.0)
         return f"{_HOLDS_UP[name]}: {share:.0%} of the step is `{name}`" if share >= 0.3 else ""
 
+    def _held_up_by_ranks(self) -> str:
+        waits = self._waits()
+        share = sum(row.share for row in waits.values())
+        if share < 0.3:
+            return ""
+        most = max(waits, key=lambda name: waits[name].share)
+        return f"communication-bound: {share:.0%} of the step is waits, most of it `{most}`"
+
+    def _waits(self) -> dict[str, PhaseStats]:
+        return {name: row for name, row in self.rows.items() if is_wait(name)}
+
     @property
     def gap_share(self) -> float | None:
         """The part of the step in which the device waits for launches, from 0 to 1.
@@ -139,7 +161,7 @@ class PhaseSummary:
             return None
         gaps_ms = 0.0
         for name, row in self.rows.items():
-            if name.endswith(f"/{COMM}") and name != WAIT:
+            if is_wait(name) and name != WAIT:
                 gaps_ms -= row.n / self.steps * row.mean_ms
             elif "/" not in name and name != DATA and row.busy_mean_ms is not None:
                 gaps_ms += row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
@@ -205,6 +227,7 @@ class PhaseSummary:
             for sentence in (
                 self.verdict,
                 self._callback_sentence(),
+                self._wait_sentence(),
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
@@ -224,6 +247,21 @@ class PhaseSummary:
         callback, row = max(took.items(), key=lambda one: one[1].share)
         ms = row.share * self.step.mean_ms
         return f"another callback takes {ms:.3g} of {self.step.mean_ms:.3g} ms: `{callback}`"
+
+    def _wait_sentence(self) -> str:
+        waits = {name: row.share * self.step.mean_ms for name, row in self._waits().items()}
+        all_ms = sum(waits.values())
+        if all_ms < _LONG_WAITS * self.step.mean_ms:
+            return ""
+        longest = sorted(waits, key=lambda name: -waits[name])
+        parts = [f"`{name}` {waits[name]:.3g}" for name in longest if 10 * waits[name] >= all_ms]
+        # Only a trainer tells of the parts of `data`.
+        asks = FETCH in self.rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * self.step.mean_ms
+        why = ", in which Lightning asks all ranks before each batch" if asks else ""
+        return (
+            f"{all_ms:.3g} of {self.step.mean_ms:.3g} ms a step are waits for other ranks and their"
+            f" collectives: {', '.join(parts)}{why}"
+        )
 
     def _lead_sentence(self) -> str:
         lead_ms = self.run_ahead_mean_ms

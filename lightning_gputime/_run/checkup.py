@@ -1,6 +1,7 @@
 """What a timer says, once, of a loop that it does not see, or that looks wrong."""
 
 from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._record.recorder import Recorder
@@ -21,6 +22,10 @@ _NO_BACKWARD = (
 _NO_UPDATE = (
     "No update of an optimizer was seen in %d steps: where it is none of torch's, name its time,"
     ' `with phase("optimizer")`.'
+)
+_TOO_EARLY = (
+    "The process group was created after the timer was attached: waits for other ranks are not told"
+    " apart, and the ranks are not compared. Attach the timer after init_process_group()."
 )
 _ELSEWHERE = (
     "The model is called in another thread than the one that calls step() or iterates over"
@@ -55,14 +60,21 @@ class Checkup:
         """Must be called when steps were read, until it has judged. Tells if it has."""
         self._is_over = self._results.sums.step.n >= ENOUGH
         if self._is_over:
+            self._tell_of_ranks()
             self._judge(self._results.sums)
         return self._is_over
 
     def end(self) -> None:
         """Must be called at the end: of few steps it says only what is certain."""
         ran = self._results.sums.phases
+        if not self._is_over:
+            self._tell_of_ranks()
         if not self._is_over and BACKWARD in ran and OPTIMIZER in ran:
             self._tell_forward()
+
+    def _tell_of_ranks(self) -> None:
+        if is_distributed() and not self._boundaries.sees_waits:
+            messages.warning(_TOO_EARLY)
 
     def _judge(self, sums: Sums) -> None:
         ran, n = sums.phases, sums.step.n

@@ -16,6 +16,8 @@ class Selection:
         boundaries: Are told where each step ends, timed or not.
         lag: How many ended steps may be pending in the recorder.
         has_others: Whether other ranks may probe a step that this one does not.
+        waits_before_batch: Whether the host waits for the device before each batch: what keeps that
+            busy must begin behind.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Selection:
         *,
         lag: int,
         has_others: bool,
+        waits_before_batch: bool = False,
     ) -> None:
         self._schedule = schedule
         self._probe = probe
@@ -34,6 +37,9 @@ class Selection:
         self._boundaries = boundaries
         self._lag = lag
         self._has_others = has_others
+        self._waits_before_batch = waits_before_batch
+        # Whether the first batch of the open step has not begun.
+        self._is_early = False
         # Of all steps, and of the last one that was timed; numbers may leave some out, or repeat.
         self._index = 0
         self._timed_at: int | None = None
@@ -63,6 +69,7 @@ class Selection:
             self._recorder.begin()
         else:
             self._recorder.rest()
+        self._is_early = False
         if self._probe is not None:
             self._probe.step_begins()
 
@@ -114,6 +121,18 @@ class Selection:
                 self._quiet_until = self._schedule.next_timed(self._index) - 1
         elif kind in (SKIPPED, LEFT_OUT):
             self._recorder.begin()
+        if self._waits_before_batch:
+            self._is_early = self._probe is not None
+        else:
+            self._fill_queue()
+
+    def batch_begins(self) -> None:
+        """Must be called where a batch begins."""
+        if self._is_early:
+            self._is_early = False
+            self._fill_queue()
+
+    def _fill_queue(self) -> None:
         if self._probe is not None:
             if self._kind is PROBED:
                 self._recorder.fill(self._probe.keep_busy)

@@ -97,6 +97,7 @@ class Session:
             lag=lag,
             # Whether other ranks may probe a step that this one does not.
             has_others=not results.on_host_clock and is_distributed(),
+            waits_before_batch=loop.waits_before_batch,
         )
         lifetimes.attached(self)
 
@@ -126,6 +127,7 @@ class Session:
             self._recorder.resume(OTHER)
         else:
             self._recorder.mark(OTHER)
+        self._selection.batch_begins()
 
     def update_begins(self) -> None:
         """Says that an optimizer is about to run its update; then it may still skip it."""
