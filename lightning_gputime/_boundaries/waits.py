@@ -40,6 +40,9 @@ _LAUNCHES = (
 )
 _WAITS = ("wait", "synchronize", "block_current_stream")
 
+# In a step; each takes two marks.
+_MOST = 900
+
 _DISTRIBUTED = "torch.distributed"
 _PIPELINING = "torch.distributed.pipelining"
 # Between the stand-in and whoever wants the collective, or the wait.
@@ -75,6 +78,8 @@ class WaitBoundary:
         self.stage: int | None = None
         """The stage of a pipeline that this rank runs, the first one of several."""
         self._looked_for_stage = False
+        # How many waits the open step has.
+        self._seen = 0
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self._stand_ins: list[tuple[StandIn, object]] = []
@@ -112,6 +117,7 @@ class WaitBoundary:
         """Must be called at the end of each step."""
         self._timed.clear()
         self._has_own_beside = False
+        self._seen = 0
         self.note_stream()
 
     def note_stream(self) -> None:
@@ -130,7 +136,15 @@ class WaitBoundary:
         is_launched, self._is_launched = self._is_launched, False
         if self.is_beside():
             return False
-        return self._recorder.wait_begins(label) or (is_launched and self._recorder.is_waiting)
+        if self._seen == _MOST:
+            self._recorder.tell_once(
+                "A step waits more than %d times for other ranks: the rest of it counts as work.",
+                _MOST,
+            )
+            return False
+        begins = self._recorder.wait_begins(label)
+        self._seen += begins
+        return begins or (is_launched and self._recorder.is_waiting)
 
     def ends(self) -> None:
         """Marks its end."""
