@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +53,7 @@ class Step:
     def _spin_in_net(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         self._spin("forward")
         if "backward" in self.spins:
-            return spin_in_backward(output, self.spins["backward"])
+            return spin_in_backward(output, partial(self._spin, "backward"))
         return output
 
     def _spin(self, phase: str) -> None:

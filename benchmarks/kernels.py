@@ -20,21 +20,21 @@ class SpinInBackward(torch.autograd.Function):
     """The identity, whose backward spins."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, spin: Callable[[], object]) -> Tensor:
         """Returns `x`."""
-        ctx.cycles = cycles
+        ctx.spin = spin
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Spins, and returns the gradient."""
-        torch.cuda._sleep(ctx.cycles)
+        ctx.spin()
         return grads[0], None
 
 
-def spin_in_backward(x: Tensor, cycles: int) -> Tensor:
-    """Returns `x`; its backward spins."""
-    spinning: Tensor = SpinInBackward.apply(x, cycles)  # type: ignore[no-untyped-call]
+def spin_in_backward(x: Tensor, spin: Callable[[], object]) -> Tensor:
+    """Returns `x`; its backward calls `spin`."""
+    spinning: Tensor = SpinInBackward.apply(x, spin)  # type: ignore[no-untyped-call]
     return spinning
 
 

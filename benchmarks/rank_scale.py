@@ -23,7 +23,7 @@ from lightning_gputime._run.exchange import Exchange
 T = TypeVar("T")
 
 PHASES = ("data", "forward", "loss", "backward", "backward/comm", "optimizer", "other", "step")
-SIZES = ((8, 1000), (128, 1000), (1024, 1000), (1024, 10**6))
+SIZES = ((8, 1000), (128, 1000), (1024, 1000), (1024, 10**6), (10_000, 1000))
 """Numbers of ranks and of steps."""
 
 

@@ -1,187 +1,279 @@
-"""Names the slow rank, and holds `backward/comm` against the kernel trace.
+"""Names the slow rank, and holds the waits for other ranks against the kernel trace.
 
-Each rank trains 8 Linear(4096) under DDP, then under FSDP2, while one rank is delayed in one phase.
+Each rank trains linear layers in several kinds of parallelism, in a plain loop and in Lightning,
+while one rank is late at one place of the step. Each phase's `comm` is held against the trace of
+the same steps: the time in which the timed stream ran a collective, or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --out benchmarks/results/ranks_x2.json
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --strategies fsdp2 --cases balanced data
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 12
 """
 
+import argparse
+import gc
 import os
+import shlex
 import statistics
-from collections.abc import Iterator
-from itertools import product
-from pathlib import Path
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
-from kernels import Event, cycles_of, end_of, of_categories, spin_in_backward, traced
-from record import environment, new_parser, save
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from kernels import traced
+from loops import be_quiet
+from rank_lightning import LightningLoop
+from rank_nets import PLAIN, SLOW_RANK, Job, PlainLoop, late_cycles
+from rank_trace import in_trace
+from record import ENVIRONMENT, command, new_parser, save
 from torch.profiler import ProfilerActivity
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import StepTimes
+from lightning_gputime._results.summary import PhaseSummary
 
-STRATEGIES = ("ddp", "ddp bucket view", "fsdp2")
-CASES = ("balanced", "data", "forward", "backward", "optimizer")
-LATE_MS = 17.0
-STEPS, TRACED = 30, 10
-SLOW_RANK = 1
+IN_LIGHTNING = {"lightning ddp": "ddp", "lightning fsdp2": "fsdp2"}
+STRATEGIES = (*PLAIN, *IN_LIGHTNING)
+EXPECTED = {
+    "balanced": None,
+    "data": "data",
+    "forward": "forward",
+    "third layer": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "callback": "data",
+}
+"""For each case the phase in which the slow rank must be named."""
 
+WARMUP, SETTLE = 5, 3
+PHASES_IN = {
+    "step": ("forward", "loss", "backward", "optimizer"),
+    "data": ("data", "other"),
+}
+"""The phases in a window of the trace, where it is not the one of its name."""
 
-class Net(nn.Module):
-    """8 linear layers, late in a phase."""
-
-    def __init__(self, late: dict[str, int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(8))
-        self.late = late
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns what the last layer does, of the shape of `x`, (batch, 4096)."""
-        torch.cuda._sleep(self.late.get("forward", 1))
-        for layer in self.layers:
-            x = layer(x)
-        return spin_in_backward(x.clone(), self.late.get("backward", 1))
-
-
-def distributed(net: Net, strategy: str) -> nn.Module:
-    """Returns the net under a strategy."""
-    if strategy != "fsdp2":
-        view = strategy == "ddp bucket view"
-        return DistributedDataParallel(net, gradient_as_bucket_view=view)
-    for part in (*net.layers, net):
-        fully_shard(part)
-    return net
+CLOSE, CLOSE_MS = 0.1, 0.2
+"""A time agrees with another within this part of it, or within so many milliseconds."""
 
 
-class Loop:
-    """A plain training loop in which one rank is late in one phase."""
-
-    def __init__(self, strategy: str, case: str, cycles: int) -> None:
-        self.late = {case: cycles} if torch.distributed.get_rank() == SLOW_RANK else {}
-        self.model = distributed(Net(self.late).cuda(), strategy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.delimiter = torch.zeros(1, device="cuda")
-
-    def batches(self, n: int) -> Iterator[Tensor]:
-        """Yields batches of shape (512, 4096)."""
-        x = torch.randn(512, 4096, device="cuda")
-        for _ in range(n):
-            torch.cuda._sleep(self.late.get("data", 1))
-            yield x
-
-    def step(self, x: Tensor) -> None:
-        """Trains one step; a kernel of its own kind delimits backward in a trace."""
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = self.model(x).square().mean()
-        self.delimiter.erfinv_()
-        loss.backward()
-        self.delimiter.erfinv_()
-        torch.cuda._sleep(self.late.get("optimizer", 1))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def train(self, timer: GPUPhaseHooks, steps: int) -> None:
-        """Trains some steps."""
-        for x in timer.steps(self.batches(steps)):
-            self.step(x)
-
-
-def exposed_in_trace(events: list[Event]) -> list[float]:
-    """Returns, for each step, how long backward went on after its last kernel of this rank's own.
-
-    That is the last on the stream of the computation that begins before the last NCCL kernel ends,
-    copies into a reduce-scatter not counted: what DDP and FSDP2 copy is communication.
-    """
-    kernels = of_categories(events, "kernel")
-    delimiters = [kernel for kernel in kernels if "erfinv" in kernel["name"]]
-    stream = delimiters[0]["args"]["stream"]
-    exposed = []
-    for begin, end in zip(delimiters[::2], delimiters[1::2], strict=True):
-        inside = [kernel for kernel in kernels if begin["ts"] < kernel["ts"] < end["ts"]]
-        comm_end = max(end_of(kernel) for kernel in inside if "nccl" in kernel["name"].lower())
-        own_end = max(
-            end_of(kernel)
-            for kernel in inside
-            if kernel["args"]["stream"] == stream
-            and kernel["ts"] < comm_end
-            and "chunk_cat" not in kernel["name"]
-        )
-        exposed.append((end["ts"] - own_end) / 1000)
-    return exposed
-
-
-def hold_against_trace(loop: Loop) -> dict[str, float]:
-    """Returns the mean time of the communication by the timer and by the trace."""
-    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0, warmup_steps=0) as timer:
-        _, events = traced(lambda: loop.train(timer, TRACED), ProfilerActivity.CUDA)
-    # The first steps under the profiler are slow to launch.
-    comm_ms, trace_ms = timer.history()["backward/comm_ms"][3:], exposed_in_trace(events)[3:]
+def step_waits(times: StepTimes, windows: tuple[str, ...]) -> dict[str, float]:
+    """Returns what the timer says of the waits in each window (in milliseconds)."""
     return {
-        "comm_ms": statistics.mean(comm_ms.tolist()),
-        "comm_in_trace_ms": statistics.mean(trace_ms),
-        "largest_difference_ms": max(abs(comm_ms - trace_ms).tolist()),
+        window: sum(
+            times.phase_ms.get(f"{phase}/comm", 0.0) for phase in PHASES_IN.get(window, (window,))
+        )
+        for window in windows
     }
 
 
-def measure(strategy: str, case: str, cycles: int) -> dict[str, Any]:
-    """Returns what this rank's timer says, and on the side of it the trace."""
-    loop = Loop(strategy, case, cycles)
-    with GPUPhaseHooks(loop.model, loop.optimizer, lag=0) as timer:
-        loop.train(timer, STEPS)
-    summary = timer.summary()
+def hold_against_trace(
+    loop: PlainLoop | LightningLoop, strategy: str, steps: int
+) -> dict[str, dict[str, float | bool]]:
+    """Returns the waits by the timer and by the trace, means of each window."""
+    found: list[StepTimes] = []
+    train = partial(loop.train, steps, 0, found.append)
+    _, events = traced(train, ProfilerActivity.CUDA)
+    # The first steps under the profiler are slow to launch.
+    ours = [step_waits(times, loop.windows) for times in found][SETTLE:]
+    trace = [*in_trace(events, loop.windows, strategy)][SETTLE - 1 :]
+    assert len(ours) == len(trace), f"{len(ours)} steps timed, {len(trace)} in the trace"
     return {
-        "phases_ms": {name: row.mean_ms for name, row in summary.rows.items()},
+        window: _held(
+            [step[window] for step in ours],
+            [step[window].wait_ms for step in trace],
+            [step[window].idle_ms for step in trace],
+        )
+        for window in loop.windows
+    }
+
+
+def _held(ours: list[float], trace: list[float], idle: list[float]) -> dict[str, float | bool]:
+    comm_ms, trace_ms = statistics.mean(ours), statistics.mean(trace)
+    return {
+        "comm_ms": comm_ms,
+        "trace_ms": trace_ms,
+        "largest_difference_ms": max(abs(a - b) for a, b in zip(ours, trace, strict=True)),
+        "launch_gaps_ms": statistics.mean(idle),
+        "agrees": abs(comm_ms - trace_ms) <= max(CLOSE * trace_ms, CLOSE_MS),
+    }
+
+
+def new_loop(strategy: str, job: Job) -> PlainLoop | LightningLoop:
+    """Returns the loop of a strategy."""
+    if strategy in IN_LIGHTNING:
+        return LightningLoop(job, IN_LIGHTNING[strategy])
+    return PLAIN[strategy](job)
+
+
+def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str, Any]:
+    """Returns what this rank's timer says, and beside it the trace."""
+    loop = new_loop(strategy, job)
+    start = time.perf_counter()
+    summary = loop.train(steps + WARMUP, WARMUP)
+    seconds = time.perf_counter() - start
+    return {
+        "phases_ms": {
+            name: row.share * summary.step.mean_ms
+            for name, row in summary.rows.items()
+            if name.count("/") < 2
+        },
         "step_ms": summary.step.mean_ms,
-        "sentence": summary.ranks.sentence if summary.ranks is not None else None,
-        **hold_against_trace(loop),
+        "host_wait_ms": summary.host_wait_mean_ms,
+        "verdict": summary.verdict,
+        **of_ranks(summary, job.case),
+        "windows": hold_against_trace(loop, strategy, traced_steps) if job.is_cuda else {},
+        "seconds": round(seconds, 1),
+    }
+
+
+def of_ranks(summary: PhaseSummary, case: str) -> dict[str, Any]:
+    """Returns what is said of the ranks, which rank zero knows, and if it is right."""
+    ranks = summary.ranks
+    if ranks is None:
+        return {}
+    expected = EXPECTED[case]
+    right = (None, None) if expected is None else (SLOW_RANK, expected)
+    named = (None, None) if ranks.slowest is None else (ranks.slowest, ranks.phase)
+    return {
+        "sentence": ranks.sentence,
+        "behind_ms": ranks.behind_ms,
+        "is_right": named == right,
     }
 
 
 def show(strategy: str, case: str, found: list[dict[str, Any]]) -> None:
-    """Prints what the ranks found."""
-    print(f"{strategy}, {case}: {found[0]['sentence'] or 'nobody is named'}")
+    """Prints what the ranks found: a line for all, and one for each."""
+    first = found[0]
+    said = first.get("sentence") or "nobody is named"
+    print(f"{strategy}, {case}: {said}{'' if first.get('is_right') else ' <- WRONG'}")
     for rank, one in enumerate(found):
-        backward, comm = (one["phases_ms"][phase] for phase in ("backward", "backward/comm"))
-        print(
-            f"  rank {rank}: step {one['step_ms']:.3f} backward {backward:.3f}"
-            f" compute {backward - comm:.3f} comm {comm:.3f}; under the profiler: comm"
-            f" {one['comm_ms']:.3f} trace {one['comm_in_trace_ms']:.3f}"
-            f" largest difference {one['largest_difference_ms']:.3f}",
-            flush=True,
-        )
+        waits = one["windows"] or {
+            name.partition("/")[0]: {"comm_ms": ms}
+            for name, ms in one["phases_ms"].items()
+            if name.endswith("/comm")
+        }
+        words = [_word(name, row) for name, row in waits.items()]
+        line = " ".join(word for word in words if word)
+        print(f" {rank}: {one['step_ms']:.2f} {line}", flush=True)
 
 
-def measure_all(world_size: int) -> dict[str, Any]:
-    """Measures all strategies and cases; returns what all ranks found, printed by rank zero."""
-    cycles = cycles_of(LATE_MS)
-    results: dict[str, Any] = {strategy: {} for strategy in STRATEGIES}
-    for strategy, case in product(STRATEGIES, CASES):
-        found: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(found, measure(strategy, case, cycles))
-        results[strategy][case] = found
-        if torch.distributed.get_rank() == 0:
-            show(strategy, case, found)
+def _word(name: str, row: Mapping[str, Any]) -> str:
+    """Returns "window comm|trace", with the launch gaps if they are long."""
+    ours, trace, gaps = (row.get(key, 0.0) for key in ("comm_ms", "trace_ms", "launch_gaps_ms"))
+    agrees = row.get("agrees", True)
+    if agrees and max(ours, trace) < 0.05 and gaps < CLOSE_MS:
+        return ""
+    held = f"|{trace:.2f}" if "trace_ms" in row else ""
+    idle = f"(gaps {gaps:.2f})" if gaps >= CLOSE_MS else ""
+    return f"{name} {ours:.2f}{held}{idle}{'' if agrees else ' <- OFF'}"
+
+
+def skipped(strategy: str, device: torch.device) -> str:
+    """Returns why a strategy cannot be measured on a device, if so."""
+    if strategy == "syncbn" and device.type == "cpu":
+        return "SyncBatchNorm needs a GPU"
+    return ""
+
+
+def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Measures what was asked for; returns what all ranks found, printed by rank zero."""
+    is_first = dist.get_rank() == 0
+    cycles = late_cycles(arguments.late_ms, device, arguments.late_on == "host")
+    results: dict[str, Any] = {}
+    for strategy in arguments.strategies:
+        if reason := skipped(strategy, device):
+            if is_first:
+                print(f"{strategy} is left out: {reason}", flush=True)
+            continue
+        results[strategy] = {}
+        # Both halve the work of a rank.
+        batch = arguments.batch * (2 if strategy in ("tp", "pp") else 1)
+        for case in arguments.cases:
+            if case == "callback" and strategy not in IN_LIGHTNING:
+                continue
+            torch.manual_seed(0)
+            job = Job(device, arguments.width, batch, case, arguments.late_ms, cycles)
+            one = measure(strategy, job, arguments.steps, arguments.traced)
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, one)
+            results[strategy][case] = found
+            gc.collect()
+            if is_first:
+                show(strategy, case, found)
     return results
 
 
-def main(out: Path | None) -> None:
-    """Measures in a process group; rank zero saves."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
-    world_size = torch.distributed.get_world_size()
-    found = environment("gpu", "torch") | {
-        "command": f"torchrun --nproc-per-node {world_size} benchmarks/ranks.py",
-        "late_ms": LATE_MS,
-        "slow_rank": SLOW_RANK,
-        "results": measure_all(world_size),
+def count(results: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Returns how often the slow rank was named rightly and a mean agreed, and of how many."""
+    cases = [case for cases in results.values() for case in cases.values()]
+    windows = [row for case in cases for one in case for row in one["windows"].values()]
+    return {
+        "named_rightly": [sum(case[0].get("is_right", False) for case in cases), len(cases)],
+        "agree_with_trace": [sum(row["agrees"] for row in windows), len(windows)],
     }
-    save(out if local_rank == 0 else None, found)
-    torch.distributed.destroy_process_group()
+
+
+def start(device: str) -> torch.device:
+    """Enters the process group of torchrun; returns the device of this rank."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=local)
+    return local
+
+
+def environment_of(device: torch.device) -> dict[str, Any]:
+    """Returns on what the results were found, and by which command."""
+    words = shlex.split(command())[1:]
+    launcher = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
+    found = {key: ENVIRONMENT[key]() for key in ("host", "torch", "lightning")}
+    if device.type == "cuda":
+        found = {"gpu": ENVIRONMENT["gpu"](), **found}
+    return found | {"command": shlex.join([*launcher, *words])}
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures in a process group; rank zero saves."""
+    began = time.monotonic()
+    device = start(arguments.device)
+    results = measure_all(arguments, device)
+    counted = count(results)
+    found = environment_of(device) | {
+        "late_ms": arguments.late_ms,
+        "late_on": arguments.late_on,
+        "slow_rank": SLOW_RANK,
+        "seconds": round(time.monotonic() - began),
+        **counted,
+        "results": results,
+    }
+    if dist.get_rank() == 0:
+        print(counted, f"in {found['seconds']} s", flush=True)
+        save(arguments.out, found)
+    dist.destroy_process_group()
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Returns what was asked for."""
+    parser = new_parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=STRATEGIES)
+    parser.add_argument("--cases", nargs="+", default=[*EXPECTED], choices=[*EXPECTED])
+    parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
+    parser.add_argument("--traced", type=int, default=10, help="steps under the profiler")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--late-ms", type=float, default=17.0)
+    parser.add_argument(
+        "--late-on", choices=("gpu", "host"), default="gpu", help="a spin kernel, or a sleep"
+    )
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":
-    main(new_parser(__doc__).parse_args().out)
+    be_quiet()
+    main(parse(sys.argv[1:]))
