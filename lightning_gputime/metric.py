@@ -20,7 +20,8 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import NOISE, STEP, compare
+from lightning_gputime._results.ranks import compare
+from lightning_gputime._results.totals import NOISE, STEP
 
 _COUNTED = (
     *PHASES,

@@ -5,19 +5,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback
-from lightning_gputime._results.noise import Noise
-from lightning_gputime._results.sums import Sums
+from lightning_gputime._phases import COMM, DATA, in_order, is_wait
+from lightning_gputime._results.totals import NOISE, STAGE, STEP, Totals, host, is_phase
 
-Totals = Mapping[str, tuple[float, int]]
-"""What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
-and the number of steps in which it ran. For `NOISE` that of changes, see `Noise`; for `STAGE` that
-of the rank's place in a pipeline."""
-
-STEP = "step"
 LOCAL = "local"
-NOISE = "<noise>"
-STAGE = "<stage>"
 
 NAMED_FROM = 0.05
 """A rank is named when it is slower than the others by this part of their step."""
@@ -27,6 +18,9 @@ _STANDARD_ERRORS = 4.0
 
 _ALIKE = 10
 """What slows a rank down lasts for some steps: so many count as one that is independent."""
+
+_AS_LONG = 0.8
+"""From this part of the device's time on, the host's is as long."""
 
 # Of a normal distribution: its standard deviation, by the mean change from one value to the next.
 _DEVIATION = math.sqrt(math.pi) / 2
@@ -106,7 +100,7 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     }
     if not totals:
         return None
-    names = {name for one in totals.values() for name in one} - {STEP, LOCAL, NOISE, STAGE}
+    names = {name for one in totals.values() for name in one if is_phase(name)} - {LOCAL}
     rows = {
         name: _row({rank: one[name] for rank, one in totals.items() if name in one})
         for name in (*in_order(list(names)), STEP, LOCAL)
@@ -147,7 +141,9 @@ class _Group:
         self.local_ms, self.step_ms = of_slowest[LOCAL], of_slowest[STEP]
         self.behind_ms = self._behind(LOCAL)
         self.waits_ms = max((one[STEP] - one[LOCAL] for one in self._others), default=0.0)
-        top_level = [name for name in of_slowest if "/" not in name and name not in _NO_PHASES]
+        top_level = [
+            name for name in of_slowest if "/" not in name and is_phase(name) and name != LOCAL
+        ]
         self.phase = max(top_level, key=self._behind, default="")
         if self.phase == DATA:
             parts = [name for name in of_slowest if name.startswith(f"{DATA}/")]
@@ -166,6 +162,12 @@ class _Group:
         )
 
     @property
+    def is_launching(self) -> bool:
+        """Whether the host of the slowest takes as long for that phase as its device."""
+        own = self.own[self.slowest]
+        return own.get(host(self.phase), 0.0) >= _AS_LONG * own.get(self.phase, math.inf)
+
+    @property
     def waiting(self) -> list[int]:
         """Those that are not the slowest."""
         return [rank for rank in self.own if self.own[rank][LOCAL] < self.local_ms]
@@ -179,12 +181,13 @@ class _Group:
         return statistics.median(others) if others else self.own[self.slowest][name]
 
 
-_NO_PHASES = (STEP, LOCAL, NOISE)
-
-
 def _sentence(slow: _Group, stage: int | None, rows: Mapping[str, RankStats]) -> str:
-    has_waits = slow.phase != DATA and f"{slow.phase}/{COMM}" in rows
-    where = f"{slow.phase} compute" if has_waits else slow.phase
+    where = slow.phase
+    if not where.startswith(DATA):
+        if slow.is_launching:
+            where += ", which takes its host as long"
+        elif f"{where}/{COMM}" in rows:
+            where += " compute"
     if stage is None:
         return (
             f"rank {slow.slowest} is {slow.behind_ms:.3g} ms a step slower than the median,"
@@ -196,36 +199,6 @@ def _sentence(slow: _Group, stage: int | None, rows: Mapping[str, RankStats]) ->
         f"stage {stage} works {slow.local_ms:.3g} of {slow.step_ms:.3g} ms a step,"
         f" {slow.behind_ms:.3g} ms more than the median, in {where}: {which}"
     )
-
-
-def totals_of(sums: Sums, noise: Noise | None = None, stage: int | None = None) -> Totals:
-    """Returns the totals of a rank's steps.
-
-    Args:
-        sums: Over the steps.
-        noise: Of the steps, if it is known.
-        stage: The rank's place in a pipeline, if it is one of those.
-    """
-    phases = {**sums.phases, STEP: sums.step}
-    totals = {
-        name: (phase.device_ms, phase.n)
-        for name, phase in phases.items()
-        if not of_one_callback(name)
-    }
-    if noise is not None:
-        totals[NOISE] = (noise.sum_ms, noise.n)
-    if stage is not None:
-        totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
-    return totals
-
-
-def since(now: Totals, before: Totals) -> Totals:
-    """Returns what was added to a rank's totals since `before`."""
-    return {
-        name: (ms - before.get(name, (0.0, 0))[0], n - before.get(name, (0.0, 0))[1])
-        for name, (ms, n) in now.items()
-        if n > before.get(name, (0.0, 0))[1]
-    }
 
 
 def _with_local(totals: Totals) -> Totals:
@@ -249,7 +222,7 @@ def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
 
 
 def _own_times(totals: Totals) -> dict[str, float]:
-    """Returns the time a step of each phase, without the waits for other ranks.
+    """Returns the time a step of each phase, and of the host in it, without the waits for ranks.
 
     Those below the top level of `data` alone; and the standard error of the local time.
     """

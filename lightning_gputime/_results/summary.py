@@ -13,8 +13,9 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
+from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.table import Table
+from lightning_gputime._results.totals import STEP
 
 _HOLDS_UP = {
     DATA: "input-bound",

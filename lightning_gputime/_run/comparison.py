@@ -8,9 +8,10 @@ from lightning_gputime._options import SyncRanks
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.noise import Noise
-from lightning_gputime._results.ranks import Totals, compare, since, totals_of
+from lightning_gputime._results.ranks import compare
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.totals import Totals, since, totals_of
 from lightning_gputime._run.exchange import Exchange, open_exchange
 
 
@@ -102,7 +103,8 @@ class Comparison:
         self._exchange = None
 
     def _totals(self) -> Totals:
-        return totals_of(self._results.sums, self._noise, self.stage())
+        with_host = not self._results.on_host_clock
+        return totals_of(self._results.sums, self._noise, self.stage(), with_host=with_host)
 
     @property
     def _newest_read(self) -> int:

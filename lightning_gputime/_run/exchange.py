@@ -9,7 +9,7 @@ import torch.distributed
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._results.ranks import Totals
+from lightning_gputime._results.totals import Totals
 
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()
