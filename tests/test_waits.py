@@ -53,6 +53,10 @@ def use_its_result() -> None:
     all_reduce().add(1)
 
 
+def wait_for_its_result() -> None:
+    all_reduce().wait()
+
+
 def reduce_without_options() -> None:
     # As all of them are before torch 2.8: nothing says that the caller waits at once.
     distributed.group.WORLD.allreduce([torch.ones(2)]).wait()  # type: ignore[union-attr]
@@ -63,6 +67,7 @@ COLLECTIVES = {
     "its work": wait_for_its_work,
     "its future": wait_for_its_future,
     "its result is used": use_its_result,
+    "its result is waited for": wait_for_its_result,
     "without options": reduce_without_options,
 }
 

@@ -70,6 +70,26 @@ def test_all_comes_off_the_classes(ranks: Ranks, gpu: FakeGPU, loop: Loop) -> No
     assert phases(timer) == [IN_THIS_LOOP] * 2
 
 
+@pytest.mark.parametrize("fails", ["current", "kind"])
+def test_an_attach_that_fails_leaves_nothing(
+    ranks: Ranks, loop: Loop, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def current(_: FakeStreams) -> int:
+        raise RuntimeError("no device")
+
+    class Kind(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            raise RuntimeError("no device")
+
+    FakeStreams(loop.gpu)
+    value = current if fails == "current" else Kind("Stream", (), {"wait_event": reduce})
+    monkeypatch.setattr(FakeStreams, fails, value)
+    before = places()
+    with pytest.raises(RuntimeError, match="no device"):
+        hooks(loop, sync_ranks=False).attach()
+    assert places() == before
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_timers_come_off_in_either_order(ranks: Ranks, gpu: FakeGPU, first: int) -> None:
     loop, before = Loop(gpu), places()

@@ -74,6 +74,7 @@ class WaitBoundary:
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self._stand_ins: list[tuple[StandIn, object]] = []
+        self.step_ended()
         try:
             for owner, names, listener in self._places():
                 for name in names:
@@ -82,7 +83,6 @@ class WaitBoundary:
         except BaseException:
             self.remove()
             raise
-        self.step_ended()
 
     def _places(self) -> Iterator[tuple[Any, tuple[str, ...], object]]:
         # Not at the top: torch can be built without it.
@@ -95,7 +95,9 @@ class WaitBoundary:
         yield torch._C.Future, ("wait",), waits
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
-            yield functional.AsyncCollectiveTensor, ("trigger_wait",), _TensorWaits(self)
+            # DTensors call the second one where they must not be asynchronous.
+            tensor = functional.AsyncCollectiveTensor
+            yield tensor, ("trigger_wait", "wait"), _TensorWaits(self)
         if self._streams is not None and self._streams.kind is not None:
             yield self._streams.kind, ("wait_event", "wait_stream"), _StreamWaits(self)
 
