@@ -204,10 +204,14 @@ def test_a_probed_step_has_no_waits(ranks: Ranks, gpu: FakeGPU) -> None:
     assert summary.rows["other/comm"].mean_ms == 2 * COMM_MS
 
 
-def functional(x: Tensor) -> Tensor:
+def reduced(x: Tensor) -> Tensor:
     world: Any = distributed.group.WORLD
-    reduced: Tensor = _functional_collectives.all_reduce(x * 2, "sum", world)
-    return reduced + 1
+    result: Tensor = _functional_collectives.all_reduce(x * 2, "sum", world)
+    return result
+
+
+def functional(x: Tensor) -> Tensor:
+    return reduced(x) + 1
 
 
 def in_place(x: Tensor) -> Tensor:
@@ -216,7 +220,19 @@ def in_place(x: Tensor) -> Tensor:
     return y + 1
 
 
-@pytest.mark.parametrize("collective", [functional, in_place])
+def awaited(x: Tensor) -> Tensor:
+    y = x * 2
+    work: Any = distributed.all_reduce(y, async_op=True)
+    work.wait()
+    return y + 1
+
+
+def of_results(x: Tensor) -> Tensor:
+    # What is compiled is given the result of a collective that it is to wait for.
+    return x + 1 if isinstance(x, _functional_collectives.AsyncCollectiveTensor) else x + 2
+
+
+@pytest.mark.parametrize("collective", [functional, in_place, awaited, of_results])
 @pytest.mark.parametrize("streams", [False, True])
 def test_compiled_collectives_are_compiled_once(
     two_ranks: None, gpu: FakeGPU, collective: Callable[[Tensor], Tensor], streams: bool
@@ -233,7 +249,8 @@ def test_compiled_collectives_are_compiled_once(
             timer = GPUPhaseHooks(net, optimizer, **options)
             loader: Iterator[Tensor] = batches(gpu, 3)
             for x in timer.attach().steps(loader) if timed else loader:
-                compiled(net(x).detach())
+                y = net(x).detach()
+                compiled(reduced(y) if collective is of_results else y)
                 net(x).sum().backward()
                 optimizer.step()
             if timed:
