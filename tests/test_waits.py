@@ -11,7 +11,7 @@ from fake_lightning import Loader, MemoryLogger, Model, trainer
 from fake_loop import Loop, hooks
 from fake_ranks import COMM_MS, Ranks, Shared, from_module, gather_all, launch, phases, reduce
 from torch import Tensor, distributed, nn
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import AllreduceOptions, FakeWork
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.utils.checkpoint import checkpoint
 
@@ -241,6 +241,22 @@ def test_a_collective_in_another_thread_is_none(ranks: Ranks, gpu: FakeGPU) -> N
 
     expected = {**OWN, "loss": STEP_MS["loss"] + 2 * COMM_MS}
     assert train(Shared(gpu, "loss", elsewhere)) == [expected] * 3
+
+
+def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU) -> None:
+    def while_another_does() -> None:
+        options = AllreduceOptions()
+        options.asyncOp = False
+        work = distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
+        # As a checkpoint that is written in the background does.
+        thread = threading.Thread(target=lambda: distributed.barrier())
+        thread.start()
+        thread.join()
+        work.wait()
+        gpu.work(1.0)
+
+    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
+    assert train(Shared(gpu, "loss", while_another_does)) == [expected] * 3
 
 
 PIPELINE = from_module("torch.distributed.pipelining.stage")

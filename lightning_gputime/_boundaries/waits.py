@@ -119,9 +119,9 @@ class WaitBoundary:
 
     def begins(self, label: str = WAITS) -> bool:
         """Marks the begin of a wait, if it is one of the timed stream. Tells if it did."""
-        is_launched, self._is_launched = self._is_launched, False
         if self.is_beside():
             return False
+        is_launched, self._is_launched = self._is_launched, False
         return self._recorder.wait_begins(label) or (is_launched and self._recorder.is_waiting)
 
     def ends(self) -> None:
@@ -133,7 +133,10 @@ class WaitBoundary:
         self._is_launched = True
 
     def is_beside(self) -> bool:
-        """Tells whether the current stream is not timed; it is noted, as it runs a collective."""
+        """Tells whether this thread is not timed, or its stream, which runs a collective: noted."""
+        # Others may write a checkpoint in the background: on a stream that has the same identity.
+        if not self._recorder.is_here():
+            return True
         if self._streams is None:
             return False
         current = self._streams.current()
