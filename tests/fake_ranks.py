@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU, parts_of_data, steps, work
-from fake_loop import Loop
+from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps, work
+from fake_loop import Loop, hooks
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup, Work, _functional_collectives
@@ -18,6 +18,10 @@ from lightning_gputime._timer import Timer
 
 COMM_MS = 3.0
 """What a collective takes, which starts when it is waited for."""
+
+
+OWN = {**STEP_MS, "backward/comm": 0.0}
+"""A standard step that waits for nobody; the end of each backward is looked at."""
 
 
 class Ranks:
@@ -72,13 +76,8 @@ class FakeStream:
         self.gpu, self.stream_id = gpu, stream_id
         self.queued_ms = 0.0
 
-    def record_event(self) -> "FakeStream":
-        """An event that ends with all that is queued; the stream itself does."""
-        return self
-
-    def wait_event(self, event: Any) -> None:
-        event = getattr(event, "stream", event)
-        ms, event.queued_ms = event.queued_ms, 0.0
+    def wait_event(self, event: "Event") -> None:
+        ms, event.stream.queued_ms = event.stream.queued_ms, 0.0
         if self is self.gpu.streams.timed:
             self.gpu.work(ms)
         else:
@@ -86,7 +85,7 @@ class FakeStream:
 
     def wait_stream(self, stream: "FakeStream") -> None:
         # As torch's own does.
-        self.wait_event(stream.record_event())
+        self.wait_event(Event(stream))
 
 
 class Event:
@@ -164,6 +163,21 @@ class Shared(Loop):
         work(y, self.gpu, 0.5, 0.25).sum().backward()
         self.come_to("optimizer")
         self.update()
+
+
+def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:
+    """Trains, and returns the phases of each step."""
+    with hooks(loop, sync_ranks=False, **options) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    return phases(timer)
+
+
+def waiting(name: str, ms: float = COMM_MS) -> dict[str, float]:
+    """The phases of a standard step that waits for others in one of them."""
+    expected = {**OWN, name: STEP_MS.get(name, 0.0) + ms}
+    expected[f"{name}/comm"] = expected.get(f"{name}/comm", 0.0) + ms
+    return expected
 
 
 def from_module(name: str) -> Any:

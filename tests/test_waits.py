@@ -8,31 +8,25 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from fake_lightning import Loader, MemoryLogger, Model, trainer
-from fake_loop import Loop, hooks
-from fake_ranks import COMM_MS, Ranks, Shared, from_module, gather_all, launch, phases, reduce
+from fake_loop import hooks
+from fake_ranks import (
+    COMM_MS,
+    OWN,
+    Ranks,
+    Shared,
+    gather_all,
+    launch,
+    phases,
+    reduce,
+    train,
+    waiting,
+)
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import AllreduceOptions, FakeWork
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
-
-OWN = {**STEP_MS, "backward/comm": 0.0}
-"""A standard step that waits for nobody; the end of each backward is looked at."""
-
-
-def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:
-    with hooks(loop, sync_ranks=False, **options) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
-    return phases(timer)
-
-
-def waiting(name: str, ms: float = COMM_MS) -> dict[str, float]:
-    """The phases of a standard step that waits for others in one of them."""
-    expected = {**OWN, name: STEP_MS.get(name, 0.0) + ms}
-    expected[f"{name}/comm"] = expected.get(f"{name}/comm", 0.0) + ms
-    return expected
 
 
 def wait_for_its_work() -> None:
@@ -232,15 +226,32 @@ def test_a_result_that_is_used_again_costs_no_event(ranks: Ranks, gpu: FakeGPU) 
     assert marks[0] == marks[1]
 
 
-def test_a_collective_in_another_thread_is_none(ranks: Ranks, gpu: FakeGPU) -> None:
+@pytest.mark.parametrize(
+    ("place", "name"), [("loss", "loss"), ("backward", "backward"), ("update", "optimizer")]
+)
+def test_a_collective_in_another_thread_is_none(
+    ranks: Ranks, gpu: FakeGPU, place: str, name: str
+) -> None:
     def elsewhere() -> None:
         for call in (reduce, wait_for_its_work):
             thread = threading.Thread(target=call)
             thread.start()
             thread.join()
 
-    expected = {**OWN, "loss": STEP_MS["loss"] + 2 * COMM_MS}
-    assert train(Shared(gpu, "loss", elsewhere)) == [expected] * 3
+    expected = {**OWN, name: STEP_MS[name] + 2 * COMM_MS}
+    assert train(Shared(gpu, place, elsewhere)) == [expected] * 3
+
+
+def test_what_runs_before_the_wait_is_none_where_nothing_says_when_that_is(
+    ranks: Ranks, gpu: FakeGPU
+) -> None:
+    def overlap() -> None:
+        work = distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
+        gpu.work(1.0)
+        work.wait()
+
+    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + 1.0 + COMM_MS}
+    assert train(Shared(gpu, "loss", overlap)) == [expected] * 3
 
 
 def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU) -> None:
@@ -257,27 +268,6 @@ def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU
 
     expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
     assert train(Shared(gpu, "loss", while_another_does)) == [expected] * 3
-
-
-PIPELINE = from_module("torch.distributed.pipelining.stage")
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        ("data", "forward"),
-        ("other", "forward"),
-        ("forward", "forward"),
-        ("loss", "backward"),
-        ("backward", "backward"),
-        ("optimizer", "optimizer"),
-    ],
-)
-def test_what_a_pipeline_receives_is_the_comm_of_the_pass_it_is_for(
-    ranks: Ranks, gpu: FakeGPU, place: str, name: str
-) -> None:
-    loop = Shared(gpu, place, lambda: PIPELINE(launch().wait))
-    assert train(loop) == [waiting(name)] * 3
 
 
 def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> None:

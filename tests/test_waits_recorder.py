@@ -184,6 +184,16 @@ def test_the_next_step_begins_where_a_wait_does_not_end(run: Recorded, gpu: Fake
     assert run.end() == {"data": 4.0, "data/comm": 3.0}
 
 
+def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    assert run.wait_begins()
+    gpu.work(3.0)
+    run.run("backward", 8.0)
+    run.wait_ends()
+    assert run.end() == {"forward": 7.0, "forward/comm": 3.0, "backward": 8.0}
+    assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
+
+
 def test_the_tail_of_a_backward_is_a_wait_as_it_is(run: Recorded) -> None:
     run.run("backward/comm", 1.0)
     run.wait()

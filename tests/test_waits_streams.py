@@ -158,6 +158,34 @@ def test_a_loop_that_runs_on_a_stream_of_its_own_is_timed_there(
     assert phases(timer) == [waiting(COMM_MS)] * 3
 
 
+def test_a_stream_that_was_timed_in_another_step_is_beside_now(
+    streams: FakeStreams, gpu: FakeGPU
+) -> None:
+    loop, usual = Loop(gpu), streams.timed
+    with hooks(loop, sync_ranks=False) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(3))):
+            streams.timed = streams.here = streams.side if number == 0 else usual
+            loop.train(x)
+            streams.timed = streams.here = usual
+            with streams.on(streams.side):
+                reduce()
+            streams.side.queued_ms = 0.0
+    assert phases(timer)[1:] == [OWN] * 2
+
+
+def test_a_collective_that_is_only_launched_beside_is_awaited(
+    streams: FakeStreams, gpu: FakeGPU, ranks: Ranks
+) -> None:
+    def beside() -> None:
+        with streams.on(streams.side):
+            launch()
+        ranks.behind = 0
+        streams.side.queued_ms = COMM_MS
+        streams.timed.wait_stream(streams.side)
+
+    assert train(gpu, beside) == [waiting(COMM_MS)] * 3
+
+
 def test_a_clock_without_streams_times_all_that_is_called(ranks: Ranks, gpu: FakeGPU) -> None:
     assert train(gpu, reduce) == [waiting(COMM_MS)] * 3
     with FakeStreams(gpu).on(FakeStream(gpu, 9)):

@@ -99,7 +99,8 @@ class WaitBoundary:
             tensor = functional.AsyncCollectiveTensor
             yield tensor, ("trigger_wait", "wait"), _TensorWaits(self)
         if self._streams is not None and self._streams.kind is not None:
-            yield self._streams.kind, ("wait_event", "wait_stream"), _StreamWaits(self)
+            kind = self._streams.kind
+            yield kind, ("wait_event", "wait_stream"), _StreamWaits(self, kind.__module__)
 
     def remove(self) -> None:
         for stand_in, listener in self._stand_ins:
@@ -210,7 +211,14 @@ class _TensorWaits(_Waits):
 class _StreamWaits(_Waits):
     """Is told of streams that are told to wait."""
 
+    def __init__(self, boundary: WaitBoundary, module: str) -> None:
+        super().__init__(boundary)
+        self._module = module
+
     def call_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
+        # `wait_stream` calls `wait_event`, and was told of which stream it waits for.
+        if sys._getframe(2).f_globals.get("__name__") == self._module:
+            return False
         return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()
 
 
