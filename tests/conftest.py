@@ -6,7 +6,9 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 from fake_loop import Loop
+from fake_ranks import Ranks, places
 from torch.optim import optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime._boundaries import named
 from lightning_gputime._record import clock
@@ -25,11 +27,27 @@ def loop(gpu: FakeGPU) -> Loop:
     return Loop(gpu)
 
 
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Makes this process the first of two, whose collectives do nothing."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def ranks(two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Makes this process the first of two, whose collectives take `COMM_MS`."""
+    return Ranks(gpu, monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_installed() -> Iterator[None]:
     engine = AUTOGRAD._engine_run_backward
     clock._tell_host_clock.cache_clear()
+    before = places()
     yield
+    assert places() == before
     left, named._active[:] = [*named._active], []
     assert not left
     assert AUTOGRAD._engine_run_backward is engine

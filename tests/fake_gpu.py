@@ -31,6 +31,7 @@ class FakeGPU:
         self.capturing = False
         self.capture_broken = False
         self.graph: list[float | FakeEvent] = []
+        self.streams: Any = None  # or `FakeStreams`, which put themselves here
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:

@@ -1,6 +1,5 @@
 """`backward/comm`: the part of backward in which a rank only waits for the others."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,9 @@ from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """Makes this process the first of two, whose collectives do nothing."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def wait_after_backward(parameter: Tensor, gpu: FakeGPU, ms: float) -> None:

@@ -41,7 +41,9 @@ _LAUNCHES = (
 _WAITS = ("wait", "synchronize", "block_current_stream")
 
 # In a step; each takes two marks.
-_MOST = 900
+_MOST = 10_000
+
+_TOO_MANY = "A step waits more than %d times for other ranks: the rest of it counts as work."
 
 _DISTRIBUTED = "torch.distributed"
 _PIPELINING = "torch.distributed.pipelining"
@@ -83,6 +85,7 @@ class WaitBoundary:
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self._stand_ins: list[tuple[StandIn, object]] = []
+        self.step_ended()
         try:
             for owner, names, listener in self._places():
                 for name in names:
@@ -91,7 +94,6 @@ class WaitBoundary:
         except BaseException:
             self.remove()
             raise
-        self.step_ended()
 
     def _places(self) -> Iterator[tuple[Any, tuple[str, ...], object]]:
         # Not at the top: torch can be built without it.
@@ -104,9 +106,12 @@ class WaitBoundary:
         yield torch._C.Future, ("wait",), waits
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
-            yield functional.AsyncCollectiveTensor, ("trigger_wait", "wait"), _TensorWaits(self)
+            # DTensors call the second one where they must not be asynchronous.
+            tensor = functional.AsyncCollectiveTensor
+            yield tensor, ("trigger_wait", "wait"), _TensorWaits(self)
         if self._streams is not None and self._streams.kind is not None:
-            yield self._streams.kind, ("wait_event", "wait_stream"), _StreamWaits(self)
+            kind = self._streams.kind
+            yield kind, ("wait_event", "wait_stream"), _StreamWaits(self, kind.__module__)
 
     def remove(self) -> None:
         for stand_in, listener in self._stand_ins:
@@ -133,18 +138,17 @@ class WaitBoundary:
 
     def begins(self, label: str = WAITS) -> bool:
         """Marks the begin of a wait, if it is one of the timed stream. Tells if it did."""
-        is_launched, self._is_launched = self._is_launched, False
         if self.is_beside():
             return False
+        is_launched, self._is_launched = self._is_launched, False
+        if is_launched and self._recorder.is_waiting:
+            return True
         if self._seen == _MOST:
-            self._recorder.tell_once(
-                "A step waits more than %d times for other ranks: the rest of it counts as work.",
-                _MOST,
-            )
+            self._recorder.tell_once(_TOO_MANY, _MOST)
             return False
         begins = self._recorder.wait_begins(label)
         self._seen += begins
-        return begins or (is_launched and self._recorder.is_waiting)
+        return begins
 
     def ends(self) -> None:
         """Marks its end."""
@@ -155,7 +159,10 @@ class WaitBoundary:
         self._is_launched = True
 
     def is_beside(self) -> bool:
-        """Tells whether the current stream is not timed; it is noted, as it runs a collective."""
+        """Tells whether this thread is not timed, or its stream, which runs a collective: noted."""
+        # Others may write a checkpoint in the background: on a stream that has the same identity.
+        if not self._recorder.is_here():
+            return True
         if self._streams is None:
             return False
         current = self._streams.current()
@@ -232,7 +239,14 @@ class _TensorWaits(_Waits):
 class _StreamWaits(_Waits):
     """Is told of streams that are told to wait."""
 
+    def __init__(self, boundary: WaitBoundary, module: str) -> None:
+        super().__init__(boundary)
+        self._module = module
+
     def call_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
+        # `wait_stream` calls `wait_event`, and was told of which stream it waits for.
+        if sys._getframe(2).f_globals.get("__name__") == self._module:
+            return False
         return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()
 
 

@@ -166,7 +166,7 @@ class Marks:
         Returns:
             Whether it does: not where time goes to a wait already, or to no step.
         """
-        if self.state is not OPEN or not self._is_here() or self.is_waiting:
+        if self.state is not OPEN or not self.is_here() or self.is_waiting:
             return False
         if self.label is None or self.label.endswith(f"/{COMM}"):
             return False
@@ -175,7 +175,7 @@ class Marks:
 
     def wait_ends(self) -> None:
         """Ends what `wait_begins` began, if nothing else has."""
-        if self.state is OPEN and self._is_here() and self.is_waiting:
+        if self.state is OPEN and self.is_here() and self.is_waiting:
             self._interrupt(GOES_ON)
 
     @property
@@ -184,7 +184,7 @@ class Marks:
         marks = self._captured or self._open
         return bool(marks) and marks[-1][0] in (WAITS, RECEIVES)
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Tells whether this thread is timed, or runs a backward while the timed one waits."""
         if get_ident() == self.thread:
             return True

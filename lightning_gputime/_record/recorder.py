@@ -78,6 +78,8 @@ class Recorder(Pauses):
         """How often `begin` was called."""
         # How many events there are: those in use, and those to be used again.
         self._events = 0
+        # With so many marks a step is looked at.
+        self._many = MANY_MARKS
 
     @property
     def timed_steps(self) -> int:
@@ -195,8 +197,8 @@ class Recorder(Pauses):
 
     def _new_event(self) -> TimingEvent:
         """Returns a new event; where there are too many, one that the device has reached."""
-        if len(self._open) >= MANY_MARKS:
-            self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
+        if len(self._open) >= self._many:
+            self._look_whether_it_ends()
         if self._events >= MOST_EVENTS:
             # Finished steps hold events, many of them with a large `lag`. Nothing is waited for.
             self.drain()
@@ -205,6 +207,13 @@ class Recorder(Pauses):
             raise TooManyEventsError(f"it has {len(self._open)} boundaries")
         self._events += 1
         return self._graphs.clock.event()
+
+    def _look_whether_it_ends(self) -> None:
+        # A step may wait often for other ranks, and end all the same.
+        boundaries = sum(label not in INTERRUPTIONS for label, *_ in self._open)
+        if boundaries >= MANY_MARKS:
+            self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
+        self._many += MANY_MARKS
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, TooManyEventsError):

@@ -1,0 +1,207 @@
+"""Other ranks, and the streams beside the timed one, that take known times on a fake GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps, work
+from fake_loop import Loop, hooks
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import ProcessGroup, Work, _functional_collectives
+
+from lightning_gputime import phase
+from lightning_gputime._timer import Timer
+
+COMM_MS = 3.0
+"""What a collective takes, which starts when it is waited for."""
+
+
+OWN = {**STEP_MS, "backward/comm": 0.0}
+"""A standard step that waits for nobody; the end of each backward is looked at."""
+
+
+class Ranks:
+    """Lets the collectives of a fake process group take `COMM_MS`, where the stream waits for them.
+
+    It stands below a timer's stand-ins, as what is in C++ does: it must be there before them.
+    """
+
+    def __init__(self, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gpu = gpu
+        # Collectives that were launched on a stream of their own, and are not waited for.
+        self.behind = 0
+        for name in ("allreduce", "allgather"):
+            monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
+        for kind in (FakeWork, torch._C.Future):
+            monkeypatch.setattr(kind, "wait", self.waiting(kind.wait))
+        wait_tensor = _functional_collectives.wait_tensor
+        monkeypatch.setattr(_functional_collectives, "wait_tensor", self.waiting(wait_tensor))
+
+    def launching(self, call: Any) -> Any:
+        def launch(group: ProcessGroup, *args: Any) -> Any:
+            # On the caller's stream, if the caller is said to wait for it at once.
+            if getattr(args[-1], "asyncOp", True):
+                self.behind += 1
+            else:
+                self.take(COMM_MS)
+            return call(group, *args)
+
+        return launch
+
+    def waiting(self, call: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if self.behind:
+                self.behind -= 1
+                self.take(COMM_MS)
+            return call(*args, **kwargs)
+
+        return wait
+
+    def take(self, ms: float) -> None:
+        streams = self.gpu.streams
+        if streams is None or streams.here is streams.timed:
+            self.gpu.work(ms)
+        else:
+            streams.here.queued_ms += ms
+
+
+class FakeStream:
+    """A stream; what is queued on any but the timed one is seen by nobody who does not wait."""
+
+    def __init__(self, gpu: FakeGPU, stream_id: int) -> None:
+        self.gpu, self.stream_id = gpu, stream_id
+        self.queued_ms = 0.0
+
+    def wait_event(self, event: "Event") -> None:
+        ms, event.stream.queued_ms = event.stream.queued_ms, 0.0
+        if self is self.gpu.streams.timed:
+            self.gpu.work(ms)
+        else:
+            self.queued_ms += ms
+
+    def wait_stream(self, stream: "FakeStream") -> None:
+        # As torch's own does.
+        self.wait_event(Event(stream))
+
+
+class Event:
+    """An event on a stream, that ends with all that is queued there."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+
+class FakeStreams:
+    """The streams of a fake GPU: the timed one, and two beside it."""
+
+    kind = FakeStream
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.timed, self.side, self.copies = (FakeStream(gpu, number) for number in range(3))
+        self.here = self.timed
+        gpu.streams = self
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        self.here, before = stream, self.here
+        yield
+        self.here = before
+
+    def current(self) -> int:
+        return self.here.stream_id
+
+    def identity(self, stream: FakeStream) -> int:
+        return stream.stream_id
+
+
+def reduce() -> None:
+    """A collective that is waited for at once."""
+    distributed.all_reduce(torch.ones(2))
+
+
+def launch() -> Any:
+    """A collective that is to be waited for later."""
+    return distributed.all_reduce(torch.ones(2), async_op=True)
+
+
+def gather_all(x: Tensor) -> None:
+    """A collective that is waited for at once, as the losses of contrastive training have it."""
+    distributed.all_gather([torch.empty_like(x), torch.empty_like(x)], x.detach())
+
+
+class Shared(Loop):
+    """The standard loop, with a collective in one place."""
+
+    def __init__(self, gpu: FakeGPU, place: str, collective: Callable[[], object] = reduce) -> None:
+        super().__init__(gpu)
+        self.place, self.collective = place, collective
+        self.model.linear.register_forward_pre_hook(lambda *_: self.come_to("forward"))
+        self.model.linear.weight.register_hook(lambda _: self.come_to("backward"))
+        self.optimizer.register_step_pre_hook(lambda *_: self.come_to("update"))
+
+    def come_to(self, place: str) -> None:
+        if place == self.place:
+            self.collective()
+
+    def batches(self, n: int) -> Any:
+        for x in super().batches(n):
+            self.come_to("data")
+            yield x
+
+    def train(self, x: Tensor) -> None:
+        self.come_to("other")
+        if self.place == "augment":
+            with phase("augment"):
+                self.come_to("augment")
+        self.gpu.work(0.125)
+        y = self.model(x)
+        self.come_to("loss")
+        work(y, self.gpu, 0.5, 0.25).sum().backward()
+        self.come_to("optimizer")
+        self.update()
+
+
+def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:
+    """Trains, and returns the phases of each step."""
+    with hooks(loop, sync_ranks=False, **options) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    return phases(timer)
+
+
+def waiting(name: str, ms: float = COMM_MS) -> dict[str, float]:
+    """The phases of a standard step that waits for others in one of them."""
+    expected = {**OWN, name: STEP_MS.get(name, 0.0) + ms}
+    expected[f"{name}/comm"] = expected.get(f"{name}/comm", 0.0) + ms
+    return expected
+
+
+def from_module(name: str) -> Any:
+    """Returns a function of a module of that name, which calls what it is given."""
+    module = ModuleType(name)
+    exec("def call(function, *args):\n    return function(*args)", vars(module))
+    return vars(module)["call"]
+
+
+def phases(timer: Timer) -> list[dict[str, float]]:
+    """The phases of each step, those that did not run left out, those of `data` with its wait."""
+    # `strict`: both are of the same history.
+    pairs = zip(steps(timer), parts_of_data(timer), strict=True)
+    return [{**step, **parts} for step, parts in pairs]
+
+
+def places() -> list[dict[str, Any]]:
+    """What is on the classes of torch that a wait passes, and on those of the streams."""
+    kinds = (
+        ProcessGroup,
+        Work,
+        *Work.__subclasses__(),
+        torch._C.Future,
+        _functional_collectives.AsyncCollectiveTensor,
+        FakeStream,
+    )
+    return [dict(vars(kind)) for kind in kinds]

@@ -1,0 +1,288 @@
+"""`<phase>/comm`: the waits for other ranks, wherever they are called."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
+from fake_lightning import Loader, MemoryLogger, Model, trainer
+from fake_loop import hooks
+from fake_ranks import (
+    COMM_MS,
+    OWN,
+    Ranks,
+    Shared,
+    gather_all,
+    launch,
+    phases,
+    reduce,
+    train,
+    waiting,
+)
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import AllreduceOptions, FakeWork
+from torch.distributed import ProcessGroup, _functional_collectives
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
+
+
+def wait_for_its_work() -> None:
+    launch().wait()
+
+
+def wait_for_its_future() -> None:
+    launch().get_future().wait()
+
+
+def all_reduce() -> Any:
+    """A collective whose result waits for it where it is used first."""
+    world: Any = distributed.group.WORLD
+    return _functional_collectives.all_reduce(torch.ones(2), "sum", world)
+
+
+def use_its_result() -> None:
+    all_reduce().add(1)
+
+
+def wait_for_its_result() -> None:
+    all_reduce().wait()
+
+
+def reduce_without_options() -> None:
+    # As all of them are before torch 2.8: nothing says that the caller waits at once.
+    distributed.group.WORLD.allreduce([torch.ones(2)]).wait()  # type: ignore[union-attr]
+
+
+COLLECTIVES = {
+    "synchronous": reduce,
+    "its work": wait_for_its_work,
+    "its future": wait_for_its_future,
+    "its result is used": use_its_result,
+    "its result is waited for": wait_for_its_result,
+    "without options": reduce_without_options,
+}
+
+
+@pytest.fixture(params=COLLECTIVES)
+def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], None]:
+    """A collective that takes `COMM_MS`, in one of several ways."""
+    call = COLLECTIVES[request.param]
+
+    def run() -> None:
+        # The operators of torch launch these below Python.
+        ranks.behind += "result" in request.param
+        call()
+        assert ranks.behind == 0
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *((place, place) for place in ("data", "forward", "loss", "backward", "optimizer")),
+        ("other", "other"),
+        ("update", "optimizer"),
+        ("augment", "augment"),
+    ],
+)
+def test_a_collective_is_the_comm_of_the_phase_it_is_called_in(
+    collective: Callable[[], None], gpu: FakeGPU, place: str, name: str
+) -> None:
+    assert train(Shared(gpu, place, collective)) == [waiting(name)] * 3
+
+
+def test_the_first_step_of_a_loop_that_says_step_has_it_too(ranks: Ranks, gpu: FakeGPU) -> None:
+    loop = Shared(gpu, "loss")
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+    expected = {**waiting("loss"), "data": 1.125, "other": 0.0}
+    assert phases(timer) == [expected] * 3
+
+
+class Contrastive(nn.Module):
+    """A loss over the outputs of all ranks."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def forward(self, x: Tensor) -> Tensor:
+        gather_all(x)
+        return work(x, self.gpu, 0.5, 0.25).sum()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_loss_module_that_gathers_is_loss_with_its_wait(
+    ranks: Ranks, gpu: FakeGPU, scale: float
+) -> None:
+    model = nn.ModuleDict({"net": Layer(gpu, 4.0, 7.75), "criterion": Contrastive(gpu)})
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    options: dict[str, Any] = {"clock": gpu, "warmup_steps": 0, "sync_ranks": False}
+    with GPUPhaseHooks(model, optimizer, **options) as timer:
+        for x in timer.steps(batches(gpu, 3, copy_ms=1.0)):
+            gpu.work(0.125)
+            (scale * model["criterion"](model["net"](x))).backward()
+            optimizer.step()
+    assert phases(timer) == [waiting("loss")] * 3
+
+
+def test_a_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: FakeGPU) -> None:
+    loop = Shared(gpu, "forward")
+    expected = {**waiting("forward"), "forward/body": 4.0, "backward/body": 7.75}
+    assert train(loop, modules={"body": loop.model}) == [expected] * 3
+    loop = Shared(gpu, "backward")
+    found = train(loop, modules={"body": loop.model})
+    expected = {**waiting("backward"), "forward/body": 4.0, "backward/body": 7.75}
+    assert found == [expected] * 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_computed_again_in_backward_waits_there(
+    ranks: Ranks, gpu: FakeGPU, use_reentrant: bool
+) -> None:
+    class Checkpointed(Shared):
+        def train(self, x: Tensor) -> None:
+            x.requires_grad_()
+            y = checkpoint(self.model, x, use_reentrant=use_reentrant)
+            work(y, self.gpu, 0.5, 0.25).sum().backward()
+            self.update()
+
+    expected = {**waiting("forward"), "backward": 15.0, "backward/comm": COMM_MS, "other": 0.0}
+    assert train(Checkpointed(gpu, "forward")) == [expected] * 3
+
+
+def test_a_phase_that_is_named_by_hand_is_named_again_after_the_wait(
+    ranks: Ranks, gpu: FakeGPU
+) -> None:
+    def named() -> None:
+        with phase("augment"):
+            gpu.work(1.0)
+            reduce()
+            with phase("inner"):
+                reduce()
+                gpu.work(2.0)
+            gpu.work(4.0)
+
+    expected = {"augment": 8.0, "augment/comm": 3.0, "inner": 5.0, "inner/comm": 3.0}
+    assert train(Shared(gpu, "loss", named)) == [{**OWN, **expected}] * 3
+
+
+def test_waits_inside_a_wait_are_one(
+    ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcast = ProcessGroup.broadcast
+
+    def wait_inside(group: Any, *args: Any) -> Any:
+        reduce()
+        gpu.work(1.0)
+        wait_for_its_work()
+        return broadcast(group, *args)
+
+    monkeypatch.setattr(ProcessGroup, "broadcast", wait_inside)
+    loop = Shared(gpu, "forward", lambda: distributed.broadcast(torch.ones(2), 0))
+    assert train(loop) == [waiting("forward", 7.0)] * 3
+
+
+@pytest.mark.parametrize("kind", [ProcessGroup, FakeWork])
+def test_the_time_goes_on_after_a_collective_that_raises(
+    ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    def fail(*_: Any) -> None:
+        gpu.work(0.0 if kind is FakeWork else COMM_MS)
+        raise ConnectionError("of a rank")
+
+    def try_it() -> None:
+        with pytest.raises(ConnectionError, match="of a rank"):
+            reduce()
+
+    monkeypatch.setattr(kind, "allreduce" if kind is ProcessGroup else "wait", fail)
+    for place in ("forward", "backward", "loss"):
+        assert train(Shared(gpu, place, try_it)) == [waiting(place)] * 3
+
+
+def test_a_result_that_is_used_again_costs_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
+    marks = []
+    for uses in (1, 5):
+
+        def use(uses: int = uses) -> None:
+            tensor = all_reduce()
+            for _ in range(uses):
+                tensor.add(1)
+
+        loop = Shared(gpu, "loss", use)
+        with hooks(loop, sync_ranks=False) as timer:
+            for x in timer.steps(loop.batches(2)):
+                loop.train(x)
+        timer.flush()
+        assert timer.last is not None
+        assert timer.last.timeline is not None
+        marks.append(len(timer.last.timeline.names))
+    assert marks[0] == marks[1]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("loss", "loss"), ("backward", "backward"), ("update", "optimizer")]
+)
+def test_a_collective_in_another_thread_is_none(
+    ranks: Ranks, gpu: FakeGPU, place: str, name: str
+) -> None:
+    def elsewhere() -> None:
+        for call in (reduce, wait_for_its_work):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+    expected = {**OWN, name: STEP_MS[name] + 2 * COMM_MS}
+    assert train(Shared(gpu, place, elsewhere)) == [expected] * 3
+
+
+def test_what_runs_before_the_wait_is_none_where_nothing_says_when_that_is(
+    ranks: Ranks, gpu: FakeGPU
+) -> None:
+    def overlap() -> None:
+        work = distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
+        gpu.work(1.0)
+        work.wait()
+
+    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + 1.0 + COMM_MS}
+    assert train(Shared(gpu, "loss", overlap)) == [expected] * 3
+
+
+def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU) -> None:
+    def while_another_does() -> None:
+        options = AllreduceOptions()
+        options.asyncOp = False
+        work = distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
+        # As a checkpoint that is written in the background does.
+        thread = threading.Thread(target=lambda: distributed.barrier())
+        thread.start()
+        thread.join()
+        work.wait()
+        gpu.work(1.0)
+
+    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
+    assert train(Shared(gpu, "loss", while_another_does)) == [expected] * 3
+
+
+def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> None:
+    class Validated(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            reduce()
+            return super().forward(x)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self(batch)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, sync_ranks=False)
+    logger = MemoryLogger()
+    trainer(timer, logger=logger).fit(Validated(gpu), Loader(gpu, 3), Loader(gpu, 2))
+    assert steps(timer) == [waiting("forward")] * 3
+    metrics = {name: ms for _, found in logger.phase_times() for name, ms in found.items()}
+    assert metrics["phase_time/val/forward_ms"] == 7.0
+    assert metrics["phase_time/val/forward/comm_ms"] == COMM_MS

@@ -1,0 +1,111 @@
+"""Two real processes, of which one is late: the other waits, and the times say for how long."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import finish, start
+from wait_fits import LATE_IN_FIT
+from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
+
+from lightning_gputime._results.ranks import Totals
+
+SCRIPT = Path(__file__).parent / "wait_run.py"
+RANKS = range(2)
+LATE_IN = {
+    "third layer": "forward",
+    "callback": "data",
+    "loader": "data",
+}
+"""The phase of each place, where it is not called so."""
+
+
+class Runs:
+    """What both processes have written, in one attempt or several."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.attempt = cache(self._attempt)
+
+    def _attempt(self, number: int) -> list[dict[str, Any]]:
+        directory = self.directory / str(number)
+        directory.mkdir()
+        finish(*(start(SCRIPT, directory, rank) for rank in RANKS), timeout_s=100.0)
+        return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
+
+    def totals(self, case: str, attempt: int) -> dict[int, Totals]:
+        """The totals of each rank, as they are gathered to be compared."""
+        return dict(enumerate(found[case] for found in self.attempt(attempt)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ranks"))
+
+
+def waited(totals: Totals) -> float:
+    """How long a rank waits for others, a step."""
+    steps = totals["step"][1]
+    return sum(ms / steps for name, (ms, _) in totals.items() if name.endswith("/comm"))
+
+
+def local(totals: Totals) -> dict[str, float]:
+    """The time of each phase a step, and of the step, without the waits."""
+    steps = totals["step"][1]
+    own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}
+    for name, (ms, _) in totals.items():
+        if name.endswith("/comm"):
+            own[name.partition("/")[0]] -= ms / steps
+    own["step"] -= waited(totals)
+    return own
+
+
+def longest_in(early: dict[str, float], late: dict[str, float]) -> str:
+    """The phase in which one rank is longer than another by most."""
+    names = {*early, *late} - {"step"}
+    return max(names, key=lambda name: late.get(name, 0.0) - early.get(name, 0.0))
+
+
+CASES = [(way, place) for way in WAYS for place in PLACES if place != "nobody"]
+FITS = [("Lightning", place) for place in LATE_IN_FIT if place != "nobody"]
+
+
+@pytest.mark.parametrize(("way", "place"), [*CASES, *FITS])
+def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_late(
+    runs: Runs, way: str, place: str
+) -> None:
+    expected = (True, True, LATE_IN.get(place, place))
+    # These are real times: what else the machine does can spoil them, but not every time.
+    for attempt in range(3):
+        of_ranks = runs.totals(f"{way} {place}", attempt)
+        early, late = (local(of_ranks[rank]) for rank in RANKS)
+        found = (
+            waited(of_ranks[0]) >= 20.0,
+            late["step"] - early["step"] == pytest.approx(LATE_MS, rel=0.3),
+            longest_in(early, late),
+        )
+        if found == expected:
+            break
+    assert found == expected, of_ranks
+
+
+@pytest.mark.parametrize("way", [*WAYS, "Lightning"])
+def test_where_nobody_is_late_both_take_about_as_long(runs: Runs, way: str) -> None:
+    for attempt in range(3):
+        of_ranks = runs.totals(f"{way} nobody", attempt)
+        assert all(totals["step"][1] == STEPS - WARMUP for totals in of_ranks.values())
+        early, late = (local(of_ranks[rank])["step"] for rank in RANKS)
+        if abs(late - early) < LATE_MS / 3:
+            break
+    assert abs(late - early) < LATE_MS / 3, of_ranks
+
+
+@pytest.mark.parametrize("way", ["FSDP2", "TP"])
+def test_gradients_and_weights_are_bitwise_the_same_on_every_rank(runs: Runs, way: str) -> None:
+    assert [found[f"{way} is bitwise"] for found in runs.attempt(0)] == [True, True]
+
+
+def test_nothing_is_left_on_the_classes_of_torch(runs: Runs) -> None:
+    assert [found["nothing is left"] for found in runs.attempt(0)] == [True, True]

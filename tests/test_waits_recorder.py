@@ -1,0 +1,268 @@
+"""Waits as marks: what they interrupt, and what becomes of that."""
+
+from collections.abc import Iterator
+
+import pytest
+from fake_gpu import FakeGPU
+
+from lightning_gputime import StepTimes
+from lightning_gputime._phases import RECEIVES, settle
+from lightning_gputime._record.recorder import Recorder
+
+
+class Recorded(Recorder):
+    """A recorder that keeps what it emits; each of its words takes the GPU no time."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+        self.emitted: list[StepTimes] = []
+        super().__init__(
+            gpu, lag=0, emit=lambda steps: self.emitted.extend(s.times() for s in steps)
+        )
+
+    def run(self, label: str, ms: float) -> None:
+        """Work of a phase."""
+        self.mark(label)
+        self.gpu.work(ms)
+
+    def wait(self, ms: float = 3.0, label: str = "<waits>") -> None:
+        """A wait for other ranks."""
+        begun = self.wait_begins(label)
+        self.gpu.work(ms)
+        if begun:
+            self.wait_ends()
+
+    def end(self) -> dict[str, float]:
+        """Ends the step, and returns its times, those that are zero left out."""
+        self.end_step(0)
+        return {name: ms for name, ms in self.emitted[-1].phase_ms.items() if ms}
+
+
+@pytest.fixture
+def run(gpu: FakeGPU) -> Iterator[Recorded]:
+    recorder = Recorded(gpu)
+    recorder.begin()
+    yield recorder
+    assert not gpu.capture_broken
+
+
+def test_a_wait_interrupts_the_phase_which_goes_on_after_it(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    run.wait()
+    gpu.work(2.0)
+    run.run("forward", 1.0)  # No mark: it goes on.
+    assert run.end() == {"forward": 10.0, "forward/comm": 3.0}
+    assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
+
+
+def test_the_phase_that_is_renamed_takes_its_waits_along(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("<after forward>", 1.0)
+    run.wait()
+    gpu.work(1.0)
+    run.mark_instead("<after forward>", "loss")
+    gpu.work(2.0)
+    run.mark("forward")
+    run.wait()
+    gpu.work(4.0)
+    run.mark("<after forward>")
+    run.rename(run.place_before, "forward", "loss")
+    run.run("backward", 8.0)
+    expected = {"loss": 14.0, "loss/comm": 6.0, "backward": 8.0}
+    assert run.end() == expected
+
+
+def test_a_pause_of_an_evaluation_takes_the_waits_before_it_along(
+    run: Recorded, gpu: FakeGPU
+) -> None:
+    run.run("forward", 4.0)
+    run.run("other", 1.0)
+    run.wait()
+    run.pause()
+    run.wait()
+    gpu.work(16.0)
+    run.resume("other")
+    run.wait()
+    assert run.end() == {"forward": 4.0, "other": 3.0, "other/comm": 3.0}
+
+
+def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    run.wait()
+    run.hold()
+    run.wait(16.0)
+    run.release()
+    gpu.work(1.0)
+    run.wait()
+    assert run.end() == {"forward": 11.0, "forward/comm": 6.0}
+
+
+def test_a_pause_inside_a_wait_ends_it(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    assert run.wait_begins()
+    gpu.work(3.0)
+    run.hold()
+    gpu.work(16.0)
+    run.wait_ends()
+    run.release()
+    gpu.work(1.0)
+    assert run.end() == {"forward": 8.0, "forward/comm": 3.0}
+
+
+def test_what_is_found_to_be_an_evaluation_is_left_out_with_its_waits(
+    run: Recorded, gpu: FakeGPU
+) -> None:
+    run.run("data", 1.0)
+    run.wait()
+    run.run("<evaluation>", 4.0)
+    run.wait()
+    run.exclude_since("<evaluation>")
+    gpu.work(16.0)
+    run.wait()
+    run.resume("data")
+    run.run("data", 2.0)
+    run.wait()
+    run.run("forward", 4.0)
+    # The fetch before it was that of the evaluation.
+    assert run.end() == {"data": 5.0, "data/comm": 3.0, "forward": 4.0}
+
+
+def test_only_what_comes_after_the_work_is_left_out(run: Recorded) -> None:
+    run.run("forward", 4.0)
+    run.wait()
+    run.run("<evaluation>", 4.0)
+    run.wait()
+    run.exclude_since("<evaluation>")
+    run.resume("data")
+    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
+
+
+def test_a_step_that_has_ended_before_its_last_waits_is_without_them(run: Recorded) -> None:
+    run.run("forward", 4.0)
+    run.run("backward", 8.0)
+    run.wait()
+    run.run("optimizer", 2.0)
+    run.run("<after update>", 1.0)
+    run.wait()
+    assert run.end_at("<after update>", 0)
+    run.flush()
+    assert run.emitted[0].phase_ms == {
+        "data": 0.0,
+        "forward": 4.0,
+        "backward": 11.0,
+        "backward/comm": 3.0,
+        "optimizer": 2.0,
+    }
+
+
+def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("data", 1.0)
+    run.wait()
+    run.fill(lambda: gpu.spin(2_000_000))
+    run.wait()
+    run.run("forward", 4.0)
+    assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}
+
+
+def test_no_step_no_wait(run: Recorded, gpu: FakeGPU) -> None:
+    run.end()
+    run.rest()
+    created = gpu.created
+    assert not run.wait_begins()
+    run.wait_ends()
+    assert not run.is_waiting
+    assert gpu.created == created
+
+
+def test_the_next_step_begins_where_a_wait_does_not_end(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    assert run.wait_begins()
+    gpu.work(3.0)
+    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
+    gpu.work(1.0)
+    run.wait_ends()
+    run.wait()
+    assert run.end() == {"data": 4.0, "data/comm": 3.0}
+
+
+def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: FakeGPU) -> None:
+    run.run("forward", 4.0)
+    assert run.wait_begins()
+    gpu.work(3.0)
+    run.run("backward", 8.0)
+    run.wait_ends()
+    assert run.end() == {"forward": 7.0, "forward/comm": 3.0, "backward": 8.0}
+    assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
+
+
+def test_the_tail_of_a_backward_is_a_wait_as_it_is(run: Recorded) -> None:
+    run.run("backward/comm", 1.0)
+    run.wait()
+    assert run.end() == {"backward": 4.0, "backward/comm": 4.0}
+    assert len(run.emitted[0].timeline.names) == 2  # type: ignore[union-attr]
+
+
+def test_a_graph_has_its_waits_at_every_replay(run: Recorded, gpu: FakeGPU) -> None:
+    with gpu.capture() as replay:
+        run.run("forward", 4.0)
+        run.wait()
+        gpu.work(1.0)
+        run.run("<after forward>", 0.5)
+        run.wait(2.0, RECEIVES)
+        run.run("backward", 8.0)
+        run.run("<after backward>", 0.0)
+    run.end_step(0)
+    for number in (1, 2, 3):
+        gpu.work(1.0)
+        run.mark("other")
+        replay()
+        run.mark("data")
+        run.end_step(number)
+    run.flush()
+    assert [times.step for times in run.emitted] == [1, 2, 3]
+    for times in run.emitted:
+        assert {name: ms for name, ms in times.phase_ms.items() if ms} == {
+            "data": 1.0,
+            "forward": 8.0,
+            "forward/comm": 3.0,
+            "loss": 0.5,
+            "backward": 10.0,
+            "backward/comm": 2.0,
+        }
+
+
+def test_a_wait_whose_mark_fails_costs_its_step_alone(
+    run: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.run("forward", 4.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_is_capturing", None)
+        run.wait()
+    assert run.label is None
+    run.end_step(0)
+    run.run("forward", 4.0)
+    run.wait()
+    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
+    assert len(run.emitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "phase"),
+    [
+        (("data", "<receives>", "<goes on>", "forward"), "forward"),
+        (("other", "<receives>", "<goes on>", "forward"), "forward"),
+        (("forward", "<receives>", "<goes on>", "backward"), "forward"),
+        (("<after forward>", "<receives>", "<goes on>", "backward"), "backward"),
+        (("<after forward>", "<receives>", "<goes on>", "forward"), "forward"),
+        (("backward", "<receives>", "<goes on>", "backward"), "backward"),
+        (("<after backward>", "<receives>", "<goes on>", "forward", "backward"), "forward"),
+        (("<after backward>", "<receives>", "<goes on>", "backward"), "backward"),
+        (("<after backward>", "<receives>", "<goes on>", "<after update>"), "optimizer"),
+        (("optimizer", "<receives>", "<goes on>", "<after update>"), "optimizer"),
+        (("<after update>", "<receives>", "<goes on>", "data"), "other"),
+        (("augment/part", "<receives>", "<goes on>", "forward"), "augment"),
+    ],
+)
+def test_what_a_pipeline_receives_is_for_the_pass_that_follows(
+    labels: tuple[str, ...], phase: str
+) -> None:
+    assert settle(labels)[1] == (phase, f"{phase}/comm")
