@@ -209,7 +209,8 @@ class PipelineLoop(PlainLoop):
         """Trains one step."""
         self.delimit()
         rank = dist.get_rank()
-        given = (x,) if rank == 0 else ()
+        # With a gradient of the input each stage has as much work.
+        given = (x.detach().requires_grad_(),) if rank == 0 else ()
         self.schedule.step(*given, target=torch.zeros_like(x) if rank == self.last else None)
         self.job.late("optimizer")
         self.optimizer.step()

@@ -134,7 +134,9 @@ def of_ranks(summary: PhaseSummary, case: str) -> dict[str, Any]:
         return {}
     expected = EXPECTED[case]
     right = (None, None) if expected is None else (SLOW_RANK, expected)
-    named = (None, None) if ranks.slowest is None else (ranks.slowest, ranks.phase)
+    # Of `data` the part is named, where it is known.
+    phase = ranks.phase.partition("/")[0]
+    named = (None, None) if ranks.slowest is None else (ranks.slowest, phase)
     return {
         "sentence": ranks.sentence,
         "behind_ms": ranks.behind_ms,

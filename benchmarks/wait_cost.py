@@ -198,7 +198,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank")
-    parser.add_argument("--rounds", type=int, default=20, help="how many turns each way has")
+    parser.add_argument("--rounds", type=int, default=8, help="how many turns each way has")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(words)
 

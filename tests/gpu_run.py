@@ -59,7 +59,7 @@ class Writer(pl.Callback):
 def main(name: str, directory: Path) -> None:
     strategy: Any = name
     if name == "fsdp2":
-        strategy = pl.strategies.ModelParallelStrategy()
+        strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     timer = GPUPhaseTimer()
     pl.Trainer(
         accelerator="gpu",

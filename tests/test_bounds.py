@@ -9,8 +9,10 @@ import torch
 from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, steps
 from fake_loop import Loop, hooks
+from fake_ranks import COMM_MS, Ranks, reduce
 
 from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._boundaries import waits
 from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import MANY_MARKS, MOST_EVENTS
 
@@ -158,3 +160,33 @@ def test_updates_that_no_hook_sees_hold_a_bounded_number_of_events(
             loop.gpu.work(2.0)  # An update that is no optimizer's.
         assert loop.gpu.created == 500
     assert told(caplog, "A step has 100 boundaries and has not ended") == 1
+
+
+def test_a_step_that_waits_often_is_not_taken_for_one_that_never_ends(
+    gpu: FakeGPU, ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MANY_MARKS", 100)
+    loop = Loop(gpu)
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(2)):
+            for _ in range(200):
+                reduce()
+            loop.train(x)
+    assert told(caplog, "has not ended") == 0
+    assert timer.last is not None
+    assert timer.last.phase_ms["other/comm"] == 200 * COMM_MS
+
+
+def test_waits_beyond_the_bound_are_work_and_told_once(
+    gpu: FakeGPU, ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "_MOST", 3)
+    loop = Loop(gpu)
+    with hooks(loop, sync_ranks=False) as timer:
+        for x in timer.steps(loop.batches(2)):
+            for _ in range(5):
+                reduce()
+            loop.train(x)
+    assert told(caplog, "A step waits more than 3 times for other ranks") == 1
+    assert [one["other/comm"] for one in steps(timer)] == [3 * COMM_MS] * 2
+    assert [one["other"] for one in steps(timer)] == [5 * COMM_MS + STEP_MS["other"]] * 2

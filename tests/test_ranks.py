@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_gpu import STEP_MS, FakeGPU, raw, steps
 from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.ranks import compare
-from lightning_gputime._results.totals import Totals, since
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.totals import Totals, since, totals_of
 from lightning_gputime._run import comparison
 from lightning_gputime._run import exchange as exchange_module
 from lightning_gputime._run.exchange import Exchange
@@ -143,6 +144,34 @@ def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
         assert ranks.slowest == 1
         assert ranks.phase == phase
         assert ranks.sentence.endswith(f"slower than the median, in {phase}")
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "where"),
+    [(5.5, "forward compute"), (5.7, "forward, which takes its host as long")],
+)
+def test_a_rank_whose_host_sets_the_pace_does_not_compute(host_ms: float, where: str) -> None:
+    def rank(**options: Any) -> Totals:
+        host = {"<host>forward": (10 * host_ms, 10), "<host>data": (10.0, 10)}
+        return {**totals(**options), "forward/comm": (0.0, 10), **host}
+
+    # Of 7 ms of its own.
+    ranks = compare({0: rank(), 1: rank(late="forward")})
+    assert ranks is not None
+    assert ranks.sentence.endswith(f"slower than the median, in {where}")
+    assert {*ranks.rows} == {*BALANCED, "backward/comm", "forward/comm", "step", "local"}
+
+
+def test_the_hosts_times_are_without_the_waits() -> None:
+    sums = Sums([raw(0, forward=3.0, **{"forward/comm": 2.0}), raw(1, data=1.0, forward=1.0)])
+    assert totals_of(sums, with_host=True) == {
+        "data": (1.0, 1),
+        "forward": (6.0, 2),
+        "forward/comm": (2.0, 1),
+        "step": (7.0, 2),
+        "<host>data": (1.0, 1),
+        "<host>forward": (4.0, 2),
+    }
 
 
 def staged(stage: int, **options: Any) -> Totals:

@@ -10,7 +10,7 @@ from processes import finish, start
 from wait_fits import LATE_IN_FIT
 from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
-from lightning_gputime._results.ranks import Totals
+from lightning_gputime._results.totals import Totals
 
 SCRIPT = Path(__file__).parent / "wait_run.py"
 RANKS = range(2)
@@ -20,6 +20,15 @@ LATE_IN = {
     "loader": "data",
 }
 """The phase of each place, where it is not called so."""
+
+
+SAID = {"callback": "data/callbacks", "loader": "data/fetch"}
+"""And what of it is told."""
+
+
+def without_compute(slowest: int | None, where: str) -> tuple[int | None, str]:
+    """A phase in which ranks wait is told as its `compute`; of a pipeline the stages are told."""
+    return slowest, where.removesuffix(": stage 0 waits").removesuffix(" compute")
 
 
 class Runs:
@@ -37,7 +46,12 @@ class Runs:
 
     def totals(self, case: str, attempt: int) -> dict[int, Totals]:
         """The totals of each rank, as they are gathered to be compared."""
-        return dict(enumerate(found[case] for found in self.attempt(attempt)))
+        return dict(enumerate(found[case]["totals"] for found in self.attempt(attempt)))
+
+    def said(self, case: str, attempt: int) -> tuple[int | None, str]:
+        """The rank that is slow, and the end of what rank zero says of it."""
+        told = self.attempt(attempt)[0][case]
+        return told["slowest"], told["sentence"].partition("median, in ")[2]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +90,8 @@ FITS = [("Lightning", place) for place in LATE_IN_FIT if place != "nobody"]
 def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_late(
     runs: Runs, way: str, place: str
 ) -> None:
-    expected = (True, True, LATE_IN.get(place, place))
+    phase = LATE_IN.get(place, place)
+    expected = (True, True, phase, 1, SAID.get(place, phase))
     # These are real times: what else the machine does can spoil them, but not every time.
     for attempt in range(3):
         of_ranks = runs.totals(f"{way} {place}", attempt)
@@ -85,6 +100,7 @@ def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_lat
             waited(of_ranks[0]) >= 20.0,
             late["step"] - early["step"] == pytest.approx(LATE_MS, rel=0.3),
             longest_in(early, late),
+            *without_compute(*runs.said(f"{way} {place}", attempt)),
         )
         if found == expected:
             break
@@ -97,9 +113,11 @@ def test_where_nobody_is_late_both_take_about_as_long(runs: Runs, way: str) -> N
         of_ranks = runs.totals(f"{way} nobody", attempt)
         assert all(totals["step"][1] == STEPS - WARMUP for totals in of_ranks.values())
         early, late = (local(of_ranks[rank])["step"] for rank in RANKS)
-        if abs(late - early) < LATE_MS / 3:
+        named = runs.said(f"{way} nobody", attempt)
+        if abs(late - early) < LATE_MS / 3 and named == (None, ""):
             break
     assert abs(late - early) < LATE_MS / 3, of_ranks
+    assert named == (None, "")
 
 
 @pytest.mark.parametrize("way", ["FSDP2", "TP"])

@@ -7,10 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 from fake_lightning import trainer
 from torch import Tensor
-from wait_ways import LATE_MS, STEPS, WARMUP, Update, batches, layers, totals
+from wait_ways import LATE_MS, STEPS, WARMUP, Told, Update, batches, layers, told
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._results.ranks import Totals
 
 LATE_IN_FIT = ("nobody", "optimizer", "callback", "loader")
 
@@ -54,11 +53,11 @@ class Loader:
         return STEPS
 
 
-def fit(rank: int, place: str) -> Totals:
-    """Returns the totals of each phase."""
+def fit(rank: int, place: str) -> Told:
+    """Trains while a rank is late in a place."""
     ms = {place: LATE_MS if rank == 1 else 0.0}
-    timer = GPUPhaseTimer(warmup_steps=WARMUP, sync_ranks=False, summary=False)
+    timer = GPUPhaseTimer(warmup_steps=WARMUP, summary=False)
     callbacks = [timer, Late(ms.get("callback", 0.0))]
     runner = trainer(*callbacks, strategy="ddp", devices=2, enable_checkpointing=False)
     runner.fit(Module(ms.get("optimizer", 0.0)), Loader(ms.get("loader", 0.0)))
-    return totals(timer)
+    return told(timer)

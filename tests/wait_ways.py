@@ -16,11 +16,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._phases import of_one_callback
-from lightning_gputime._results.ranks import Totals
+from lightning_gputime._results.totals import totals_of
 from lightning_gputime._timer import Timer
 
 LATE_MS, WARMUP, STEPS = 30.0, 2, 6
+
+Told = dict[str, Any]
+"""The totals of a rank, and what rank zero says of all."""
+
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
 PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
 
@@ -173,26 +176,25 @@ def batches(n: int, late_ms: float) -> Iterator[Tensor]:
         yield torch.randn(8, WIDTH)
 
 
-def train(way: Way, place: str) -> Totals:
-    """Returns the totals of each phase."""
+def train(way: Way, place: str) -> Told:
+    """Trains while a rank is late in a place."""
     late_ms = LATE_MS if way.rank == 1 else 0.0
     way.be_late(place, late_ms)
-    options: dict[str, Any] = {"warmup_steps": WARMUP, "sync_ranks": False}
-    with GPUPhaseHooks(way.model, way.optimizer, **options) as timer:
+    with GPUPhaseHooks(way.model, way.optimizer, warmup_steps=WARMUP) as timer:
         for x in timer.steps(batches(STEPS, late_ms if place == "data" else 0.0)):
             way.run(x)
             way.optimizer.step()
             way.optimizer.zero_grad()
-    return totals(timer)
+    return told(timer)
 
 
-def totals(timer: Timer) -> Totals:
-    """Returns what a rank sends to be compared."""
+def told(timer: Timer) -> Told:
+    """Returns what a rank sends to be compared, and what rank zero says of it."""
     summary = timer.summary()
     assert summary.steps == STEPS - WARMUP
-    rows = {**summary.rows, "step": summary.step}
+    ranks = summary.ranks
     return {
-        name: (row.n * row.mean_ms, row.n)
-        for name, row in rows.items()
-        if not of_one_callback(name)
+        "totals": totals_of(timer._results.sums),
+        "slowest": ranks.slowest if ranks is not None else None,
+        "sentence": ranks.sentence if ranks is not None else "",
     }
