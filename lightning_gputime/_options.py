@@ -34,6 +34,7 @@ class Options:
     probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
     on_step: Any = None
+    on_slow_step: Any = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +55,10 @@ class Options:
         _check_probes(self.probe_every_n_steps)
         _check_sync_ranks(self.sync_ranks)
         _check_on_step(self.on_step)
+        if self.on_slow_step is not None and not callable(self.on_slow_step):
+            raise TypeError(
+                f"on_slow_step must be a function of a SlowStep, got {self.on_slow_step!r}"
+            )
         _check_clock(self.clock)
         _check_modules(self.modules)
 

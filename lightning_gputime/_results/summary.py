@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_gputime._phases import CALLBACKS, COMM, COPY, DATA, FETCH, WAIT, of_one_callback
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
+from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.table import Table
 
 _HOLDS_UP = {
@@ -71,6 +72,7 @@ class PhaseSummary:
         probe_failure: Why none can be, if so.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
+        slow: What slow steps cost; None where none was slow.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -86,6 +88,7 @@ class PhaseSummary:
     probe_failure: str = ""
     is_warmup: bool = False
     hint: str = ""
+    slow: SlowSummary | None = None
 
     @property
     def verdict(self) -> str:
@@ -209,6 +212,7 @@ class PhaseSummary:
                 self._gap_sentence(),
                 self.probe_failure,
                 ranks,
+                *(self.slow.sentences if self.slow is not None else ()),
             )
             if sentence
         ]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
+from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._messages import messages
+from lightning_gputime._options import Options
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
@@ -23,7 +25,8 @@ class Delivery:
         results: Keep every step for the user.
         means: Log every step.
         comparison: Gets every step but the warm-up.
-        lag: How many ended steps may be pending in the recorder.
+        inquiry: Says why steps were slow.
+        options: Have the lag of the recorder, and who is called with every slow step.
         on_step: Functions that are called with every step, and metrics that are updated with it.
         probe: Takes the steps that were probed; nobody else gets them.
     """
@@ -33,8 +36,9 @@ class Delivery:
         results: Results,
         means: MeanLog,
         comparison: Comparison,
+        inquiry: Inquiry,
+        options: Options,
         *,
-        lag: int,
         on_step: Sequence[Any],
         probe: Probe | None = None,
     ) -> None:
@@ -42,13 +46,15 @@ class Delivery:
         self._means = means
         self._comparison = comparison
         self._probe = probe
+        self._inquiry = inquiry
+        self._on_slow_step = options.on_slow_step
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
         # `lag` steps ago: every rank has read it by now, if it was timed.
-        self._ended: deque[int] = deque(maxlen=lag + 1)
+        self._ended: deque[int] = deque(maxlen=options.lag + 1)
         # From this number on a step is the next to be logged.
         self._due = math.inf
         # Whether such a step has finished and is not read.
@@ -89,7 +95,12 @@ class Delivery:
             if not steps:
                 return
         sums = Sums(steps)
-        self._comparison.add(self._results.add(steps, sums))
+        measured = self._results.add(steps, sums)
+        self._comparison.add(measured)
+        # Before the means, which are of its steps.
+        slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
+        self._results.add_slow(slow)
+        self._means.slow.add(slow, known=self._inquiry.judges)
         if self._means.add(steps, sums):
             self._owes_log = False
         if self.look is not None and self.look():
@@ -103,6 +114,13 @@ class Delivery:
             except Exception as error:
                 messages.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
+        if slow and self._on_slow_step is not None:
+            try:
+                for slow_step in slow:
+                    self._on_slow_step(slow_step)
+            except Exception as error:
+                messages.warning("on_slow_step is called no more, because it failed: %r", error)
+                self._on_slow_step = None
 
     def publish(self) -> None:
         """Lets other callbacks find the means of what was read and is not logged yet."""

@@ -7,6 +7,7 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
+from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -63,8 +64,11 @@ class Session:
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         lag = options.lag
         self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
+        self._inquiry = Inquiry(clock, means.loggers)
+        self.loads = self._inquiry.loads
+        """Says what loads the batches, and whether `data` is nothing but its fetches."""
         self._delivery = Delivery(
-            results, means, self._comparison, lag=lag, on_step=on_step, probe=probe
+            results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
         self._recorder = Recorder(
             clock,
@@ -97,6 +101,7 @@ class Session:
             # Whether other ranks may probe a step that this one does not.
             has_others=not results.on_host_clock and is_distributed(),
         )
+        self._inquiry.attach()
         lifetimes.attached(self)
 
     # What a loop tells
@@ -106,6 +111,7 @@ class Session:
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
+        self._inquiry.loop_begins()
         self._selection.begin()
 
     def fetch_begins(self) -> None:
@@ -158,6 +164,7 @@ class Session:
             self._delivery.starts(number)
         self._newest = number
         self._tried_update = False
+        self._inquiry.step_ends()
         recorder = self._recorder
         if self._is_plain:
             reads = self._delivery.step_ends(number)
@@ -204,7 +211,7 @@ class Session:
         self._recorder.pause()
 
     def resume(self) -> None:
-        """Ends a pause: what follows is the fetch of the next batch."""
+        """Ends a pause: what follows is the next fetch."""
         self._recorder.resume()
 
     def publish(self) -> None:
@@ -239,6 +246,7 @@ class Session:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         lifetimes.detached(self)
         self._boundaries.remove()
+        self._inquiry.remove()
         self._recorder.rest()
         if self.is_attached:
             self.is_attached = False
@@ -254,6 +262,7 @@ class Session:
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
+        self._inquiry.remove()
         self._recorder.abandon()
         self._comparison.abandon()
 

@@ -1,0 +1,172 @@
+"""Why steps were slow: finds them among those that were read, and asks the witnesses."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_gputime._causes.compilation import Compilation
+from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
+from lightning_gputime._causes.garbage import Garbage
+from lightning_gputime._causes.places import Callbacks, Loader, Logger, Ranks
+from lightning_gputime._causes.preemption import Preemption
+from lightning_gputime._causes.scene import Scene
+from lightning_gputime._causes.usual import Usual
+from lightning_gputime._causes.witness import Witness
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._untraced import untraced
+
+# Steps that are read together are judged so many at a time, each by those before.
+_TOGETHER = 25
+
+# A host that takes so many times as long as usual for a step is looked at at once.
+_LONG = 2.0
+
+
+@untraced
+class Inquiry:
+    """Judges each step by its neighbourhood, and says why the slow ones were slow.
+
+    What it does for the others is bounded: two readings of counters at the end of each, and a
+    comparison when they are read. Nothing here raises: after an error it asks no more.
+
+    Args:
+        clock: That of the steps.
+        loggers: What the loop logs to.
+    """
+
+    def __init__(self, clock: Clock, loggers: Sequence[Any] = ()) -> None:
+        now_ns, device = clock.host_ns, getattr(clock, "device", None)
+        self._loader = Loader(now_ns)
+        # First those that know when; then those that know how much; then those that know where.
+        self.witnesses: list[Witness] = [
+            Garbage(now_ns),
+            Compilation(now_ns),
+            Logger(now_ns, loggers),
+            Preemption(now_ns),
+            self._loader,
+            Callbacks(),
+            Ranks(),
+            Allocator(now_ns, counters_of(device)),
+            Clocks(clocks_of(device)),
+        ]
+        """In the order in which they are asked."""
+        self._usual = Usual()
+        # The first steps, until there are enough to judge them by.
+        self._unjudged: list[StepRecord] = []
+        self._unjudged_ms: list[float] = []
+        # When the timer itself has made the host wait.
+        self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
+        self._tell_once = TellOnce()
+        self.loads = self._loader.loads
+        """Must be told the loader, and whether `data` is nothing but its fetches."""
+        self._step_ends: list[Callable[[], None]] = []
+        self._loop_begins: list[Callable[[], None]] = []
+        self._steps_were_read: list[Callable[[float], None]] = []
+
+    @property
+    def judges(self) -> bool:
+        """Whether it has judged any step."""
+        return self._usual.is_known
+
+    def attach(self) -> None:
+        """Lets the witnesses look."""
+        for one in self.witnesses:
+            try:
+                one.attach()
+            except Exception as error:
+                self._give_up(error)
+                return
+        self._step_ends = self._methods("step_ends")
+        self._loop_begins = self._methods("loop_begins")
+        self._steps_were_read = self._methods("steps_were_read")
+
+    def _methods(self, name: str) -> list[Any]:
+        return [getattr(one, name) for one in self.witnesses if hasattr(one, name)]
+
+    def remove(self) -> None:
+        """Ends that. Safe to call twice."""
+        self._step_ends, self._loop_begins, self._steps_were_read = [], [], []
+        for one in self.witnesses:
+            one.remove()
+
+    def loop_begins(self) -> None:
+        """Must be told where a loop begins, in its thread."""
+        self._tell(self._loop_begins)
+
+    def step_ends(self) -> None:
+        """Must be told just before a step ends."""
+        try:
+            for tell in self._step_ends:
+                tell()
+        except Exception as error:
+            self._give_up(error)
+
+    def take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        """Takes the next steps but those of the warm-up, and returns the slow ones.
+
+        Args:
+            steps: What was read, in order.
+            each_ms: How long each of them took (in milliseconds).
+        """
+        try:
+            found = []
+            for first in range(0, len(steps), _TOGETHER):
+                some = slice(first, first + _TOGETHER)
+                found += self._take(steps[some], each_ms[some])
+            return found
+        except Exception as error:
+            self._give_up(error)
+            return []
+
+    def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        usual = self._usual
+        self._waits.extend(
+            (one.finished_ns - round(one.wait_ms * 1e6), one.finished_ns)
+            for one in steps
+            if one.finished_ns
+        )
+        found = []
+        if not usual.is_known:
+            self._unjudged += steps
+            self._unjudged_ms += each_ms
+        elif max(each_ms) > usual.limit_ms:
+            found = self._judge(steps, each_ms)
+        was_known = usual.is_known
+        if usual.add(steps, each_ms):
+            if not was_known:
+                found = self._judge(self._unjudged, self._unjudged_ms)
+                self._unjudged, self._unjudged_ms = [], []
+            for tell in self._steps_were_read:
+                tell(_LONG * usual.host_ms)
+        return found
+
+    def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        limit_ms = self._usual.limit_ms
+        return [
+            self._explain(step, ms)
+            for step, ms in zip(steps, each_ms, strict=True)
+            if ms > limit_ms
+        ]
+
+    def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
+        scene = Scene(step, step_ms, self._usual, [*self._waits])
+        for one in self.witnesses:
+            one.testify(scene)
+        causes = scene.causes()
+        return SlowStep(
+            step.number, step_ms, self._usual.step_ms, scene.phase, causes, scene.unexplained_ms
+        )
+
+    def _tell(self, calls: Sequence[Callable[[], None]]) -> None:
+        try:
+            for call in calls:
+                call()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._tell_once("Why steps are slow is not said any more: %r", error)
+        self.remove()
