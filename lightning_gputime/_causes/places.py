@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from lightning_gputime._boundaries.attach import StandIn, listen
@@ -92,7 +93,9 @@ class _Calls:
     def __init__(self, spans: Spans, logger: Any) -> None:
         self.spans = spans
         self._logger = logger
-        self._name = f"{getattr(logger, '__name__', type(logger).__name__)}.log_metrics"
+        # `mlflow` is a module.
+        owner = logger.__name__ if isinstance(logger, ModuleType) else type(logger).__name__
+        self._name = f"{owner}.log_metrics"
         self._stand_in: StandIn | None = None
 
     def attach(self) -> None:

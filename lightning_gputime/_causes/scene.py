@@ -1,7 +1,8 @@
 """A slow step as witnesses find it: where it grew, and what of that is explained."""
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
 
 from lightning_gputime._causes.usual import Usual, leaves
@@ -33,13 +34,14 @@ class Part:
     Attributes:
         name: The smallest phase that it is.
         growth_ms: How much longer than usual it took the device (in milliseconds).
+        idle_ms: How much of that the device can have waited for the host (in milliseconds).
         open_ms: How much longer than usual it took the host, less what is explained (in
             milliseconds); 0 if that may be chance.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.growth_ms = self.open_ms = 0.0
+        self.growth_ms = self.idle_ms = self.open_ms = 0.0
         self.took_ms = self.host_ms = 0.0
         self.free: list[tuple[int, int]] = []
         """What of its host time no span has yet (in nanoseconds)."""
@@ -52,7 +54,9 @@ class Scene:
 
     A host delay reaches the device within the same pair of marks, if at all: the device ran ahead
     of it by what was queued. So what of it has reached is the growth of the device's time there, at
-    most the delay. Several share it. No time is claimed twice.
+    most the delay, and none where the device had not even come there when the host went on, as far
+    as that is known: the two clocks meet where the host waits for the end of the step. Several
+    causes share it. No time is claimed twice.
 
     Args:
         step: The step as it was read.
@@ -74,18 +78,24 @@ class Scene:
         for part in self._parts.values():
             known = usual.part(part.name)
             part.growth_ms = max(part.took_ms - known.device_ms, 0.0)
+            part.idle_ms = min(part.idle_ms, part.growth_ms)
             waited_ms = sum(_cut_out(part, *wait) for wait in waits)
             host_ms = part.host_ms - known.host_ms - max(waited_ms - usual.wait_ms, 0.0)
             part.open_ms = host_ms if host_ms > known.host_noise_ms else 0.0
 
     def _sort_out(self, step: StepRecord) -> None:
-        marks = zip(leaves(step.labels), step.device_ms, pairwise(step.host_ns), strict=True)
-        for name, ms, interval in marks:
+        # Without a wait of the host's it was hardly ahead.
+        met_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
+        arrives_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
+        intervals = pairwise(step.host_ns)
+        marks = zip(leaves(step.labels), step.device_ms, intervals, arrives_ns, strict=True)
+        for name, ms, interval, arrived_ns in marks:
             if name:
                 part = self._parts.get(name)
                 if part is None:
                     part = self._parts[name] = Part(name)
                 part.took_ms += ms
+                part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
                 part.host_ms += (interval[1] - interval[0]) / 1e6
                 part.free.append(interval)
 
@@ -159,18 +169,19 @@ class Scene:
         reached_ms: dict[tuple[Kind, str], float] = {}
         for part in self._parts.values():
             left_ms = part.growth_ms
-            for claims, of_host in ((part.device_claims, False), (part.host_claims, True)):
+            for claims, most_ms in ((part.device_claims, inf), (part.host_claims, part.idle_ms)):
                 claimed_ms = sum(claims.values())
-                share = min(left_ms / claimed_ms, 1.0) if claimed_ms else 0.0
+                share = min(left_ms / claimed_ms, most_ms / claimed_ms, 1.0) if claimed_ms else 0.0
                 left_ms -= claimed_ms * share
                 for key, ms in claims.items():
                     reached_ms[key] = reached_ms.get(key, 0.0) + ms * share
-                    host_ms[key] = host_ms.get(key, 0.0) + (ms if of_host else 0.0)
+            for key, ms in part.host_claims.items():
+                host_ms[key] = host_ms.get(key, 0.0) + ms
         # Some parts may have shrunk: more than the step has grown reaches nobody.
         total_ms = sum(reached_ms.values())
         share = min(self.excess_ms / total_ms, 1.0) if total_ms else 0.0
         causes = [
-            Cause(kind, host_ms[kind, detail], ms * share, detail)
+            Cause(kind, host_ms.get((kind, detail), 0.0), ms * share, detail)
             for (kind, detail), ms in reached_ms.items()
             if ms * share >= _LEAST * self.excess_ms
         ]
