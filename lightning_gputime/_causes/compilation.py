@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gputime._causes.scene import Scene
+from lightning_gputime._causes.usual import Usual
 from lightning_gputime._causes.witness import Spans
 from lightning_gputime._untraced import untraced
 
@@ -37,7 +38,7 @@ class Compilation:
                 if own in callbacks:
                     callbacks.remove(own)
 
-    def steps_were_read(self, limit_ms: float) -> None:
+    def steps_were_read(self, usual: Usual) -> None:
         """Looks again: dynamo may have been loaded, or reset, since."""
         if self._is_on:
             self._register()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_gputime._causes.scene import Scene
+from lightning_gputime._causes.usual import Usual
 from lightning_gputime._phases import is_wait
 from lightning_gputime._untraced import untraced
 
@@ -20,6 +21,9 @@ _COUNTERS: Mapping[str, str] = {
 """The counters of torch's allocators that grow only where it calls the driver."""
 
 Counts = tuple[int, ...]
+
+# A step for which the host takes so many times as long as usual is looked at when it ends.
+_LONG = 2.0
 
 # So many readings are remembered.
 _MOST = 200
@@ -45,7 +49,7 @@ class Allocator:
         self._limit_ns = math.inf
 
     def attach(self) -> None:
-        self.steps_were_read(math.inf)
+        self._look(self._now_ns())
 
     def remove(self) -> None:
         self._read = None
@@ -57,10 +61,11 @@ class Allocator:
             self._look(now)
         self._ended_ns = now
 
-    def steps_were_read(self, limit_ms: float) -> None:
+    def steps_were_read(self, usual: Usual) -> None:
         """Reads the counters, and remembers from which host time on a step is long."""
-        self._limit_ns = limit_ms * 1e6
-        self._look(self._now_ns())
+        if self._read is not None:
+            self._limit_ns = _LONG * usual.host_ms * 1e6
+            self._look(self._now_ns())
 
     def _look(self, now: int) -> None:
         if self._read is not None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_gputime._causes.compilation import Compilation
@@ -21,9 +22,6 @@ from lightning_gputime._untraced import untraced
 # Steps that are read together are judged so many at a time, each by those before.
 _TOGETHER = 25
 
-# A host that takes so many times as long as usual for a step is looked at at once.
-_LONG = 2.0
-
 
 @untraced
 class Inquiry:
@@ -39,6 +37,7 @@ class Inquiry:
 
     def __init__(self, clock: Clock, loggers: Sequence[Any] = ()) -> None:
         now_ns, device = clock.host_ns, getattr(clock, "device", None)
+        allocations = counters_of(device)
         self._loader = Loader(now_ns)
         # First those that know when; then those that know how much; then those that know where.
         self.witnesses: list[Witness] = [
@@ -49,7 +48,7 @@ class Inquiry:
             self._loader,
             Callbacks(),
             Ranks(),
-            Allocator(now_ns, counters_of(device)),
+            *([Allocator(now_ns, allocations)] if allocations is not None else []),
             Clocks(clocks_of(device)),
         ]
         """In the order in which they are asked."""
@@ -62,9 +61,10 @@ class Inquiry:
         self._tell_once = TellOnce()
         self.loads = self._loader.loads
         """Must be told the loader, and whether `data` is nothing but its fetches."""
-        self._step_ends: list[Callable[[], None]] = []
+        self.step_ends: Callable[[], None] = _nothing
+        """Must be told just before a step ends."""
         self._loop_begins: list[Callable[[], None]] = []
-        self._steps_were_read: list[Callable[[float], None]] = []
+        self._steps_were_read: list[Callable[[Usual], None]] = []
 
     @property
     def judges(self) -> bool:
@@ -79,7 +79,9 @@ class Inquiry:
             except Exception as error:
                 self._give_up(error)
                 return
-        self._step_ends = self._methods("step_ends")
+        ends = self._methods("step_ends")
+        # Without a function around it, where there is but one.
+        self.step_ends = ends[0] if len(ends) == 1 else partial(_call_all, ends)
         self._loop_begins = self._methods("loop_begins")
         self._steps_were_read = self._methods("steps_were_read")
 
@@ -88,19 +90,14 @@ class Inquiry:
 
     def remove(self) -> None:
         """Ends that. Safe to call twice."""
-        self._step_ends, self._loop_begins, self._steps_were_read = [], [], []
+        self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
         for one in self.witnesses:
             one.remove()
 
     def loop_begins(self) -> None:
         """Must be told where a loop begins, in its thread."""
-        self._tell(self._loop_begins)
-
-    def step_ends(self) -> None:
-        """Must be told just before a step ends."""
         try:
-            for tell in self._step_ends:
-                tell()
+            _call_all(self._loop_begins)
         except Exception as error:
             self._give_up(error)
 
@@ -123,11 +120,11 @@ class Inquiry:
 
     def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         usual = self._usual
-        self._waits.extend(
+        self._waits += [
             (one.finished_ns - round(one.wait_ms * 1e6), one.finished_ns)
             for one in steps
             if one.finished_ns
-        )
+        ]
         found = []
         if not usual.is_known:
             self._unjudged += steps
@@ -140,7 +137,7 @@ class Inquiry:
                 found = self._judge(self._unjudged, self._unjudged_ms)
                 self._unjudged, self._unjudged_ms = [], []
             for tell in self._steps_were_read:
-                tell(_LONG * usual.host_ms)
+                tell(usual)
         return found
 
     def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
@@ -160,13 +157,17 @@ class Inquiry:
             step.number, step_ms, self._usual.step_ms, scene.phase, causes, scene.unexplained_ms
         )
 
-    def _tell(self, calls: Sequence[Callable[[], None]]) -> None:
-        try:
-            for call in calls:
-                call()
-        except Exception as error:
-            self._give_up(error)
-
     def _give_up(self, error: Exception) -> None:
         self._tell_once("Why steps are slow is not said any more: %r", error)
         self.remove()
+
+
+@untraced
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+@untraced
+def _nothing() -> None:
+    pass

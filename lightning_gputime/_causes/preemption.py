@@ -38,14 +38,15 @@ class Preemption:
 
     Args:
         now_ns: Returns the host's time (in nanoseconds).
-        read: Reads the counters, in the thread that they are of; by default those of Linux.
+        read: Stands in for `os.pread` of Linux's counters.
     """
 
-    def __init__(self, now_ns: Callable[[], int], read: Callable[[], bytes] | None = None) -> None:
+    def __init__(
+        self, now_ns: Callable[[], int], read: Callable[[int, int, int], bytes] | None = None
+    ) -> None:
         self._now_ns = now_ns
         self._given = read
         self._file = -1
-        self._thread = -1
         self._read = read
         self._newest: deque[tuple[int, bytes]] = deque(maxlen=_MOST)
 
@@ -55,7 +56,7 @@ class Preemption:
     def loop_begins(self) -> None:
         """Begins to look at the calling thread."""
         if self._given is None and self._open():
-            self._read = _reader(self._file)
+            self._read = os.pread
         self.step_ends()
 
     def _open(self) -> bool:
@@ -78,10 +79,12 @@ class Preemption:
 
     def step_ends(self) -> None:
         """Must be called just before the end of each step is marked."""
-        read = self._read
-        if read is not None:
-            # As they are: they are taken apart only where a step was slow.
-            self._newest.append((self._now_ns(), read()))
+        # Every step pays for this. What is read is taken apart only where one was slow.
+        if self._read is not None:
+            try:
+                self._newest.append((self._now_ns(), self._read(self._file, 64, 0)))
+            except OSError:
+                self._read = None
 
     def testify(self, scene: Scene) -> None:
         newest = [*self._newest]
@@ -99,11 +102,6 @@ class Preemption:
         slices = max(own.slices - usual_slices, 1)
         if stopped_ms / slices > 1.2e3 * sys.getswitchinterval():
             scene.claim_growth("preemption", "stopped, or blocked", stopped_ms, _is_at_work)
-
-
-def _reader(file: int) -> Callable[[], bytes]:
-    pread = os.pread
-    return lambda: pread(file, 64, 0)
 
 
 def _turn(before: tuple[int, bytes], after: tuple[int, bytes]) -> _Turn:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median
 from typing import NamedTuple
 
 from lightning_gputime._phases import settle
@@ -65,7 +64,7 @@ class Usual:
     @property
     def host_ms(self) -> float:
         """How long the host takes for a step (in milliseconds)."""
-        return median(one.host_ns[-1] - one.host_ns[0] for one in self._steps) / 1e6
+        return _median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Takes the next steps; tells whether what is usual was taken anew."""
@@ -76,7 +75,7 @@ class Usual:
             return False
         self._new = 0
         self._parts = None
-        self.step_ms = median(self._each_ms)
+        self.step_ms = _median(self._each_ms)
         noise_ms = _MADS * _deviation(self._each_ms, self.step_ms)
         self.limit_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True
@@ -86,7 +85,7 @@ class Usual:
         if self._parts is None:
             # Only where a step was slow: most blocks of steps have none.
             self._parts = _parts_of(self._steps)
-            self.wait_ms = median(one.wait_ms for one in self._steps)
+            self.wait_ms = _median([one.wait_ms for one in self._steps])
         return self._parts.get(name, UsualPart())
 
 
@@ -100,9 +99,9 @@ def _parts_of(steps: Iterable[StepRecord]) -> dict[str, UsualPart]:
     found = {}
     for name in {name for one in taken for name in one}:
         device_ms, host_ms = zip(*(one.get(name, (0.0, 0.0)) for one in taken), strict=True)
-        usual_ms = median(host_ms)
+        usual_ms = _median(host_ms)
         noise_ms = _MADS * _deviation(host_ms, usual_ms)
-        found[name] = UsualPart(median(device_ms), usual_ms, noise_ms)
+        found[name] = UsualPart(_median(device_ms), usual_ms, noise_ms)
     return found
 
 
@@ -116,5 +115,12 @@ def _times_of(step: StepRecord) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _median(values: Iterable[float]) -> float:
+    # Not that of `statistics`, which takes as long again: this runs every few steps.
+    ordered = sorted(values)
+    n = len(ordered)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
 def _deviation(values: Iterable[float], middle: float) -> float:
-    return median([abs(value - middle) for value in values])
+    return _median([abs(value - middle) for value in values])

@@ -18,8 +18,8 @@ class Witness(Protocol):
     """Sees one kind of cause. Where its source is missing it sees nothing.
 
     One that also has `step_ends()` is told of the end of each step, one with `loop_begins()` of
-    each start of a loop, and one with `steps_were_read(limit_ms)` when steps were read, and from
-    which host time on a step is long. What they do there is paid by every step.
+    each start of a loop, and one with `steps_were_read(usual)` when what is usual was taken anew.
+    What they do there is paid by every step.
     """
 
     def attach(self) -> None:
