@@ -157,7 +157,7 @@ class Timer:
         """Returns the slowest steps since the warm-up, and why they were slow.
 
         A step is slow that takes longer than the median of the 50 steps before it (taken anew every
-        25 steps) by more than five median deviations, 10 % of it and 0.2 ms. What no witness has
+        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no witness has
         seen the cause of is unexplained.
 
         Args:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 from lightning_gputime._causes.compilation import Compilation
@@ -44,7 +45,8 @@ class Inquiry:
             Garbage(now_ns),
             Compilation(now_ns),
             Logger(now_ns, loggers),
-            Preemption(now_ns),
+            # The scheduler goes by the system's clock.
+            *([Preemption(now_ns)] if now_ns is perf_counter_ns else []),
             self._loader,
             Callbacks(),
             Ranks(),

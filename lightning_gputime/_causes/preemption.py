@@ -2,9 +2,11 @@
 
 import os
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -88,7 +90,7 @@ class Preemption:
 
     def testify(self, scene: Scene) -> None:
         newest = [*self._newest]
-        last = sum(now <= scene.end_ns for now, _ in newest) - 1
+        last = bisect_right(newest, scene.end_ns, key=itemgetter(0)) - 1
         # The samples before the marks at its begin and at its end.
         if last < 1 or newest[last][0] <= scene.begin_ns:
             return

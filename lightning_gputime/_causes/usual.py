@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from operator import attrgetter, sub
+from typing import Any, NamedTuple
 
 from lightning_gputime._phases import settle
 from lightning_gputime._record.steps import StepRecord
@@ -18,7 +20,7 @@ _EVERY = 25
 
 _MADS = 5.0
 _SHARE = 0.1
-_LEAST_MS = 0.2
+_LEAST_MS = 0.5
 """A step is slow that is longer than the median by more than each of these: so many times the
 median deviation, this part of the median, and so long (in milliseconds)."""
 
@@ -84,7 +86,7 @@ class Usual:
         """Returns a part of the usual step; one that steps do not have usually takes no time."""
         if self._parts is None:
             # Only where a step was slow: most blocks of steps have none.
-            self._parts = _parts_of(self._steps)
+            self._parts = _parts_of([*self._steps])
             self.wait_ms = _median([one.wait_ms for one in self._steps])
         return self._parts.get(name, UsualPart())
 
@@ -94,25 +96,33 @@ def leaves(labels: tuple[str, ...]) -> list[str]:
     return [names[-1] if names else "" for names in settle(labels)]
 
 
-def _parts_of(steps: Iterable[StepRecord]) -> dict[str, UsualPart]:
-    taken = [_times_of(one) for one in steps]
-    found = {}
-    for name in {name for one in taken for name in one}:
-        device_ms, host_ms = zip(*(one.get(name, (0.0, 0.0)) for one in taken), strict=True)
-        usual_ms = _median(host_ms)
-        noise_ms = _MADS * _deviation(host_ms, usual_ms)
-        found[name] = UsualPart(_median(device_ms), usual_ms, noise_ms)
-    return found
+def _parts_of(steps: Sequence[StepRecord]) -> dict[str, UsualPart]:
+    device_ms: dict[str, list[float]] = {}
+    host_ns: dict[str, list[int]] = {}
+    # By columns, as steps are much alike.
+    for labels, alike in groupby(steps, attrgetter("labels")):
+        _, _, of_device, of_host, *_ = zip(*alike, strict=True)
+        marks_ms, marked_ns = [*zip(*of_device, strict=True)], [*zip(*of_host, strict=True)]
+        names = leaves(labels)
+        for name in {*names} - {""}:
+            marks = [mark for mark, of_mark in enumerate(names) if of_mark == name]
+            begins, ends = (_added([marked_ns[mark + i] for mark in marks]) for i in (0, 1))
+            device_ms.setdefault(name, []).extend(_added([marks_ms[mark] for mark in marks]))
+            host_ns.setdefault(name, []).extend(map(sub, ends, begins))
+    return {name: _part(ms, host_ns[name], len(steps)) for name, ms in device_ms.items()}
 
 
-def _times_of(step: StepRecord) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-    marks = zip(leaves(step.labels), step.device_ms, step.host_ns, step.host_ns[1:], strict=False)
-    for name, ms, start, end in marks:
-        if name:
-            device_ms, host_ms = found.get(name, (0.0, 0.0))
-            found[name] = device_ms + ms, host_ms + (end - start) / 1e6
-    return found
+def _added(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    return columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
+
+
+def _part(device_ms: list[float], host_ns: list[int], n: int) -> UsualPart:
+    # A step without it counts with nothing.
+    absent = [0] * (n - len(device_ms))
+    host_ns = host_ns + absent
+    usual_ns = _median(host_ns)
+    noise_ns = _MADS * _deviation(host_ns, usual_ns)
+    return UsualPart(_median([*device_ms, *absent]), usual_ns / 1e6, noise_ns / 1e6)
 
 
 def _median(values: Iterable[float]) -> float:
