@@ -165,7 +165,7 @@ class Task(pl.LightningModule):
         return loss
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["more"] = torch.zeros(16, 2**20)
+        checkpoint["more"] = torch.zeros(2, 2**20)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -181,15 +181,14 @@ def train_with_checkpoints(each: int, every: int = 10) -> tuple[dict[int, str], 
         timer = GPUPhaseTimer(summary=False, on_slow_step=found.append)
         trainer = bare_trainer(
             accelerator="cpu",
-            max_steps=60 + each * every,
+            max_steps=each * every + 1,
             max_epochs=1,
             callbacks=[timer, checkpoints],
             enable_checkpointing=True,
         )
-        trainer.fit(Task(), Repeat((torch.zeros(1), torch.zeros(1)), 70 + each * every))
+        trainer.fit(Task(), Repeat((torch.zeros(1), torch.zeros(1)), each * every + 9))
     # It follows the end of its batch, and is part of the next step.
-    first = 60 // every * every
-    return dict.fromkeys(range(first, 60 + each * every, every), "callback"), found
+    return dict.fromkeys(range(every, each * every + 1, every), "callback"), found
 
 
 def train_rank(rank: int, port: int, steps: dict[int, str], n: int, out: str) -> None:

@@ -1,5 +1,6 @@
 """The options that all timers share, checked once: they fail at once, with value and fix."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +36,7 @@ class Options:
     sync_ranks: SyncRanks = True
     on_step: Any = None
     on_slow_step: Any = None
+    trace_slow_steps: str | os.PathLike[str] | None = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +60,10 @@ class Options:
         if self.on_slow_step is not None and not callable(self.on_slow_step):
             raise TypeError(
                 f"on_slow_step must be a function of a SlowStep, got {self.on_slow_step!r}"
+            )
+        if not isinstance(self.trace_slow_steps, str | os.PathLike | None):
+            raise TypeError(
+                f"trace_slow_steps must be a folder such as 'traces', got {self.trace_slow_steps!r}"
             )
         _check_clock(self.clock)
         _check_modules(self.modules)

@@ -1,6 +1,7 @@
 """The timer for Lightning."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             torchmetrics, which is updated with them.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
+        trace_slow_steps: A folder. Where slow steps recur, the next ones are caught by
+            `torch.profiler`, ten in all; steps that it watches are in no statistics.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
@@ -100,6 +103,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        trace_slow_steps: str | os.PathLike[str] | None = None,
         log_figure: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -116,6 +120,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                trace_slow_steps=trace_slow_steps,
                 clock=clock,
             )
         )

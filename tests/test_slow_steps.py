@@ -10,7 +10,7 @@ from fake_gpu import FakeGPU, work
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, phase
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
@@ -239,6 +239,16 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
         39: {"phase_time/slow_ms": 37.5 / 20, "phase_time/slow/garbage_ms": 18.75 / 20},
         59: {"phase_time/slow_ms": 0.0, "phase_time/slow/garbage_ms": 0.0},
     }
+
+
+def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
+    def slow_once(times: StepTimes) -> None:
+        loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
+
+    slow = only(train(loop, on_step=slow_once))
+    [cause] = slow.causes
+    assert (cause.kind, cause.host_ms) == ("callback", 50.0)
+    assert cause.detail == "on_step or on_slow_step"
 
 
 def test_on_slow_step_gets_each_slow_step_once(loop: Loop) -> None:

@@ -1,11 +1,14 @@
 """Why steps were slow: finds them among those that were read, and asks the witnesses."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
+from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.compilation import Compilation
 from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
 from lightning_gputime._causes.garbage import Garbage
@@ -34,17 +37,26 @@ class Inquiry:
     Args:
         clock: That of the steps.
         loggers: What the loop logs to.
+        traces: The folder for traces of slow steps; None to take none.
     """
 
-    def __init__(self, clock: Clock, loggers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        loggers: Sequence[Any] = (),
+        traces: str | os.PathLike[str] | None = None,
+    ) -> None:
         now_ns, device = clock.host_ns, getattr(clock, "device", None)
         allocations = counters_of(device)
         self._loader = Loader(now_ns)
+        self._logger = Logger(now_ns, loggers)
+        self.capture = Capture(traces, now_ns)
+        """Traces slow steps."""
         # First those that know when; then those that know how much; then those that know where.
         self.witnesses: list[Witness] = [
             Garbage(now_ns),
             Compilation(now_ns),
-            Logger(now_ns, loggers),
+            self._logger,
             # The scheduler goes by the system's clock.
             *([Preemption(now_ns)] if now_ns is perf_counter_ns else []),
             self._loader,
@@ -61,6 +73,8 @@ class Inquiry:
         # When the timer itself has made the host wait.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._tell_once = TellOnce()
+        self.own = self._logger.own
+        """Must be told when functions of the user's begin and end."""
         self.loads = self._loader.loads
         """Must be told the loader, and whether `data` is nothing but its fetches."""
         self.step_ends: Callable[[], None] = _nothing
@@ -95,6 +109,7 @@ class Inquiry:
         self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
         for one in self.witnesses:
             one.remove()
+        self.capture.remove()
 
     def loop_begins(self) -> None:
         """Must be told where a loop begins, in its thread."""
@@ -115,7 +130,19 @@ class Inquiry:
             for first in range(0, len(steps), _TOGETHER):
                 some = slice(first, first + _TOGETHER)
                 found += self._take(steps[some], each_ms[some])
+            self.capture.saw(found)
             return found
+        except Exception as error:
+            self._give_up(error)
+            return []
+
+    def explain(self, traced: Sequence[tuple[StepRecord, str]]) -> list[SlowStep]:
+        """Returns slow steps that were traced, with their traces."""
+        try:
+            return [
+                replace(self._explain(step, step.times().step_ms), trace=path)
+                for step, path in traced
+            ]
         except Exception as error:
             self._give_up(error)
             return []

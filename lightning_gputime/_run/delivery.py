@@ -13,6 +13,7 @@ from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.probe import Probe
@@ -94,19 +95,31 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
+        steps, traced = self._inquiry.capture.take_out(steps)
+        if not steps and not traced:
+            return
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
         self._comparison.add(measured)
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
+        slow += self._inquiry.explain(traced)
         self._results.add_slow(slow)
         self._means.slow.add(slow, known=self._inquiry.judges)
-        if self._means.add(steps, sums):
+        if steps and self._means.add(steps, sums):
             self._owes_log = False
         if self.look is not None and self.look():
             self.look = None
-        # Last, as these are the user's: they may read the timer, which has the steps by now, or
-        # remove it. Over a copy, because one that fails is taken out.
+        if self._on_step or slow:
+            # Last, as these are the user's: they may read the timer, which has the steps by now, or
+            # remove it.
+            self._inquiry.own.begin()
+            self._call(steps)
+            self._call_slow(slow)
+            self._inquiry.own.end("on_step or on_slow_step")
+
+    def _call(self, steps: Sequence[StepRecord]) -> None:
+        # Over a copy, because one that fails is taken out.
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -114,10 +127,12 @@ class Delivery:
             except Exception as error:
                 messages.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
-        if slow and self._on_slow_step is not None:
+
+    def _call_slow(self, steps: Sequence[SlowStep]) -> None:
+        if self._on_slow_step is not None:
             try:
-                for slow_step in slow:
-                    self._on_slow_step(slow_step)
+                for step in steps:
+                    self._on_slow_step(step)
             except Exception as error:
                 messages.warning("on_slow_step is called no more, because it failed: %r", error)
                 self._on_slow_step = None
