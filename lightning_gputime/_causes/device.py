@@ -91,12 +91,11 @@ def counters_of(device: torch.device | None) -> Callable[[], Counts] | None:
     """Returns what reads the allocator's counters of a device; None if there are none."""
     if device is None or device.type != "cuda":
         return None
-    index = device.index if device.index is not None else torch.cuda.current_device()
     # Not `memory_stats`, which takes seven times as long to flatten them.
-    stats: Callable[[int], Any] = torch.cuda.memory_stats_as_nested_dict
+    stats: Callable[[Any], Any] = torch.cuda.memory_stats_as_nested_dict
 
     def read() -> Counts:
-        found = stats(index)
+        found = stats(device)
         return tuple(found.get(name, 0) for name in _COUNTERS)
 
     return read
@@ -152,11 +151,10 @@ def clocks_of(device: torch.device | None) -> Callable[[], str] | None:
         import pynvml
     except ImportError:
         return None
-    index = device.index if device.index is not None else torch.cuda.current_device()
 
     def read() -> str:
         # By its bus: `CUDA_VISIBLE_DEVICES` gives devices other numbers than NVML does.
-        about: Any = torch.cuda.get_device_properties(index)
+        about: Any = torch.cuda.get_device_properties(device)
         bus = f"{about.pci_domain_id:08x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
         pynvml.nvmlInit()
         try:
