@@ -245,25 +245,33 @@ def score(steps: dict[int, str], found: list[SlowStep], next_too: set[str]) -> d
             is called when the step is over.
     """
     said = {slow.step: main_kind(slow) for slow in found}
+    named = {slow.step: {cause.kind for cause in slow.causes} for slow in found}
     rows: dict[str, Any] = {}
     used = set()
     for kind in dict.fromkeys(steps.values()):
         told: Counter[str] = Counter()
+        n_named = 0
         own = [number for number, one in steps.items() if one == kind]
         for number in own:
             # The next step but one: a logger is called when a step is read, one step late.
             places = [number, number + 1, number + 2] if kind in next_too else [number]
             seen = [place for place in places if place in said]
             right = [place for place in seen if said[place] == kind]
+            n_named += any(kind in named[place] for place in seen)
             place = (right or seen or [number])[0]
             used.add(place)
             told[said.get(place, "not slow")] += 1
-        rows[kind] = {"injected": len(own), "told": dict(told), "recall": told[kind] / len(own)}
+        rows[kind] = {
+            "injected": len(own),
+            "largest cause": dict(told),
+            "recall": told[kind] / len(own),
+            "named among the causes": n_named / len(own),
+        }
     others = Counter(kind for number, kind in said.items() if number not in used)
     for kind, row in rows.items():
-        right = row["told"].get(kind, 0)
+        right = row["largest cause"].get(kind, 0)
         wrong = others[kind] + sum(
-            one["told"].get(kind, 0) for name, one in rows.items() if name != kind
+            one["largest cause"].get(kind, 0) for name, one in rows.items() if name != kind
         )
         row["precision"] = right / (right + wrong) if right else None
     return {"kinds": rows, "elsewhere": dict(others)}
