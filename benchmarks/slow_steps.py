@@ -5,7 +5,7 @@ in steps drawn by chance, each kind of cause 200 times: in a plain loop a garbag
 compilation, a process that is stopped, an item that is late and a logger that is slow; under
 Lightning a checkpoint; under DDP a rank that is late. With `--cuda` the plain loop trains on the
 GPU, and `torch.cuda.empty_cache()` is called as well. Then a run in which nothing happens. On the
-host's clock all of a delay reaches the step.
+host's clock all of a delay reaches the step. Beside that, what looking costs the host.
 
 A step counts as found with the kind of its largest cause. That other processes had the processor
 is no injection, but the count of the machine's own scheduler: such steps stand apart, as
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections import Counter
 from collections.abc import Iterator
 from types import FunctionType
@@ -37,6 +38,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, SlowStep
+from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._record.clock import HostClock
+from lightning_gputime._record.steps import StepRecord
 
 LATE_S = 0.03
 GAP = (6, 14)
@@ -277,6 +281,36 @@ def score(steps: dict[int, str], found: list[SlowStep], next_too: set[str]) -> d
     return {"kinds": rows, "elsewhere": dict(others)}
 
 
+def cost_us() -> dict[str, float]:
+    """Returns what a step pays for that somebody looks, and a slow one for the answer."""
+    inquiry = Inquiry(HostClock())
+    inquiry.attach()
+    inquiry.loop_begins()
+    labels = ("data", "other", "forward", "<after forward>", "backward", "optimizer", "other")
+    device_ms = (1.0,) * len(labels)
+
+    def block(last_ms: float) -> float:
+        steps = []
+        for number in range(25):
+            begin = time.perf_counter_ns()
+            inquiry.step_ends()
+            host_ns = tuple(range(begin, begin + 8_000_000, 1_000_000))
+            steps.append(StepRecord(number, labels, device_ms, host_ns, 0.0, 0, False))
+        each_ms = [7.0] * 24 + [last_ms]
+        start = time.perf_counter()
+        inquiry.take(steps, each_ms)
+        return (time.perf_counter() - start) * 1e6
+
+    take_us = min(block(7.0) for _ in range(500))
+    slow_us = min(block(99.0) for _ in range(100))
+    end_us = min(timeit.repeat(inquiry.step_ends, number=1000, repeat=50)) * 1e3
+    inquiry.remove()
+    return {
+        "each step": round(end_us + take_us / 25, 2),
+        "a slow step": round(slow_us - take_us),
+    }
+
+
 def measure(each: int, device: str) -> dict[str, Any]:
     """Measures everything; returns what was found."""
     kinds = ["garbage", "compilation", "preemption", "loader", "callback"]
@@ -287,6 +321,7 @@ def measure(each: int, device: str) -> dict[str, Any]:
     n = 20 * each
     clean = Counter(map(main_kind, train_plain({}, n, device)))
     return {
+        "cost_us": cost_us(),
         "plain loop": plain,
         "Lightning, a checkpoint": lightning,
         "DDP, a late rank": ranks,

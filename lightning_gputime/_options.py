@@ -61,12 +61,19 @@ class Options:
             raise TypeError(
                 f"on_slow_step must be a function of a SlowStep, got {self.on_slow_step!r}"
             )
-        if not isinstance(self.trace_slow_steps, str | os.PathLike | None):
-            raise TypeError(
-                f"trace_slow_steps must be a folder such as 'traces', got {self.trace_slow_steps!r}"
-            )
+        self._check_traces()
         _check_clock(self.clock)
         _check_modules(self.modules)
+
+    def _check_traces(self) -> None:
+        folder = self.trace_slow_steps
+        if not isinstance(folder, str | os.PathLike | None):
+            raise TypeError(f"trace_slow_steps must be a folder such as 'traces', got {folder!r}")
+        if folder is not None and (self.every_n_steps > 1 or self.probe_every_n_steps):
+            raise ValueError(
+                "trace_slow_steps needs every step to be timed alike: leave every_n_steps and"
+                " probe_every_n_steps out"
+            )
 
     @property
     def timed_warmup_steps(self) -> int:

@@ -46,6 +46,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     `phase_time/other_ms`        the rest
     `phase_time/step_ms`         the sum of these
     `phase_time/host_wait_ms`    how long the host waited for the device to finish a step
+    `phase_time/slow_ms`         by how much slow steps were longer than usual, see `slowest`
     ============================ ==================================================================
 
     Validation, test and prediction loops are timed apart, and their means logged at their end under

@@ -128,3 +128,5 @@ def test_the_real_profiler_writes_a_trace(loop: Loop, tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_refused(loop: Loop) -> None:
     with pytest.raises(TypeError, match="trace_slow_steps must be a folder such as 'traces'"):
         hooks(loop, trace_slow_steps=True)
+    with pytest.raises(ValueError, match="trace_slow_steps needs every step to be timed alike"):
+        hooks(loop, trace_slow_steps="traces", every_n_steps=2)

@@ -106,10 +106,14 @@ class Inquiry:
 
     def remove(self) -> None:
         """Ends that. Safe to call twice."""
+        self.abandon()
+        self.capture.remove()
+
+    def abandon(self) -> None:
+        """As `remove`, in a process that was forked off: a profiler is its parent's."""
         self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
         for one in self.witnesses:
             one.remove()
-        self.capture.remove()
 
     def loop_begins(self) -> None:
         """Must be told where a loop begins, in its thread."""

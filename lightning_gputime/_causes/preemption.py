@@ -82,9 +82,11 @@ class Preemption:
     def step_ends(self) -> None:
         """Must be called just before the end of each step is marked."""
         # Every step pays for this. What is read is taken apart only where one was slow.
-        if self._read is not None:
+        # Another thread may end it meanwhile.
+        read = self._read
+        if read is not None:
             try:
-                self._newest.append((self._now_ns(), self._read(self._file, 64, 0)))
+                self._newest.append((self._now_ns(), read(self._file, 64, 0)))
             except OSError:
                 self._read = None
 

@@ -264,7 +264,7 @@ class Session:
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
-        self._inquiry.remove()
+        self._inquiry.abandon()
         self._recorder.abandon()
         self._comparison.abandon()
 
