@@ -183,7 +183,7 @@ def test_the_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) ->
     bench.step(SLOW, {"forward": 30.0}, {"forward": 28.0})
     assert memory.reads == 3
     [slow] = bench.found
-    detail = "1 retries, 3 device allocations, 7 device frees, 2 waits for all streams"
+    detail = "retries 1, device allocations 3, device frees 7, waits for all streams 2"
     assert slow.causes == (Cause("allocator", 30.0, 28.0, detail),)
 
 

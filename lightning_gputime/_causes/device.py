@@ -86,7 +86,7 @@ class Allocator:
                 now - then for then, now in zip(newest[after - 1][1], newest[after][1], strict=True)
             ]
             words = zip(grown, _COUNTERS.values(), strict=True)
-            if detail := ", ".join(f"{n} {word}" for n, word in words if n > 0):
+            if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
                 scene.claim_growth("allocator", detail, math.inf, lambda name: not is_wait(name))
 
 

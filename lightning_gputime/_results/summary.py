@@ -211,8 +211,8 @@ class PhaseSummary:
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
-                ranks,
                 *(self.slow.sentences if self.slow is not None else ()),
+                ranks,
             )
             if sentence
         ]
