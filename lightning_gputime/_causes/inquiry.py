@@ -32,7 +32,7 @@ class Inquiry:
     """Judges each step by its neighbourhood, and says why the slow ones were slow.
 
     What it does for the others is bounded: two readings of counters at the end of each, and a
-    comparison when they are read. Nothing here raises: after an error it asks no more.
+    comparison when they are read. Nothing here raises: after an error no witness is asked any more.
 
     Args:
         clock: That of the steps.
@@ -193,6 +193,8 @@ class Inquiry:
     def _give_up(self, error: Exception) -> None:
         self._tell_once("Why steps are slow is not said any more: %r", error)
         self.remove()
+        # What is slow is still found, and unexplained.
+        self.witnesses = []
 
 
 @untraced
