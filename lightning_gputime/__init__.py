@@ -7,7 +7,9 @@ from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.means import MetricsLogger
 from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.summary import PhaseStats, PhaseSummary
+from lightning_gputime._results.slow import Cause, SlowStep
+from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_gputime.metric import PhaseTimeMetric
 
 __all__ = [
+    "Cause",
     "Clock",
     "GPUPhaseHooks",
     "GPUPhaseTimer",
@@ -24,6 +27,7 @@ __all__ = [
     "PhaseTimeMetric",
     "RankStats",
     "RankSummary",
+    "SlowStep",
     "StepTimes",
     "TimingEvent",
     "phase",

@@ -122,6 +122,7 @@ class Fit:
             own: The callback that calls the methods above.
             fail: Is called with an error of what is called here.
         """
+        self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))

@@ -147,6 +147,11 @@ def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
     return datamodule
 
 
+def loader_of(trainer: pl.Trainer) -> object:
+    """Returns the loader, or the loaders, that a trainer trains with."""
+    return trainer.train_dataloader
+
+
 def defines(one: object, hook: str) -> bool:
     """Tells whether a callback or module does something in a hook."""
     module = getattr(getattr(one, hook, None), "__module__", None) or ""

@@ -68,8 +68,8 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 """What the code after a phase is, when the phase was named by hand."""
 
-# `step_ms`, `host_wait_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
-_RESERVED = ("step", "host_wait", "local")
+# `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
+_RESERVED = ("step", "host_wait", "slow", "local")
 _NAME = re.compile(r"[^/<>]+(/[^/<>]+)*")
 
 

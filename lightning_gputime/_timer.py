@@ -16,6 +16,7 @@ from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow import SlowSteps
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
 from lightning_gputime._run.session import Session
@@ -151,6 +152,26 @@ class Timer:
     def summary(self) -> PhaseSummary:
         """Returns the statistics of the steps read so far, warm-up left out."""
         return self._read().summary()
+
+    def slowest(self, n: int = 10) -> SlowSteps:
+        """Returns the slowest steps since the warm-up, and why they were slow.
+
+        A step is slow that takes longer than the median of the 50 steps before it (taken anew every
+        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no witness has
+        seen the cause of is unexplained.
+
+        Args:
+            n: How many, those first that exceed the usual step most.
+
+        Returns:
+            A sequence of `SlowStep`; `print` shows it as a table.
+
+        Raises:
+            TypeError: If `n` is no integer.
+            ValueError: If `n` is below 1.
+        """
+        check_int("n", n, 1, "the number of slow steps to return")
+        return self._read().slowest(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the history as CSV: a row a step, empty where a phase did not run.

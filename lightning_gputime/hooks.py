@@ -1,7 +1,8 @@
 """The timer for a plain PyTorch loop."""
 
+import os
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -9,11 +10,12 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.loop import Loop, check_model, check_optimizers
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
 from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
 from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
 
@@ -59,6 +61,10 @@ class GPUPhaseHooks(Timer):
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
+        on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
+            than those before it, with its causes. See `slowest`.
+        trace_slow_steps: A folder. Where slow steps recur, the next ones are caught by
+            `torch.profiler`, ten in all; steps that it watches are in no statistics.
         wrap_backward: Whether to stand in for what runs torch's autograd engine. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
@@ -101,6 +107,8 @@ class GPUPhaseHooks(Timer):
         probe_every_n_steps: int = 0,
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
+        on_slow_step: Callable[[SlowStep], object] | None = None,
+        trace_slow_steps: str | os.PathLike[str] | None = None,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -116,6 +124,8 @@ class GPUPhaseHooks(Timer):
                 probe_every_n_steps=probe_every_n_steps,
                 sync_ranks=sync_ranks,
                 on_step=on_step,
+                on_slow_step=on_slow_step,
+                trace_slow_steps=trace_slow_steps,
                 clock=clock,
             )
         )
@@ -123,8 +133,8 @@ class GPUPhaseHooks(Timer):
         check_int("first_step", first_step, 0, "the number of the first step after attach()")
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._loop = Loop(
-            _check_model(model),
-            _check_optimizers(optimizers),
+            check_model(model),
+            check_optimizers(optimizers),
             pause_evaluation=optimizers is not None,
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
@@ -200,6 +210,7 @@ class GPUPhaseHooks(Timer):
 
     def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         self._begin("steps()")
+        self._session.loads(iterable, in_data=True)
         for item in iterable:
             self._session.batch_begins()
             self._body = body = self._step, self._micro_batches
@@ -253,20 +264,6 @@ class GPUPhaseHooks(Timer):
         self._micro_batches = 0
 
 
-def _check_model(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module, got {model!r}; for several models give"
-            " torch.nn.ModuleList([...])"
-        )
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise ValueError(
-            "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
-            " several devices: use torch.nn.parallel.DistributedDataParallel"
-        )
-    return model
-
-
 def _check_accumulation(batches: int | str, loop: Loop) -> int:
     if batches != "auto":
         meaning = "micro-batches in one update, or 'auto' to end a step with the update"
@@ -279,16 +276,3 @@ def _check_accumulation(batches: int | str, loop: Loop) -> int:
         )
     # No loop has so many micro-batches: only an update ends a step.
     return sys.maxsize
-
-
-def _check_optimizers(optimizers: Any) -> list[Any]:
-    if optimizers is None:
-        return []
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
-                f" {optimizers!r}"
-            )
-    return list(dict.fromkeys(several))

@@ -1,3 +1,4 @@
+import gc
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -46,8 +47,10 @@ def _nothing_stays_installed() -> Iterator[None]:
     engine = AUTOGRAD._engine_run_backward
     clock._tell_host_clock.cache_clear()
     before = places()
+    collections = [*gc.callbacks]
     yield
     assert places() == before
+    assert gc.callbacks == collections
     left, named._active[:] = [*named._active], []
     assert not left
     assert AUTOGRAD._engine_run_backward is engine

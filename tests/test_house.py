@@ -19,9 +19,10 @@ FLOORS = [
     {"_record"},
     {"_options"},
     {"_boundaries", "_results"},
+    {"_causes"},
     {"_run"},
     {"_actions", "_lightning", "_timer"},
-    {"_fit"},
+    {"_evaluations", "_fit"},
     {"callback", "hooks", "metric"},
     {"__init__"},
 ]

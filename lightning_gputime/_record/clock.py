@@ -75,7 +75,8 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = self._device = device
+        """The accelerator."""
         try:
             module = torch.get_device_module(device)
             if device.index is not None and device.index >= module.device_count():

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import SlowWindow
 from lightning_gputime._results.sums import Sums
 
 # The parts of `data/callbacks` are not logged.
@@ -50,6 +51,13 @@ class MeanLog:
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
+        self.slow = SlowWindow()
+        """The slow steps, which are logged with their window."""
+
+    @property
+    def loggers(self) -> Sequence[MetricsLogger]:
+        """What gets the means."""
+        return self._loggers
 
     def start(self, before: int) -> None:
         """Must be told the number of the step before the first."""
@@ -107,6 +115,7 @@ class MeanLog:
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
                 comm_ms = sum(ms for name, ms in means.items() if _is_wait(name))
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
+            means |= self.slow.means(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
             self.log_values(values, self.newest, only_publish=only_publish)
 

@@ -14,7 +14,9 @@ import numpy.typing as npt
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.summary import PhaseStats, PhaseSummary
+from lightning_gputime._results.slow import SlowLog, SlowStep, SlowSteps
+from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
 
 
@@ -44,6 +46,8 @@ class Results:
         self.sums = Sums()
         """The sums over all steps but the warm-up."""
         self._skipped_updates = 0
+        self.slow = SlowLog()
+        """The slow steps."""
         self.ranks: RankSummary | None = None
         """All ranks beside each other, as they were last compared."""
         self.newest_probed: StepRecord | None = None
@@ -55,8 +59,9 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             copied = {"_newest": self._newest.copy(), "sums": self.sums.copy()}
+            copied |= {"_busy": self._busy.copy(), "slow": self.slow.copy()}
             # No lock goes into a copy: `ddp_spawn` pickles callbacks.
-            return {**self.__dict__, **copied, "_busy": self._busy.copy(), "_lock": None}
+            return {**self.__dict__, **copied, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=RLock())
@@ -89,6 +94,16 @@ class Results:
             self.sums.merge(Sums(measured) if warmup or sums is None else sums)
         return measured
 
+    def add_slow(self, steps: Sequence[SlowStep]) -> None:
+        """Takes those of the steps that were slow."""
+        with self._lock:
+            self.slow.add(steps)
+
+    def slowest(self, n: int) -> SlowSteps:
+        """Returns the slow steps with the largest excess."""
+        with self._lock:
+            return SlowSteps(self.slow.slowest(n))
+
     def add_probed(self, step: StepRecord) -> None:
         """Takes a step that was probed; it is in no other statistics.
 
@@ -120,6 +135,7 @@ class Results:
             newest, seen = [*self._newest], self._seen
             sums, busy = self.sums.copy(), self._busy.copy()
             skipped_updates = self._skipped_updates + sums.skipped_updates
+            slow = self.slow.copy()
         measured = [one.times() for one in newest[max(self._warmup_steps - forgotten, 0) :]]
         steps, step_ms = sums.step.n, sums.step.device_ms
         return PhaseSummary(
@@ -143,6 +159,7 @@ class Results:
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
+            slow=slow.summary(steps, step_ms),
         )
 
     def summary_to_print(self) -> PhaseSummary:

@@ -4,62 +4,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_gputime._phases import (
-    CALLBACKS,
-    COPY,
-    DATA,
-    FETCH,
-    WAIT,
-    is_wait,
-    of_one_callback,
-)
-from lightning_gputime._results.ranks import RankStats, RankSummary
+from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
+from lightning_gputime._results.cells import busy, cells, indented, of_ranks
+from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.slow import SlowSummary
+from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import Table
 from lightning_gputime._results.totals import STEP
-
-_HOLDS_UP = {
-    DATA: "input-bound",
-    FETCH: "input-bound",
-    COPY: "copy-bound",
-    CALLBACKS: "callback-bound",
-    WAIT: "rank-bound",
-}
-"""What a training is called that waits in a part of `data`."""
+from lightning_gputime._results.verdict import (
+    MANY_GAPS,
+    held_up_between_batches,
+    held_up_by_ranks,
+    pace,
+    wait_sentence,
+)
 
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
-
-# From this part of a step on, waits for other ranks are told.
-_LONG_WAITS = 0.05
-
-# From this part of a step on, launch gaps are worth an advice.
-_MANY_GAPS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseStats:
-    """Statistics of one phase over the steps in which it ran.
-
-    Attributes:
-        n: Number of those steps.
-        mean_ms: Mean device time a step (in milliseconds).
-        p50_ms: Median, over the steps in the history (in milliseconds).
-        p95_ms: 95th percentile, over the steps in the history (in milliseconds).
-        max_ms: Longest (in milliseconds).
-        share: Part of the device time of all steps, from 0 to 1.
-        host_mean_ms: Mean host time a step between the same marks (in milliseconds).
-        busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
-            which the device waited for launches (in milliseconds). None if none was probed.
-    """
-
-    n: int
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
-    max_ms: float
-    share: float
-    host_mean_ms: float
-    busy_mean_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +44,7 @@ class PhaseSummary:
         probe_failure: Why none can be, if so.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
+        slow: What slow steps cost; None where none was slow.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -98,58 +60,15 @@ class PhaseSummary:
     probe_failure: str = ""
     is_warmup: bool = False
     hint: str = ""
+    slow: SlowSummary | None = None
 
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        if held_up := self._held_up_between_batches() or self._held_up_by_ranks():
+        held_up = held_up_between_batches(self.rows) or held_up_by_ranks(self.rows)
+        if held_up or self.on_host_clock or not self.steps:
             return held_up
-        if self.on_host_clock or not self.steps:
-            return ""
-        waited = f"waited {self.host_wait_mean_ms:.3g} of {self.step.mean_ms:.3g} ms a step"
-        if self.host_wait_mean_ms >= 0.1 * self.step.mean_ms:
-            return f"GPU-bound: the host {waited} for the GPU"
-        # What the device takes longer for than the host is queued behind the host. Where the host
-        # takes longer, it works (a fetch) or waits inside the step (a copy, `.item()`).
-        behind = {
-            name: row.n * (row.mean_ms - row.host_mean_ms) / self.steps
-            for name, row in self.rows.items()
-            if "/" not in name
-        }
-        ahead = sum(ms for ms in behind.values() if ms > 0)
-        if ahead >= 0.2 * self.step.mean_ms:
-            grounds = (
-                f"for {ahead:.3g} of {self.step.mean_ms:.3g} ms a step the GPU ran behind the host"
-            )
-            late = [f"`{name}`" for name, ms in behind.items() if -ms >= 0.05 * self.step.mean_ms]
-            if not late:
-                return f"GPU-bound: {grounds}"
-            return f"mixed: {grounds}, which worked or waited in {', '.join(late)}"
-        gaps = self.gap_share
-        if gaps is not None and gaps < _MANY_GAPS:
-            return "GPU-bound: the GPU hardly waited for launches"
-        return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
-
-    def _held_up_between_batches(self) -> str:
-        """Names the part of `data` that is 30 % of the step or more, or `data` itself."""
-        # Where the parts are known, the whole says nothing about the loader.
-        shares = {name: row.share for name, row in self.rows.items() if name in _HOLDS_UP}
-        if len(shares) > 1:
-            shares.pop(DATA, None)
-        name = max(shares, key=shares.__getitem__, default=DATA)
-        share = shares.get(name, 0.0)
-        return f"{_HOLDS_UP[name]}: {share:.0%} of the step is `{name}`" if share >= 0.3 else ""
-
-    def _held_up_by_ranks(self) -> str:
-        waits = self._waits()
-        share = sum(row.share for row in waits.values())
-        if share < 0.3:
-            return ""
-        most = max(waits, key=lambda name: waits[name].share)
-        return f"communication-bound: {share:.0%} of the step is waits, most of it `{most}`"
-
-    def _waits(self) -> dict[str, PhaseStats]:
-        return {name: row for name, row in self.rows.items() if is_wait(name)}
+        return pace(self.rows, self.step, self.host_wait_mean_ms, self.gap_share)
 
     @property
     def gap_share(self) -> float | None:
@@ -209,14 +128,14 @@ class PhaseSummary:
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
         rows = {name: row for name, row in self.rows.items() if not of_one_callback(name)}
-        body = [_cells(_indented(name), row) for name, row in rows.items()]
-        lines = [header, *body, _cells("step", self.step)]
+        body = [cells(indented(name), row) for name, row in rows.items()]
+        lines = [header, *body, cells("step", self.step)]
         columns: list[list[str]] = []
         if self.probed_steps:
-            columns.append(["busy", *map(_busy, (*rows.values(), self.step))])
+            columns.append(["busy", *map(busy, (*rows.values(), self.step))])
         if self.ranks is not None:
-            of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
-            columns.append(["min - max (rank)", *of_ranks])
+            bounds = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
+            columns.append(["min - max (rank)", *bounds])
         return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
     def _sentences(self) -> list[str]:
@@ -228,10 +147,11 @@ class PhaseSummary:
             for sentence in (
                 self.verdict,
                 self._callback_sentence(),
-                self._wait_sentence(),
+                wait_sentence(self.rows, self.step),
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
+                *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
             )
             if sentence
@@ -249,21 +169,6 @@ class PhaseSummary:
         ms = row.share * self.step.mean_ms
         return f"another callback takes {ms:.3g} of {self.step.mean_ms:.3g} ms: `{callback}`"
 
-    def _wait_sentence(self) -> str:
-        waits = {name: row.share * self.step.mean_ms for name, row in self._waits().items()}
-        all_ms = sum(waits.values())
-        if all_ms < _LONG_WAITS * self.step.mean_ms:
-            return ""
-        longest = sorted(waits, key=lambda name: -waits[name])
-        parts = [f"`{name}` {waits[name]:.3g}" for name in longest if 10 * waits[name] >= all_ms]
-        # Only a trainer tells of the parts of `data`.
-        asks = FETCH in self.rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * self.step.mean_ms
-        why = ", in which Lightning asks all ranks before each batch" if asks else ""
-        return (
-            f"{all_ms:.3g} of {self.step.mean_ms:.3g} ms a step are waits for other ranks and their"
-            f" collectives: {', '.join(parts)}{why}"
-        )
-
     def _lead_sentence(self) -> str:
         lead_ms = self.run_ahead_mean_ms
         if lead_ms is None or self.on_host_clock or lead_ms < 0.05 * self.step.mean_ms:
@@ -274,27 +179,9 @@ class PhaseSummary:
         share = self.gap_share
         if share is None:
             return ""
-        advice = ": batch more, use CUDA graphs or torch.compile" if share >= _MANY_GAPS else ""
+        advice = ": batch more, use CUDA graphs or torch.compile" if share >= MANY_GAPS else ""
         return f"{share:.0%} of this step is launch gaps{advice}"
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: None if value != value else value for key, value in items}
-
-
-def _indented(name: str) -> str:
-    _, slash, part = name.partition("/")
-    return f"  {part}" if slash else name
-
-
-def _cells(name: str, row: PhaseStats) -> tuple[str, ...]:
-    times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
-    return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
-
-
-def _busy(row: PhaseStats) -> str:
-    return "" if row.busy_mean_ms is None else f"{row.busy_mean_ms:.3f}"
-
-
-def _of_ranks(row: RankStats | None) -> str:
-    return "" if row is None else f"{row.min_ms:.3f} - {row.max_ms:.3f} ({row.slowest})"

@@ -17,11 +17,14 @@ class Sums:
         step: Of the step.
         wait_ms: Of how long the host waited (in milliseconds).
         skipped_updates: How many updates were skipped.
+        each_ms: Device time of each step that it was made of (in milliseconds), in their order; not
+            of those that were merged.
     """
 
     def __init__(self, steps: Iterable[StepRecord] = ()) -> None:
         self.phases: dict[str, PhaseSum] = {}
         self.step = PhaseSum()
+        self.each_ms: list[float] = []
         self.wait_ms = 0.0
         self.skipped_updates = 0
         for labels, alike in groupby(steps, attrgetter("labels")):
@@ -40,6 +43,8 @@ class Sums:
                 of_marks_ms = [marks_ms[mark] for mark in marks]
                 of_steps_ms = [*map(sum, zip(*of_marks_ms, strict=True))] or [0.0] * n
             took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
+            if name is None:
+                self.each_ms += of_steps_ms
             phase = self.step if name is None else self._phase(name)
             phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
         self.wait_ms += sum(waits_ms)

@@ -9,18 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table whose first column has names, and the others numbers.
+    """A table whose first column has names, and the others mostly numbers.
 
     Attributes:
         title: What stands above it.
         lines: Its cells, line by line: the header, the body, and one line for the whole. Without
             any, the table is its title.
         sentences: What stands below it.
+        left: The columns that are words, by their index.
     """
 
     title: str
     lines: Sequence[tuple[str, ...]]
     sentences: Sequence[str]
+    left: Sequence[int] = (0,)
 
     def text(self) -> str:
         """Returns it as plain text."""
@@ -29,12 +31,12 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
         text = [
             "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
+                cell.ljust(width) if i in self.left else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
+            ).rstrip()
             for line in self.lines
         ]
-        rule = "-" * len(text[0])
+        rule = "-" * max(map(len, text))
         table = [self.title, "", text[0], rule, *text[1:-1], rule, text[-1]]
         return "\n".join([*table, *(f"\n{sentence}" for sentence in self.sentences)])
 
@@ -60,7 +62,7 @@ class Table:
         caption = "\n".join(self.sentences) or None
         table = RichTable(title=self.title, caption=caption, title_justify="left")
         for i, name in enumerate(header):
-            table.add_column(name, justify="right" if i else "left", no_wrap=True)
+            table.add_column(name, justify="left" if i in self.left else "right", no_wrap=True)
         for i, line in enumerate(body):
             table.add_row(*line, end_section=i >= len(body) - 2)
         return table

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
+from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._messages import messages
+from lightning_gputime._options import Options
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.probe import Probe
@@ -23,7 +26,8 @@ class Delivery:
         results: Keep every step for the user.
         means: Log every step.
         comparison: Gets every step but the warm-up.
-        lag: How many ended steps may be pending in the recorder.
+        inquiry: Says why steps were slow.
+        options: Have the lag of the recorder, and who is called with every slow step.
         on_step: Functions that are called with every step, and metrics that are updated with it.
         probe: Takes the steps that were probed; nobody else gets them.
     """
@@ -33,8 +37,9 @@ class Delivery:
         results: Results,
         means: MeanLog,
         comparison: Comparison,
+        inquiry: Inquiry,
+        options: Options,
         *,
-        lag: int,
         on_step: Sequence[Any],
         probe: Probe | None = None,
     ) -> None:
@@ -42,13 +47,15 @@ class Delivery:
         self._means = means
         self._comparison = comparison
         self._probe = probe
+        self._inquiry = inquiry
+        self._on_slow_step = options.on_slow_step
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
         # `lag` steps ago: every rank has read it by now, if it was timed.
-        self._ended: deque[int] = deque(maxlen=lag + 1)
+        self._ended: deque[int] = deque(maxlen=options.lag + 1)
         # From this number on a step is the next to be logged.
         self._due = math.inf
         # Whether such a step has finished and is not read.
@@ -88,14 +95,31 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
+        steps, traced = self._inquiry.capture.take_out(steps)
+        if not steps and not traced:
+            return
         sums = Sums(steps)
-        self._comparison.add(self._results.add(steps, sums))
-        if self._means.add(steps, sums):
+        measured = self._results.add(steps, sums)
+        self._comparison.add(measured)
+        # Before the means, which are of its steps.
+        slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
+        slow += self._inquiry.explain(traced)
+        self._results.add_slow(slow)
+        self._means.slow.add(slow, known=self._inquiry.judges)
+        if steps and self._means.add(steps, sums):
             self._owes_log = False
         if self.look is not None and self.look():
             self.look = None
-        # Last, as these are the user's: they may read the timer, which has the steps by now, or
-        # remove it. Over a copy, because one that fails is taken out.
+        if self._on_step or slow:
+            # Last, as these are the user's: they may read the timer, which has the steps by now, or
+            # remove it.
+            self._inquiry.own.begin()
+            self._call(steps)
+            self._call_slow(slow)
+            self._inquiry.own.end("on_step or on_slow_step")
+
+    def _call(self, steps: Sequence[StepRecord]) -> None:
+        # Over a copy, because one that fails is taken out.
         for call in [*self._on_step]:
             try:
                 for step in steps:
@@ -103,6 +127,15 @@ class Delivery:
             except Exception as error:
                 messages.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
+
+    def _call_slow(self, steps: Sequence[SlowStep]) -> None:
+        if self._on_slow_step is not None:
+            try:
+                for step in steps:
+                    self._on_slow_step(step)
+            except Exception as error:
+                messages.warning("on_slow_step is called no more, because it failed: %r", error)
+                self._on_slow_step = None
 
     def publish(self) -> None:
         """Lets other callbacks find the means of what was read and is not logged yet."""

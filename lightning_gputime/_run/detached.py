@@ -19,6 +19,8 @@ class Detached:
     ran_update = False
     sees_updates = False
 
+    def loads(self, loader: object, in_data: bool) -> None: ...
+
     def begin(self, number: int) -> None:
         """Does nothing, as all of these."""
 

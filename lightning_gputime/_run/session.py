@@ -7,6 +7,7 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
+from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -63,8 +64,12 @@ class Session:
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         lag = options.lag
         self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
+        self._inquiry = Inquiry(clock, means.loggers, options.trace_slow_steps)
+        self._capture = self._inquiry.capture
+        self.loads = self._inquiry.loads
+        """Says what loads the batches, and whether `data` is nothing but its fetches."""
         self._delivery = Delivery(
-            results, means, self._comparison, lag=lag, on_step=on_step, probe=probe
+            results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
         self._recorder = Recorder(
             clock,
@@ -95,10 +100,10 @@ class Session:
             self._recorder,
             self._boundaries,
             lag=lag,
-            # Whether other ranks may probe a step that this one does not.
             has_others=not results.on_host_clock and is_distributed(),
             waits_before_batch=loop.waits_before_batch,
         )
+        self._inquiry.attach()
         lifetimes.attached(self)
 
     # What a loop tells
@@ -108,6 +113,7 @@ class Session:
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
+        self._inquiry.loop_begins()
         self._selection.begin()
 
     def fetch_begins(self) -> None:
@@ -161,6 +167,7 @@ class Session:
             self._delivery.starts(number)
         self._newest = number
         self._tried_update = False
+        self._inquiry.step_ends()
         recorder = self._recorder
         if self._is_plain:
             reads = self._delivery.step_ends(number)
@@ -170,10 +177,11 @@ class Session:
             return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None:
-            # The exchange is no part of the step that has begun.
+        if self._comparison.owed is not None or self._capture.is_due:
+            # Neither the exchange nor a profiler is part of the step that has begun.
             recorder.pause()
             self._comparison.pay()
+            self._capture.turn(number)
             recorder.resume()
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
@@ -207,7 +215,7 @@ class Session:
         self._recorder.pause()
 
     def resume(self) -> None:
-        """Ends a pause: what follows is the fetch of the next batch."""
+        """Ends a pause: what follows is the next fetch."""
         self._recorder.resume()
 
     def publish(self) -> None:
@@ -242,6 +250,7 @@ class Session:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         lifetimes.detached(self)
         self._boundaries.remove()
+        self._inquiry.remove()
         self._recorder.rest()
         if self.is_attached:
             self.is_attached = False
@@ -250,13 +259,12 @@ class Session:
             self._checkup.end()
 
     def abandon(self) -> None:
-        """Ends all timing, and leaves hooks that do nothing: this may be any moment.
-
-        In a process that was forked off, whose events and ranks are its parent's.
-        """
+        """Ends all timing in a process that was forked off; leaves hooks that do nothing."""
+        # Its events and ranks are its parent's, and this may be any moment.
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
+        self._inquiry.abandon()
         self._recorder.abandon()
         self._comparison.abandon()
 

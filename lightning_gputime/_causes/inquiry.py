@@ -1,0 +1,208 @@
+"""Why steps were slow: finds them among those that were read, and asks the witnesses."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+from lightning_gputime._causes.capture import Capture
+from lightning_gputime._causes.compilation import Compilation
+from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
+from lightning_gputime._causes.garbage import Garbage
+from lightning_gputime._causes.places import Callbacks, Loader, Logger, Ranks
+from lightning_gputime._causes.preemption import Preemption
+from lightning_gputime._causes.scene import Scene
+from lightning_gputime._causes.usual import Usual
+from lightning_gputime._causes.witness import Witness
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._untraced import untraced
+
+# Steps that are read together are judged so many at a time, each by those before.
+_TOGETHER = 25
+
+
+@untraced
+class Inquiry:
+    """Judges each step by its neighbourhood, and says why the slow ones were slow.
+
+    What it does for the others is bounded: two readings of counters at the end of each, and a
+    comparison when they are read. Nothing here raises: after an error no witness is asked any more.
+
+    Args:
+        clock: That of the steps.
+        loggers: What the loop logs to.
+        traces: The folder for traces of slow steps; None to take none.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        loggers: Sequence[Any] = (),
+        traces: str | os.PathLike[str] | None = None,
+    ) -> None:
+        now_ns, device = clock.host_ns, getattr(clock, "device", None)
+        allocations = counters_of(device)
+        self._loader = Loader(now_ns)
+        self._logger = Logger(now_ns, loggers)
+        self.capture = Capture(traces, now_ns)
+        """Traces slow steps."""
+        # First those that know when; then those that know how much; then those that know where.
+        self.witnesses: list[Witness] = [
+            Garbage(now_ns),
+            Compilation(now_ns),
+            self._logger,
+            # The scheduler goes by the system's clock.
+            *([Preemption(now_ns)] if now_ns is perf_counter_ns else []),
+            self._loader,
+            Callbacks(),
+            Ranks(),
+            *([Allocator(now_ns, allocations)] if allocations is not None else []),
+            Clocks(clocks_of(device)),
+        ]
+        """In the order in which they are asked."""
+        self._usual = Usual()
+        # The first steps, until there are enough to judge them by.
+        self._unjudged: list[StepRecord] = []
+        self._unjudged_ms: list[float] = []
+        # When the timer itself has made the host wait.
+        self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
+        self._tell_once = TellOnce()
+        self.own = self._logger.own
+        """Must be told when functions of the user's begin and end."""
+        self.loads = self._loader.loads
+        """Must be told the loader, and whether `data` is nothing but its fetches."""
+        self.step_ends: Callable[[], None] = _nothing
+        """Must be told just before a step ends."""
+        self._loop_begins: list[Callable[[], None]] = []
+        self._steps_were_read: list[Callable[[Usual], None]] = []
+
+    @property
+    def judges(self) -> bool:
+        """Whether it has judged any step."""
+        return self._usual.is_known
+
+    def attach(self) -> None:
+        """Lets the witnesses look."""
+        for one in self.witnesses:
+            try:
+                one.attach()
+            except Exception as error:
+                self._give_up(error)
+                return
+        ends = self._methods("step_ends")
+        # Without a function around it, where there is but one.
+        self.step_ends = ends[0] if len(ends) == 1 else partial(_call_all, ends)
+        self._loop_begins = self._methods("loop_begins")
+        self._steps_were_read = self._methods("steps_were_read")
+
+    def _methods(self, name: str) -> list[Any]:
+        return [getattr(one, name) for one in self.witnesses if hasattr(one, name)]
+
+    def remove(self) -> None:
+        """Ends that. Safe to call twice."""
+        self.abandon()
+        self.capture.remove()
+
+    def abandon(self) -> None:
+        """As `remove`, in a process that was forked off: a profiler is its parent's."""
+        self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
+        for one in self.witnesses:
+            one.remove()
+
+    def loop_begins(self) -> None:
+        """Must be told where a loop begins, in its thread."""
+        try:
+            _call_all(self._loop_begins)
+        except Exception as error:
+            self._give_up(error)
+
+    def take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        """Takes the next steps but those of the warm-up, and returns the slow ones.
+
+        Args:
+            steps: What was read, in order.
+            each_ms: How long each of them took (in milliseconds).
+        """
+        try:
+            found = []
+            for first in range(0, len(steps), _TOGETHER):
+                some = slice(first, first + _TOGETHER)
+                found += self._take(steps[some], each_ms[some])
+            self.capture.saw(found)
+            return found
+        except Exception as error:
+            self._give_up(error)
+            return []
+
+    def explain(self, traced: Sequence[tuple[StepRecord, str]]) -> list[SlowStep]:
+        """Returns slow steps that were traced, with their traces."""
+        try:
+            return [
+                replace(self._explain(step, step.times().step_ms), trace=path)
+                for step, path in traced
+            ]
+        except Exception as error:
+            self._give_up(error)
+            return []
+
+    def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        usual = self._usual
+        self._waits += [
+            (one.finished_ns - round(one.wait_ms * 1e6), one.finished_ns)
+            for one in steps
+            if one.finished_ns
+        ]
+        found = []
+        if not usual.is_known:
+            self._unjudged += steps
+            self._unjudged_ms += each_ms
+        elif max(each_ms) > usual.limit_ms:
+            found = self._judge(steps, each_ms)
+        was_known = usual.is_known
+        if usual.add(steps, each_ms):
+            if not was_known:
+                found = self._judge(self._unjudged, self._unjudged_ms)
+                self._unjudged, self._unjudged_ms = [], []
+            for tell in self._steps_were_read:
+                tell(usual)
+        return found
+
+    def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+        limit_ms = self._usual.limit_ms
+        return [
+            self._explain(step, ms)
+            for step, ms in zip(steps, each_ms, strict=True)
+            if ms > limit_ms
+        ]
+
+    def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
+        scene = Scene(step, step_ms, self._usual, [*self._waits])
+        for one in self.witnesses:
+            one.testify(scene)
+        causes = scene.causes()
+        return SlowStep(
+            step.number, step_ms, self._usual.step_ms, scene.phase, causes, scene.unexplained_ms
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        self._tell_once("Why steps are slow is not said any more: %r", error)
+        self.remove()
+        # What is slow is still found, and unexplained.
+        self.witnesses = []
+
+
+@untraced
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+@untraced
+def _nothing() -> None:
+    pass

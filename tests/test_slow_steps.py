@@ -1,0 +1,320 @@
+"""Slow steps and their causes, with exact times on the fake GPU."""
+
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGPU, work
+from fake_loop import Logger, Loop, hooks
+from torch import Tensor
+
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
+
+STEPS, SLOW = 60, 40
+LEAD_MS = 15.625
+"""How far the host is ahead at the start of a step: by the step before."""
+
+
+def collect(gpu: FakeGPU, ms: float) -> None:
+    """A garbage collection that takes the host so long."""
+    for callback in [*gc.callbacks]:
+        if type(getattr(callback, "__self__", None)).__module__.startswith("lightning_gputime"):
+            callback("start", {"generation": 2})
+    gpu.host_work(ms)
+    for callback in [*gc.callbacks]:
+        if type(getattr(callback, "__self__", None)).__module__.startswith("lightning_gputime"):
+            callback("stop", {"generation": 2})
+
+
+def items(gpu: FakeGPU, late: dict[int, Callable[[], None]]) -> Iterator[Tensor]:
+    for number, x in enumerate(Loop(gpu).batches(STEPS)):
+        late.get(number, lambda: None)()
+        yield x
+
+
+def train(
+    loop: Loop,
+    in_fetch: dict[int, Callable[[], None]] | None = None,
+    in_loss: dict[int, Callable[[], None]] | None = None,
+    **options: Any,
+) -> GPUPhaseHooks:
+    """Trains with a standard step, and something else in the fetch, or after the model, of some."""
+    gpu = loop.gpu
+    with hooks(loop, **options) as timer:
+        for number, x in enumerate(timer.steps(items(gpu, in_fetch or {}))):
+            gpu.work(0.125)
+            loss = work(loop.model(x), gpu, 0.5, 0.25).sum()
+            (in_loss or {}).get(number, lambda: None)()
+            loss.backward()
+            loop.update()
+    return timer
+
+
+def only(timer: GPUPhaseHooks) -> SlowStep:
+    [slow] = timer.slowest()
+    assert slow.excess_ms == pytest.approx(
+        sum(cause.reached_ms for cause in slow.causes) + slow.unexplained_ms
+    )
+    return slow
+
+
+@pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + 5.625), (0, 5.625)])
+def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
+    loop: Loop, lag: int, ahead_ms: float
+) -> None:
+    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, lag=lag)
+    slow = only(timer)
+    assert (slow.step, slow.phase, slow.unexplained_ms) == (SLOW, "loss", 0.0)
+    assert slow.usual_ms == 15.625
+    assert slow.step_ms == 15.625 + 40.0 - ahead_ms
+    assert slow.causes == (Cause("garbage", 40.0, 40.0 - ahead_ms, "generation 2"),)
+
+
+def test_a_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
+    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, LEAD_MS + 5.0)})
+    assert len(timer.slowest()) == 0
+    assert timer.summary().slow is None
+
+
+def test_a_slow_item_is_the_loaders(loop: Loop) -> None:
+    timer = train(loop, in_fetch={SLOW: lambda: loop.gpu.host_work(40.0)})
+    slow = only(timer)
+    detail = "it loads in the loop's own process"
+    # The copy of the batch was launched before the delay.
+    assert slow.causes == (Cause("loader", 40.0, 40.0 - LEAD_MS - 1.0, detail),)
+    assert (slow.phase, slow.unexplained_ms) == ("data", 0.0)
+
+
+def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) -> None:
+    def both() -> None:
+        collect(loop.gpu, 10.0)
+        loop.gpu.host_work(30.0)
+
+    slow = only(train(loop, in_fetch={SLOW: both}))
+    reached_ms = 40.0 - LEAD_MS - 1.0
+    assert [(one.kind, one.host_ms, one.reached_ms) for one in slow.causes] == [
+        ("loader", 30.0, reached_ms * 0.75),
+        ("garbage", 10.0, reached_ms * 0.25),
+    ]
+
+
+def test_what_no_witness_has_seen_is_unexplained(loop: Loop) -> None:
+    slow = only(train(loop, in_loss={SLOW: lambda: loop.gpu.host_work(40.0)}))
+    assert slow.causes == ()
+    assert slow.unexplained_ms == slow.excess_ms == 40.0 - LEAD_MS - 5.625
+
+
+def test_work_of_the_gpu_itself_is_nobodys_fault(loop: Loop) -> None:
+    def delay() -> None:
+        loop.gpu.work(30.0)
+        collect(loop.gpu, 15.0)
+
+    slow = only(train(loop, in_loss={SLOW: delay}))
+    # The collection was over before the device came there.
+    assert slow.causes == ()
+    assert slow.excess_ms == 30.0
+    assert slow.unexplained_ms == 30.0
+
+
+def test_a_compilation_is_told(loop: Loop) -> None:
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    def compile_anew() -> None:
+        about = CallbackArgs(CallbackTrigger.LAZY_BACKWARD, "0/1")
+        callback_handler.run_start_callbacks(about)
+        loop.gpu.host_work(100.0)
+        callback_handler.run_end_callbacks(about)
+
+    def forget_callbacks() -> None:
+        callback_handler.clear()
+
+    before = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
+    # A reset of dynamo forgets who listens: it is asked again when steps are read.
+    timer = train(loop, in_loss={2: forget_callbacks, 55: compile_anew})
+    slow = only(timer)
+    assert slow.causes == (Cause("compilation", 100.0, 100.0 - LEAD_MS - 5.625, "of a backward"),)
+    assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
+
+
+def test_a_slow_logger_is_named(loop: Loop) -> None:
+    class Slow(Logger):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            loop.gpu.host_work(50.0)
+
+    logger = Slow()
+    slow = only(train(loop, logger=logger, log_every_n_steps=45))
+    [cause] = slow.causes
+    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "Slow.log_metrics", 50.0)
+    assert slow.unexplained_ms == 0.0
+    assert "log_metrics" not in vars(logger)
+
+
+def test_a_phase_that_was_named_by_hand_is_named(loop: Loop) -> None:
+    def save() -> None:
+        loop.gpu.host_work(60.0 if loop.gpu.created else 0.0)
+
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(STEPS))):
+            loop.train(x)
+            with phase("save"):
+                if number == SLOW:
+                    save()
+    slow = only(timer)
+    assert [(one.kind, one.host_ms, one.detail) for one in slow.causes] == [
+        ("callback", 60.0, "phase save")
+    ]
+    assert (slow.phase, slow.unexplained_ms) == ("save", 0.0)
+
+
+def test_the_first_steps_after_the_warm_up_are_judged_and_those_of_it_are_not(loop: Loop) -> None:
+    late = {number: lambda: collect(loop.gpu, 100.0) for number in (2, 6)}
+    timer = train(loop, in_loss=late, warmup_steps=5)
+    assert [slow.step for slow in timer.slowest()] == [6]
+
+
+def test_a_new_pace_is_usual_after_a_while(loop: Loop) -> None:
+    longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
+    found = [slow.step for slow in train(loop, in_loss=longer).slowest(100)]
+    # With the reading of the 50th step the median is of 30 such steps and 20 others.
+    assert sorted(found) == [*range(20, 50)]
+
+
+def test_a_clean_run_blames_nobody(loop: Loop) -> None:
+    timer = train(loop, in_loss={n: lambda n=n: loop.gpu.work(n % 7 / 10) for n in range(STEPS)})  # type: ignore[misc]
+    assert len(timer.slowest()) == 0
+    assert str(timer.slowest()) == "No step was slow."
+    assert "slow" not in str(timer.summary())
+
+
+def test_the_slowest_come_first_and_print_as_a_table(loop: Loop) -> None:
+    late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
+    found = train(loop, in_loss=late).slowest()
+    assert [slow.step for slow in found] == [30, 20]
+    assert [slow.step for slow in found[1:]] == [20]
+    assert str(found).splitlines() == [
+        "Slow steps, times in ms",
+        "",
+        "step     took   usual  phase  cause          host  reached  detail",
+        "------------------------------------------------------------------------",
+        "30     74.375  15.625  loss   garbage      80.000   58.750  generation 2",
+        "20     34.375  15.625  loss   garbage      40.000   18.750  generation 2",
+        "------------------------------------------------------------------------",
+        "all   108.750  31.250         unexplained            0.000",
+    ]
+    assert "<td>generation 2</td>" in found._repr_html_()
+    assert found.__rich__().columns[7].justify == "left"
+    assert found.__rich__().row_count == 3
+    assert repr(found).startswith("SlowSteps([SlowStep(step=30, ")
+
+
+def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
+    late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: loop.gpu.host_work(80.0)}
+    summary = train(loop, in_loss=late).summary()
+    all_ms = 60 * 15.625 + 18.75 + 58.75
+    assert summary.step.mean_ms * 60 == pytest.approx(all_ms)
+    assert summary.slow is not None
+    assert summary.slow.share == pytest.approx(77.5 / all_ms)
+    assert summary.slow.cause_shares == {"garbage collection": pytest.approx(18.75 / all_ms)}
+    assert str(summary).splitlines()[-3:] == [
+        "2 of 60 steps were slow and cost 7.6% of the time: garbage collection 1.8%,"
+        " unexplained 5.8%",
+        "",
+        "the worst: step 30 took 74.4 ms, usually 15.6, and grew in `loss`: 58.8 ms unexplained",
+    ]
+    assert summary.to_dict()["slow"]["n"] == 2
+
+
+def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
+    logger = Logger()
+    late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}
+    train(loop, in_loss=late, logger=logger, log_every_n_steps=20)
+    logged = {
+        step: {key: ms for key, ms in metrics.items() if "slow" in key}
+        for step, metrics in logger.calls
+    }
+    assert logged == {
+        19: {"phase_time/slow_ms": 0.0},
+        39: {"phase_time/slow_ms": 37.5 / 20, "phase_time/slow/garbage_ms": 18.75 / 20},
+        59: {"phase_time/slow_ms": 0.0, "phase_time/slow/garbage_ms": 0.0},
+    }
+
+
+def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
+    def slow_once(times: StepTimes) -> None:
+        loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
+
+    slow = only(train(loop, on_step=slow_once))
+    [cause] = slow.causes
+    assert (cause.kind, cause.host_ms) == ("callback", 50.0)
+    assert cause.detail == "on_step or on_slow_step"
+
+
+def test_on_slow_step_gets_each_slow_step_once(loop: Loop) -> None:
+    told: list[SlowStep] = []
+    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, on_slow_step=told.append)
+    assert told == [*timer.slowest()]
+
+
+def test_an_on_slow_step_that_fails_is_told_once_and_called_no_more(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fails(slow: SlowStep) -> None:
+        calls.append(slow)
+        raise ValueError("full disk")
+
+    late = {n: lambda: collect(loop.gpu, 40.0) for n in (20, 40)}
+    timer = train(loop, in_loss=late, on_slow_step=fails)
+    assert len(calls) == 1
+    assert len(timer.slowest()) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_slow_step is called no more, because it failed: ValueError('full disk')"
+    ]
+
+
+def test_options_of_the_wrong_type_are_refused(loop: Loop) -> None:
+    with pytest.raises(TypeError, match="on_slow_step must be a function of a SlowStep, got 3"):
+        hooks(loop, on_slow_step=3)
+    with pytest.raises(ValueError, match="n must be 1 or more"):
+        hooks(loop).slowest(0)
+
+
+def test_nothing_is_left_of_the_witnesses(loop: Loop) -> None:
+    before = [*gc.callbacks]
+    logger = Logger()
+    timer = hooks(loop, logger=logger).attach()
+    assert len(gc.callbacks) == len(before) + 1
+    assert "log_metrics" in vars(logger)
+    timer.remove()
+    timer.remove()
+    assert gc.callbacks == before
+    assert "log_metrics" not in vars(logger)
+
+
+def test_a_witness_that_fails_ends_the_asking_and_nothing_else(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = [*gc.callbacks]
+    with hooks(loop) as timer:
+        session: Any = timer._session
+        session._inquiry.witnesses[0].testify = None
+        for number, x in enumerate(timer.steps(loop.batches(STEPS))):
+            loop.micro_batch(x)
+            if number in (SLOW, 55):
+                loop.gpu.host_work(100.0)
+            loop.update()
+        assert gc.callbacks == before
+    assert timer.summary().steps == STEPS
+    # Those that were being explained are lost; the next ones have no cause.
+    assert [(slow.step, slow.causes) for slow in timer.slowest()] == [(55, ())]
+    [record] = caplog.records
+    assert record.getMessage().startswith("Why steps are slow is not said any more: TypeError(")
+
+
+def test_slow_steps_are_in_a_copy_of_the_timers_results(loop: Loop) -> None:
+    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)})
+    copied = pickle.loads(pickle.dumps(timer._results))
+    assert [*copied.slowest(10)] == [*timer.slowest()]
