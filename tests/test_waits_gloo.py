@@ -93,12 +93,12 @@ def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_lat
     phase = LATE_IN.get(place, place)
     expected = (True, True, phase, 1, SAID.get(place, phase))
     # These are real times: what else the machine does can spoil them, but not every time.
-    for attempt in range(3):
+    for attempt in range(4):
         of_ranks = runs.totals(f"{way} {place}", attempt)
         early, late = (local(of_ranks[rank]) for rank in RANKS)
         found = (
             waited(of_ranks[0]) >= 20.0,
-            late["step"] - early["step"] == pytest.approx(LATE_MS, rel=0.3),
+            late["step"] - early["step"] == pytest.approx(LATE_MS, rel=0.5),
             longest_in(early, late),
             *without_compute(*runs.said(f"{way} {place}", attempt)),
         )
@@ -109,7 +109,7 @@ def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_lat
 
 @pytest.mark.parametrize("way", [*WAYS, "Lightning"])
 def test_where_nobody_is_late_both_take_about_as_long(runs: Runs, way: str) -> None:
-    for attempt in range(3):
+    for attempt in range(4):
         of_ranks = runs.totals(f"{way} nobody", attempt)
         assert all(totals["step"][1] == STEPS - WARMUP for totals in of_ranks.values())
         early, late = (local(of_ranks[rank])["step"] for rank in RANKS)

@@ -19,7 +19,7 @@ from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._results.totals import totals_of
 from lightning_gputime._timer import Timer
 
-LATE_MS, WARMUP, STEPS = 30.0, 2, 6
+LATE_MS, WARMUP, STEPS = 40.0, 2, 12
 
 Told = dict[str, Any]
 """The totals of a rank, and what rank zero says of all."""
