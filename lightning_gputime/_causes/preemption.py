@@ -99,9 +99,10 @@ class Preemption:
         around = newest[max(last - AROUND, 0) : last + 1]
         turns = [_turn(*pair) for pair in pairwise(around)]
         own = turns[-1]
-        usual_idle_ms, usual_queued_ms, usual_slices = map(median, zip(*turns, strict=True))
-        queued_ms = own.queued_ms - usual_queued_ms
-        scene.claim_growth("preemption", "others had the processor", queued_ms, _anywhere)
+        usual_idle_ms, _, usual_slices = map(median, zip(*turns, strict=True))
+        # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it
+        # usually does, and must not count for what runs there.
+        scene.claim_growth("preemption", "others had the processor", own.queued_ms, _anywhere)
         stopped_ms = own.idle_ms - usual_idle_ms
         slices = max(own.slices - usual_slices, 1)
         if stopped_ms / slices > 1.2e3 * sys.getswitchinterval():
