@@ -223,6 +223,7 @@ class GPUPhaseHooks(Timer):
             self._body = None
             if body == (self._step, self._micro_batches) and self._session.is_attached:
                 self.step()
+            self._session.loader_is_asked()
         self._session.compare_ranks()
 
     def _leave_body(self) -> None:

@@ -137,10 +137,12 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=True)
+    loader.loads(Loads(), in_data=False)
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
-    assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("loader", 20.0, 10.0, detail),)
+    assert bench.slow({"data/fetch": 20.0}, {"data/fetch": 10.0}) == (
+        Cause("loader", 20.0, 10.0, detail),
+    )
 
 
 def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
@@ -148,11 +150,11 @@ def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=True)
+    loader.loads(Loads(), in_data=False)
     bench = Bench(gpu, loader)
     bench.usual()
     bench.inquiry.loop_begins()
-    bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
+    bench.step(SLOW, {"data/fetch": 20.0}, {"data/fetch": 20.0})
     [cause] = bench.found[0].causes
     assert cause.detail == "its first batch, for which its workers start"
 

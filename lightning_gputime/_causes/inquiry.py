@@ -76,7 +76,9 @@ class Inquiry:
         self.own = self._logger.own
         """Must be told when functions of the user's begin and end."""
         self.loads = self._loader.loads
-        """Must be told the loader, and whether `data` is nothing but its fetches."""
+        """Must be told the loader, and whether `data` has no part for its fetches."""
+        self.loader_is_asked = self._loader.is_asked
+        """Must be told where it has none, just before each fetch."""
         self.step_ends: Callable[[], None] = _nothing
         """Must be told just before a step ends."""
         self._loop_begins: list[Callable[[], None]] = []

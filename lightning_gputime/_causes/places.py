@@ -22,6 +22,7 @@ from lightning_gputime._phases import (
 from lightning_gputime._untraced import untraced
 
 
+@untraced
 class Loader:
     """Sees fetches that took long.
 
@@ -32,6 +33,8 @@ class Loader:
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
         self._begins: deque[int] = deque(maxlen=100)
+        # When it was asked for batches, where `data` holds other things than fetches, too.
+        self._asked: deque[int] = deque(maxlen=500)
         self._phase = FETCH
         self._workers = 0
 
@@ -42,17 +45,27 @@ class Loader:
         """Does nothing."""
 
     def loads(self, loader: object, in_data: bool) -> None:
-        """Must be told the loader, and whether `data` is nothing but its fetches."""
+        """Must be told the loader, and whether `data` has no part for its fetches."""
         self._phase = DATA if in_data else FETCH
         workers = getattr(loader, "num_workers", 0)
         self._workers = workers if isinstance(workers, int) else 0
+        if in_data:
+            self.is_asked()
+
+    def is_asked(self) -> None:
+        """Must be called, where `data` has no such part, just before each fetch."""
+        self._asked.append(self._now_ns())
 
     def loop_begins(self) -> None:
         """Remembers when: loaders start their workers there."""
         self._begins.append(self._now_ns())
 
     def testify(self, scene: Scene) -> None:
-        scene.claim_growth("loader", self._detail(scene), math.inf, self._phase.__eq__)
+        most_ms = math.inf
+        if self._phase == DATA:
+            asked = [ns for ns in [*self._asked] if scene.begin_ns <= ns < scene.end_ns]
+            most_ms = scene.grown_since(DATA, asked)
+        scene.claim_growth("loader", self._detail(scene), most_ms, self._phase.__eq__)
 
     def _detail(self, scene: Scene) -> str:
         if any(scene.begin_ns - 1_000_000 <= begin <= scene.end_ns for begin in self._begins):

@@ -42,7 +42,9 @@ class Part:
     def __init__(self, name: str) -> None:
         self.name = name
         self.growth_ms = self.idle_ms = self.open_ms = 0.0
-        self.took_ms = self.host_ms = 0.0
+        self.took_ms = self.host_ms = self.usual_host_ms = 0.0
+        self.intervals: list[tuple[int, int]] = []
+        """When the host was in it (in nanoseconds)."""
         self.free: list[tuple[int, int]] = []
         """What of its host time no span has yet (in nanoseconds)."""
         self.host_claims: dict[tuple[Kind, str], float] = {}
@@ -79,6 +81,7 @@ class Scene:
             known = usual.part(part.name)
             part.growth_ms = max(part.took_ms - known.device_ms, 0.0)
             part.idle_ms = min(part.idle_ms, part.growth_ms)
+            part.usual_host_ms = known.host_ms
             waited_ms = sum(_cut_out(part, *wait) for wait in waits)
             host_ms = part.host_ms - known.host_ms - max(waited_ms - usual.wait_ms, 0.0)
             part.open_ms = host_ms if host_ms > known.host_noise_ms else 0.0
@@ -97,6 +100,7 @@ class Scene:
                 part.took_ms += ms
                 part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
                 part.host_ms += (interval[1] - interval[0]) / 1e6
+                part.intervals.append(interval)
                 part.free.append(interval)
 
     @property
@@ -158,6 +162,27 @@ class Scene:
                 part.open_ms -= ms
                 left_ms -= ms
         return most_ms - left_ms
+
+    def grown_since(self, name: str, begins_ns: Iterable[int]) -> float:
+        """Returns how much longer than usual the host took for what came last in a part.
+
+        Args:
+            name: The part.
+            begins_ns: When that began, once or more often (in nanoseconds).
+
+        Returns:
+            The time, at least 0 (in milliseconds): what began there held up no more than that.
+        """
+        part = self._parts.get(name)
+        if part is None:
+            return 0.0
+        took_ns = sum(
+            end - begin
+            for begin in begins_ns
+            for start, end in part.intervals
+            if start <= begin < end
+        )
+        return max(took_ns / 1e6 - part.usual_host_ms, 0.0)
 
     def claim_device(self, kind: Kind, part: Part, detail: str) -> None:
         """Says that the device was held up in a part, whatever the host did."""

@@ -21,6 +21,8 @@ class Detached:
 
     def loads(self, loader: object, in_data: bool) -> None: ...
 
+    def loader_is_asked(self) -> None: ...
+
     def begin(self, number: int) -> None:
         """Does nothing, as all of these."""
 

@@ -65,9 +65,9 @@ class Session:
         lag = options.lag
         self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
         self._inquiry = Inquiry(clock, means.loggers, options.trace_slow_steps)
-        self._capture = self._inquiry.capture
         self.loads = self._inquiry.loads
-        """Says what loads the batches, and whether `data` is nothing but its fetches."""
+        """Says what loads the batches, and whether `data` has no part for its fetches."""
+        self.loader_is_asked = self._inquiry.loader_is_asked
         self._delivery = Delivery(
             results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
@@ -177,11 +177,11 @@ class Session:
             return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None or self._capture.is_due:
+        if self._comparison.owed is not None or self._inquiry.capture.is_due:
             # Neither the exchange nor a profiler is part of the step that has begun.
             recorder.pause()
             self._comparison.pay()
-            self._capture.turn(number)
+            self._inquiry.capture.turn(number)
             recorder.resume()
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
