@@ -20,8 +20,9 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
+from lightning_gputime._results.noise import SCALES, Noise
 from lightning_gputime._results.ranks import compare
-from lightning_gputime._results.totals import NOISE, STEP
+from lightning_gputime._results.totals import STEP, noise
 
 _COUNTED = (
     *PHASES,
@@ -70,8 +71,9 @@ class PhaseTimeMetric(Metric):
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
         self._told: set[str] = set()
-        self._names = (*(check_name(name) for name in phases), STEP, NOISE)
-        self._last_local_ms: float | None = None
+        self._phases = [check_name(name) for name in phases]
+        self._names = (*self._phases, STEP, *map(noise, SCALES))
+        self._noise = Noise()
         # In double precision: a million steps are added exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
             zeros = torch.zeros(len(self._names), dtype=dtype)
@@ -90,13 +92,14 @@ class PhaseTimeMetric(Metric):
             messages.warning(
                 "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
                 sorted(unknown),
-                [*self._names[:-2], *sorted(unknown)],
+                [*self._phases, *sorted(unknown)],
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
-        local_ms = times.step_ms - sum(ms[name] for name in ms if is_wait(name))
-        if self._last_local_ms is not None:
-            ms[NOISE] = abs(local_ms - self._last_local_ms)
-        self._last_local_ms = local_ms
+        before = self._noise.changes()
+        self._noise.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
+        for scale, (sum_ms, n) in self._noise.changes().items():
+            if n > (known := before.get(scale, (0.0, 0)))[1]:
+                ms[noise(scale)] = sum_ms - known[0]
         # Not in place: a state that was loaded is the checkpoint's, too.
         added_ms = [ms.get(name, 0.0) for name in self._names]
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
@@ -141,8 +144,8 @@ class PhaseTimeMetric(Metric):
         loaded = state_dict.get(f"{prefix}counts")
         if loaded is not None and loaded.shape[-1] != len(self._names):
             raise ValueError(
-                f"the checkpoint has {loaded.shape[-1] - 2} phases, and the metric"
-                f" {len(self._names) - 2}: create it with the same phases={[*self._names[:-2]]}"
+                f"the checkpoint has {loaded.shape[-1] - 1 - len(SCALES)} phases, and the metric"
+                f" {len(self._phases)}: create it with the same phases={self._phases}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait
-from lightning_gputime._results.totals import NOISE, STAGE, STEP, Totals, host, is_phase
+from lightning_gputime._results.noise import SCALES
+from lightning_gputime._results.totals import STAGE, STEP, Totals, host, is_phase, noise
 
 LOCAL = "local"
 
@@ -17,7 +18,12 @@ _STANDARD_ERRORS = 4.0
 """And by so many standard errors of the difference."""
 
 _ALIKE = 10
-"""What slows a rank down lasts for some steps: so many count as one that is independent."""
+"""What slows a rank down lasts for some steps: at least so many count as one."""
+
+_FEWEST = 3
+"""Of fewer changes at a scale of several steps nothing is known."""
+
+_ERROR = "<error>"
 
 _AS_LONG = 0.8
 """From this part of the device's time on, the host's is as long."""
@@ -56,8 +62,8 @@ class RankSummary:
         ranks: The ranks that took part, in order.
         slowest: The rank whose local time is the longest, if it is longer than the median of the
             other ranks by 5 % of their median step or more, and by more than 4 standard errors;
-            else None. The standard error is that of the mean change from step to step, ten steps
-            counted as one.
+            else None. The standard error is the largest of those by the mean changes from step to
+            step (ten counted as one), from two steps to the next two, and so on up to 1,024.
         behind_ms: How much longer the longest local time is than that median (in milliseconds).
         phase: The phase in which that rank loses most, of its local time; of `data` the part, if
             that is known.
@@ -154,7 +160,7 @@ class _Group:
     @property
     def is_slow(self) -> bool:
         """Whether the slowest of them is slow for certain, and not by chance."""
-        error_ms = math.hypot(self.own[self.slowest][NOISE], self._median(NOISE))
+        error_ms = math.hypot(self.own[self.slowest][_ERROR], self._median(_ERROR))
         return (
             len(self.own) > 1
             and self.behind_ms >= NAMED_FROM * self._median(STEP)
@@ -231,16 +237,28 @@ def _own_times(totals: Totals) -> dict[str, float]:
     own = {
         name: ms / steps
         for name, (ms, _) in totals.items()
-        if name not in (NOISE, STAGE) and ("/" not in name or name.startswith(f"{DATA}/"))
+        if name.startswith("<host>") or "/" not in name or name.startswith(f"{DATA}/")
     }
     for name, (ms, _) in totals.items():
         if is_wait(name):
             own.pop(name, None)
             own[name.partition("/")[0]] -= ms / steps
-    changes_ms, n = totals.get(NOISE, (0.0, 0))
-    # Of one step nothing is known.
-    own[NOISE] = _DEVIATION * changes_ms / n * math.sqrt(_ALIKE / steps) if n else math.inf
+    own[_ERROR] = _error_ms(totals, steps)
     return own
+
+
+def _error_ms(totals: Totals, steps: int) -> float:
+    """Returns the standard error of the local time, that of the scale at which it is largest."""
+    errors_ms = []
+    for scale in SCALES:
+        changes_ms, n = totals.get(noise(scale), (0.0, 0))
+        if n >= (_FEWEST if scale > 1 else 1):
+            alike = scale if scale > 1 else _ALIKE
+            # Of few changes the mean may be too small by chance.
+            error_ms = _DEVIATION * changes_ms / n * math.sqrt(alike / steps)
+            errors_ms.append(error_ms * (1 + 2 / n))
+    # Of one step nothing is known.
+    return max(errors_ms, default=math.inf)
 
 
 def _by_stage(totals: Mapping[int, Totals]) -> dict[int, list[int]]:

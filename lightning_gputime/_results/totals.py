@@ -8,18 +8,23 @@ from lightning_gputime._results.sums import Sums
 
 Totals = Mapping[str, tuple[float, int]]
 """What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
-and the number of steps in which it ran. For `NOISE` that of changes, see `Noise`; for `STAGE` that
-of the rank's place in a pipeline; for `host(phase)` that of the host's times."""
+and the number of steps in which it ran. For `noise(scale)` that of changes, see `Noise`; for
+`STAGE` that of the rank's place in a pipeline; for `host(phase)` that of the host's times."""
 
 STEP = "step"
-NOISE = "<noise>"
 STAGE = "<stage>"
 _HOST = "<host>"
+_NOISE = "<noise>"
 
 
 def host(phase: str) -> str:
     """Returns the name that the host's time in a phase has, waits for other ranks left out."""
     return f"{_HOST}{phase}"
+
+
+def noise(scale: int) -> str:
+    """Returns the name of the changes at a scale."""
+    return f"{_NOISE}{scale}"
 
 
 def is_phase(name: str) -> bool:
@@ -28,13 +33,13 @@ def is_phase(name: str) -> bool:
 
 
 def totals_of(
-    sums: Sums, noise: Noise | None = None, stage: int | None = None, *, with_host: bool = False
+    sums: Sums, changes: Noise | None = None, stage: int | None = None, *, with_host: bool = False
 ) -> Totals:
     """Returns the totals of a rank's steps.
 
     Args:
         sums: Over the steps.
-        noise: Of the steps, if it is known.
+        changes: Those of the steps, if they are known.
         stage: The rank's place in a pipeline, if it is one of those.
         with_host: Whether the host's times say something that the phases' own do not.
     """
@@ -45,8 +50,8 @@ def totals_of(
     }
     if with_host:
         totals |= _host_totals(sums)
-    if noise is not None:
-        totals[NOISE] = (noise.sum_ms, noise.n)
+    if changes is not None:
+        totals |= {noise(scale): one for scale, one in changes.changes().items()}
     if stage is not None:
         totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
     return totals
