@@ -152,14 +152,19 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the phase of each label, and what it leads to: that, or the pass that follows it."""
+    """Returns the phase of each label, and which one a pipeline sends or receives for there."""
     # What follows decides, so from the last label to the first.
     phases = []
-    following = None
+    following: str | None = None
     for label in reversed(labels):
         phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
-        leads = phase in (DATA, LOSS, OTHER) and following in (FORWARD, BACKWARD)
-        phases.append((phase, following if leads and following else phase))
+        follower = phase
+        if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
+            follower = following
+        elif label == AFTER_BACKWARD:
+            # What a stage has sent is on its way until then.
+            follower = BACKWARD
+        phases.append((phase, follower))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
             # After a backward only the end of an update has a mark: what comes before it, such as

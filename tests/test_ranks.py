@@ -1,5 +1,6 @@
 """Ranks beside each other: the comparison, and how the times get to rank zero."""
 
+import itertools
 import json
 import math
 import threading
@@ -15,6 +16,7 @@ from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
+from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.ranks import compare
@@ -285,6 +287,21 @@ def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
         result.append(Exchange(store, rank, world_size, timeout_s=timeout_s))
     exchange_module._runs = numbers
     return result
+
+
+def test_a_rank_that_had_left_before_took_part_in_another_measurement(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(exchange_module, "_runs", itertools.repeat(0))
+    earlier = Exchange(store, 1, 3)
+    earlier.gather(totals(steps=7))
+    earlier.leave()
+    zero, two = Exchange(store, 0, 3), Exchange(store, 2, 3)
+    two.gather(totals(steps=3))
+    assert {*zero.gather(totals(steps=2))} == {0, 2}
+    assert "attached more or fewer timers than rank 0" in caplog.text
+    assert caplog.text.strip().endswith(": 1")
 
 
 def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody() -> None:
@@ -574,6 +591,20 @@ def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -
         timer._session.end_step(number)
     assert [sent["step"][1] for sent in exchange.sent] == [2, 4, 6, 8]
     timer.remove()
+
+
+def test_inside_join_nobody_waits_for_other_ranks(
+    gpu: FakeGPU, exchange: FakeExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins = [True]
+    monkeypatch.setattr(Boundaries, "is_joining", property(lambda _: joins[0]))
+    loop = Loop(gpu)
+    with hooks(loop, sync_ranks="log", log_every_n_steps=2) as timer:
+        for x in timer.steps(loop.batches(6)):
+            loop.train(x)
+        assert exchange.sent == []
+        joins[0] = False
+    assert [sent["step"][1] for sent in exchange.sent] == [6]
 
 
 def test_without_sync_ranks_nothing_is_sent(gpu: FakeGPU, exchange: FakeExchange) -> None:

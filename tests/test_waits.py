@@ -286,3 +286,15 @@ def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> N
     metrics = {name: ms for _, found in logger.phase_times() for name, ms in found.items()}
     assert metrics["phase_time/val/forward_ms"] == 7.0
     assert metrics["phase_time/val/forward/comm_ms"] == COMM_MS
+
+
+def test_a_future_that_no_collective_computes_is_no_wait_for_ranks(
+    ranks: Ranks, gpu: FakeGPU
+) -> None:
+    def wait() -> None:
+        own: torch.futures.Future[int] = torch.futures.Future()
+        own.set_result(1)
+        own.wait()
+        gpu.work(COMM_MS)
+
+    assert "loss/comm" not in train(Shared(gpu, "loss", wait))[0]

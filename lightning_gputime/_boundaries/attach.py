@@ -124,6 +124,14 @@ class StandIn:
             self.listeners.remove(listener)
         self.come_off()
 
+    def stay_on(self) -> None:
+        """Puts itself back, if the original was: by who had replaced it before, and knew of none.
+
+        What else stands in its place may call it.
+        """
+        if self.listeners and vars(self._owner).get(self._name) is self._original:
+            setattr(self._owner, self._name, self.call)
+
     def come_off(self) -> None:
         """Puts the original back, if nobody listens, and nobody else has replaced the stand-in."""
         if self.listeners or vars(self._owner).get(self._name) is not self.call:

@@ -1,11 +1,13 @@
 """The runs of the autograd engine, as marks."""
 
+import sys
 from threading import get_ident
 from typing import Any
 
 import torch
 
 from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._boundaries.callers import caller
 from lightning_gputime._boundaries.comm import CommBoundary
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
@@ -24,6 +26,9 @@ from lightning_gputime._untraced import untraced
 
 # The function by which torch.autograd runs its engine: private, and a global of its module.
 _ENGINE = "_engine_run_backward"
+
+
+_PIPELINE = "torch.distributed.pipelining._backward"
 
 
 @untraced
@@ -63,7 +68,8 @@ class BackwardBoundary:
             return False
         if not self._batch.is_open:
             return False
-        if not accumulate_grad:
+        # A pipeline may take the gradients of its inputs first, and those of its weights later.
+        if not accumulate_grad and not _is_of_pipeline():
             return self._grad_begins(tensors)
         if not self._model.calls and self._is_anothers():
             return False
@@ -105,3 +111,9 @@ class BackwardBoundary:
             if isinstance(other, BackwardBoundary) and other._model.calls:
                 return True
         return False
+
+
+@untraced
+def _is_of_pipeline() -> bool:
+    """Tells whether a schedule of torch's pipelines asks for a gradient."""
+    return _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE

@@ -39,6 +39,7 @@ class Boundaries:
         self._removables: list[Removable] = []
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
+        self._comm: CommBoundary | None = None
         try:
             self._put_on(recorder, loop)
         except BaseException:
@@ -69,8 +70,10 @@ class Boundaries:
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             self._keep(ZeroGradBoundary(recorder, optimizer))
         if loop.wrap_backward:
-            comm = self._keep(CommBoundary(recorder, loop.called)) if shared else None
-            self._keep(BackwardBoundary(recorder, loop.batch, self._forward, self._optimizer, comm))
+            self._comm = self._keep(CommBoundary(recorder, loop.called)) if shared else None
+            self._keep(
+                BackwardBoundary(recorder, loop.batch, self._forward, self._optimizer, self._comm)
+            )
         activate(recorder)
 
     def _keep(self, boundary: B) -> B:
@@ -97,8 +100,14 @@ class Boundaries:
         """Whether waits for other ranks are seen."""
         return self._waits is not None
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may wait for others only in their collectives, as inside DDP's join."""
+        return self._comm is not None and self._comm.is_joining
+
+    @property
     def stage(self) -> int | None:
-        """Returns the stage of a pipeline that was seen to wait for others, if one was."""
+        """The stage of a pipeline that was seen to wait for others, if one was."""
         return self._waits.stage if self._waits is not None else None
 
     def step_ended(self, *, timed: bool = True) -> bool:

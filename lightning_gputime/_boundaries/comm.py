@@ -48,6 +48,14 @@ class CommBoundary:
             handle.remove()
         self._module_handles.clear()
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks that have no more batches must stand in for the others' collectives."""
+        return any(
+            getattr(getattr(module, "_join_config", None), "enable", False)
+            for module in self._synced
+        )
+
     def begin(self, tensors: Any) -> None:
         """Must be called before a backward of `tensors`."""
         if self._shards:

@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 
 from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._boundaries.callers import caller, stage_that_runs
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -39,6 +39,8 @@ _LAUNCHES = (
     "barrier",
 )
 _WAITS = ("wait", "synchronize", "block_current_stream")
+# It launches, and waits on the host.
+_BLOCKS = ("monitored_barrier",)
 
 # In a step; each takes two marks.
 _MOST = 10_000
@@ -52,8 +54,6 @@ _BETWEEN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
     "torch.cuda.streams",
-    __name__,
-    StandIn.__module__,
 )
 
 
@@ -82,6 +82,9 @@ class WaitBoundary:
         self._looked_for_stage = False
         # How many waits the open step has.
         self._seen = 0
+        self.has_futures = False
+        """Whether somebody asked for the future of a collective in this step."""
+        self._turn = 0
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self._stand_ins: list[tuple[StandIn, object]] = []
@@ -101,9 +104,11 @@ class WaitBoundary:
 
         waits = _Waits(self)
         yield ProcessGroup, _LAUNCHES, _Launches(self)
+        yield ProcessGroup, _BLOCKS, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, _WAITS, waits
-        yield torch._C.Future, ("wait",), waits
+            yield kind, ("get_future",), _Futures(self)
+        yield torch._C.Future, ("wait",), _FutureWaits(self)
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
             # DTensors call the second one where they must not be asynchronous.
@@ -121,9 +126,13 @@ class WaitBoundary:
     def step_ended(self) -> None:
         """Must be called at the end of each step."""
         self._timed.clear()
-        self._has_own_beside = False
+        self._has_own_beside = self.has_futures = False
         self._seen = 0
         self.note_stream()
+        if self._stand_ins:
+            # One at a time: who patches a class may put back what was there before us.
+            self._turn = (self._turn + 1) % len(self._stand_ins)
+            self._stand_ins[self._turn][0].stay_on()
 
     def note_stream(self) -> None:
         """Takes the current stream for timed: must be called where a phase begins."""
@@ -134,7 +143,7 @@ class WaitBoundary:
         """Must be told of a wait of a pipeline, in the thread that runs its schedule."""
         if not self._looked_for_stage:
             self._looked_for_stage = True
-            self.stage = _stage()
+            self.stage = stage_that_runs()
 
     def begins(self, label: str = WAITS) -> bool:
         """Marks the begin of a wait, if it is one of the timed stream. Tells if it did."""
@@ -169,7 +178,7 @@ class WaitBoundary:
         if current in self._timed:
             return False
         self._beside.add(current)
-        self._has_own_beside |= not _caller().startswith(_DISTRIBUTED)
+        self._has_own_beside |= not caller(*_BETWEEN).startswith(_DISTRIBUTED)
         return True
 
     def waits_for_others(self, stream: Any, awaited: Any) -> bool:
@@ -180,7 +189,7 @@ class WaitBoundary:
         identity = streams.identity(stream)
         if identity not in self._timed or identity != streams.current():
             return False
-        if _caller().startswith(_DISTRIBUTED):
+        if caller(*_BETWEEN).startswith(_DISTRIBUTED):
             return True
         # Else it may wait for a copy, as loaders that fetch ahead do.
         if isinstance(awaited, streams.kind):
@@ -218,13 +227,36 @@ class _Waits:
         self._boundary = boundary
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
-        if not _caller().startswith(_PIPELINING):
+        if not caller(*_BETWEEN).startswith(_PIPELINING):
             return self._boundary.begins()
         self._boundary.look_for_stage()
         return self._boundary.begins(RECEIVES)
 
     def call_ends(self, result: Any = None) -> None:
         self._boundary.ends()
+
+
+@untraced
+class _Futures:
+    """Is told who asks for the future of a collective."""
+
+    def __init__(self, boundary: WaitBoundary) -> None:
+        self._boundary = boundary
+
+    def call_begins(self, *_: Any, **__: Any) -> bool:
+        self._boundary.has_futures = True
+        return False
+
+    def call_ends(self, result: Any = None) -> None:
+        """Is never told."""
+
+
+@untraced
+class _FutureWaits(_Waits):
+    """Is told of waits for futures. Those of other things than collectives are none."""
+
+    def call_begins(self, *_: Any, **__: Any) -> bool:
+        return self._boundary.has_futures and super().call_begins()
 
 
 @untraced
@@ -248,27 +280,3 @@ class _StreamWaits(_Waits):
         if sys._getframe(2).f_globals.get("__name__") == self._module:
             return False
         return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()
-
-
-@untraced
-def _stage() -> int | None:
-    """Returns the stage of the schedule that is running, as far as torch lets it be seen."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        schedule = frame.f_locals.get("self")
-        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        stage = getattr(stages[0], "stage_index", None)
-        if isinstance(stage, int):
-            return stage
-        frame = frame.f_back
-    return None
-
-
-@untraced
-def _caller() -> str:
-    """Returns the module whose code wants what a stand-in is told of."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    name: str = frame.f_globals.get("__name__", "")
-    return name

@@ -1,8 +1,9 @@
 """When the ranks of a distributed run are set beside each other, and over which steps."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._messages import messages
 from lightning_gputime._options import SyncRanks
 from lightning_gputime._record.steps import StepRecord
@@ -40,8 +41,8 @@ class Comparison:
         # The newest steps: what a rank has read before the others must is not compared yet.
         self._recent: deque[StepRecord] = deque(maxlen=lag + 1)
         self._noise = Noise()
-        self.stage: Callable[[], int | None] = lambda: None
-        """Returns this rank's place in a pipeline, if it is one of those."""
+        self.boundaries: Boundaries | None = None
+        """Have seen how the ranks share the work, once they are there."""
         # The number of the last step that `sync` has compared.
         self._synced = -1
         self._before: dict[int, Totals] = {}
@@ -104,14 +105,17 @@ class Comparison:
 
     def _totals(self) -> Totals:
         with_host = not self._results.on_host_clock
-        return totals_of(self._results.sums, self._noise, self.stage(), with_host=with_host)
+        stage = self.boundaries.stage if self.boundaries is not None else None
+        return totals_of(self._results.sums, self._noise, stage, with_host=with_host)
 
     @property
     def _newest_read(self) -> int:
         return max(self._means.newest or 0, 0)
 
     def _compare(self, totals: Totals, number: int) -> None:
-        if self._exchange is None:
+        # Inside DDP's join this rank may be waited for, in a collective.
+        is_joining = self.boundaries is not None and self.boundaries.is_joining
+        if self._exchange is None or is_joining:
             return
         try:
             gathered = self._exchange.gather(totals)

@@ -44,8 +44,12 @@ class Exchange:
         # How often this rank has gathered, and before which window it has deleted what it sent.
         self._window = 0
         self._deleted = 0
+        # Those who had left before this began took part in another measurement.
+        self._strangers: list[int] = []
         if rank:
             self._store.set(f"here/{rank}", "")
+        elif self._store.add("left", 0):
+            self._strangers = [one for one in self._others if self._store.check([f"left/{one}"])]
 
     def gather(self, totals: Totals) -> dict[int, Totals]:
         """Sends `totals`. All ranks must call it at the same places of the training.
@@ -78,11 +82,12 @@ class Exchange:
         if self._present is None:
             # With a timer each rank is there before its first step, which the ranks of DDP end
             # together.
-            self._present = set(self._those("here", [*self._others], time.monotonic() + 1.0))
+            others = [rank for rank in self._others if rank not in self._strangers]
+            self._present = set(self._those("here", others, time.monotonic() + 1.0))
             if absent := [rank for rank in self._others if rank not in self._present]:
                 messages.warning(
-                    "These ranks have no timer, or attached fewer timers than rank 0 before this"
-                    " one; they are not compared: %s",
+                    "These ranks have no timer, or attached more or fewer timers than rank 0 before"
+                    " this one; they are not compared: %s",
                     ", ".join(map(str, absent)),
                 )
         ranks = sorted(self._present)

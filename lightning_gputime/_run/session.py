@@ -93,7 +93,7 @@ class Session:
         self._boundaries = Boundaries(self._recorder, loop)
         self._checkup = Checkup(results, self._boundaries, self._recorder)
         self._delivery.look = self._checkup.look
-        self._comparison.stage = self._boundaries.stage
+        self._comparison.boundaries = self._boundaries
         self._selection = Selection(
             schedule,
             probe,
