@@ -56,6 +56,15 @@ def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
+def known_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Returns what a trainer knows of what it runs on, see `Environment`."""
+    every: Any = trainer.accumulate_grad_batches
+    return {
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": every if isinstance(every, int) else None,
+    }
+
+
 def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     """Returns the clock of a trainer's device, or the one that takes its place."""
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)

@@ -1,7 +1,6 @@
 """The timer for Lightning."""
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
+from lightning_gputime._evaluations import Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
@@ -16,7 +16,6 @@ from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.table import show
-from lightning_gputime._run.evaluation import Evaluation
 from lightning_gputime._timer import Timer
 
 
@@ -121,11 +120,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._log_figure = log_figure
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
-        self._evaluation: Evaluation | None = None
+        self._evaluations = Evaluations(self._options)
         self._fit: Fit | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_fit": None, "_evaluation": None}
+        state = {**super().__getstate__(), "_fit": None}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
@@ -146,7 +145,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
+            **_lightning.known_of(trainer),
         )
+        self._know_batch(trainer.train_dataloader)
         self._fit = Fit(trainer, pl_module, self._session, loop.batch)
         self._fit.listen(self, self._give_up)
 
@@ -186,39 +187,37 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._session.publish()
         self._session.pause()
         if not trainer.sanity_checking:
-            self._start_evaluation("val", trainer, pl_module)
+            self._evaluations.start("val", trainer, pl_module)
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_evaluation()
+        self._evaluations.end()
         if self._fit is not None:
             self._fit.evaluation_ends()
 
     @_lightning.never_raises
     def on_test_start(self, *args: Any) -> None:
-        self._start_evaluation("test", *args)
+        self._evaluations.start("test", *args)
 
     @_lightning.never_raises
     def on_predict_start(self, *args: Any) -> None:
-        self._start_evaluation("predict", *args)
+        self._evaluations.start("predict", *args)
 
     @_lightning.never_raises
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        if self._evaluation is not None:
-            self._evaluation.batch_begins()
+        self._evaluations.batch_begins()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @_lightning.never_raises
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        if self._evaluation is not None:
-            self._evaluation.batch_ends()
+        self._evaluations.batch_ends()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @_lightning.never_raises
     def on_test_end(self, *_: Any, **__: Any) -> None:
-        self._end_evaluation()
+        self._evaluations.end()
 
     on_predict_end = on_test_end
 
@@ -253,23 +252,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             tag = f"{self._options.prefix}/steps"
             _lightning.send_figure(trainer, tag, figure, self.last.step)
 
-    def _start_evaluation(
-        self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> None:
-        self._evaluation = Evaluation(
-            _lightning.clock_of(trainer, self._options.clock),
-            _lightning.evaluation_loop_of(trainer, pl_module),
-            # Nothing is due before the end.
-            _lightning.mean_log_of(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
-            lag=self._options.lag,
-            number=_lightning.step_number(trainer),
-        )
-
-    def _end_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.finish()
-            self._evaluation = None
-
     def _give_up(self, error: Exception) -> None:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
@@ -283,17 +265,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Ends what a trainer runs, which may be an evaluation inside another trainer's fit."""
         if self._fit is None or self._fit.is_of(trainer):
             self._detach()
-        elif self._evaluation is not None:
-            self._abort_evaluation()
+        elif self._evaluations.is_running:
+            self._evaluations.abort()
             self._fit.evaluation_ends()
-
-    def _abort_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.abort()
-            self._evaluation = None
 
     def _detach(self) -> None:
         """Ends whatever runs, without a wait for the device or other ranks."""
-        self._abort_evaluation()
+        self._evaluations.abort()
         self._leave_fit()
         self._abort()

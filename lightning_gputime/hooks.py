@@ -148,7 +148,9 @@ class GPUPhaseHooks(Timer):
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step, self._micro_batches = self._first_step, 0
             self._body = None
-            self._start(clock, self._loop, means)
+            every = self._accumulate_grad_batches
+            known = None if every == sys.maxsize else every
+            self._start(clock, self._loop, means, accumulate_grad_batches=known)
             self._session.begin(self._step)
         return self
 
@@ -200,6 +202,7 @@ class GPUPhaseHooks(Timer):
 
     def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         self._begin("steps()")
+        self._know_batch(iterable)
         for item in iterable:
             self._session.batch_begins()
             self._body = body = self._step, self._micro_batches

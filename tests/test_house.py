@@ -19,11 +19,12 @@ FLOORS = [
     {"_record"},
     {"_options"},
     {"_boundaries", "_results"},
-    {"_run"},
+    {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_fit"},
+    {"_evaluations", "_fit"},
     {"callback", "hooks", "metric"},
     {"__init__"},
+    {"__main__"},
 ]
 """From the lowest to the highest; a room knows none above it, and none beside it."""
 
