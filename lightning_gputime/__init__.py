@@ -9,6 +9,8 @@ from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.means import MetricsLogger
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.summary import PhaseStats, PhaseSummary
+from lightning_gputime._runs.compare import compare
+from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.run import Run
 from lightning_gputime._runs.saved import load
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Clock",
+    "Difference",
     "Environment",
     "GPUPhaseHooks",
     "GPUPhaseTimer",
@@ -31,8 +34,10 @@ __all__ = [
     "RankStats",
     "RankSummary",
     "Run",
+    "RunComparison",
     "StepTimes",
     "TimingEvent",
+    "compare",
     "load",
     "phase",
 ]
