@@ -5,7 +5,8 @@
     python benchmarks/compare_runs.py judge long short --out benchmarks/results/compare_runs.json
 
 `record` trains a small net on the CPU, in steps of some 15 ms, each time in a process of its own,
-and saves each run. `judge` compares them: as they were run, and what is resampled from them in blocks.
+and saves each run. `judge` compares them: as they were run, and what is resampled from them in
+blocks.
 The rule of TraceML (means, and fixed bands of 3 and 8 %) stands beside it.
 """
 

@@ -8,7 +8,8 @@ from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.means import MetricsLogger
 from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.summary import PhaseStats, PhaseSummary
+from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment

@@ -1,6 +1,7 @@
 """The timer for Lightning."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,15 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
+from lightning_gputime._books import FitBooks
 from lightning_gputime._evaluations import Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.plot import new_axes
-from lightning_gputime._results.table import show
+from lightning_gputime._reports import Reports
+from lightning_gputime._results.ledger import EPOCH_ENDS, REST, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._timer import Timer
 
 
@@ -70,6 +72,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
+        save: The file that the run is saved to, such as "run.json.gz", see `save`: on rank zero, at
+            the end of epochs and of training, also after an error.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
     Raises:
@@ -97,6 +101,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         log_figure: bool = False,
+        save: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
@@ -116,12 +121,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
         check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         self._prog_bar = prog_bar
-        self._print_summary = summary
-        self._log_figure = log_figure
-        if log_figure:
-            new_axes()  # Raises now if matplotlib is missing, not when training ends.
+        self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
         self._evaluations = Evaluations(self._options)
         self._fit: Fit | None = None
+        self._books = FitBooks(self._options.clock)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
@@ -129,6 +132,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
     # Lightning's hooks
+
+    @_lightning.never_raises
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._books.close()
+            self._books.open(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
@@ -148,7 +157,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             **_lightning.known_of(trainer),
         )
         self._know_batch(trainer.train_dataloader)
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch)
+        self._results.books = books = self._books.open(trainer)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books)
         self._fit.listen(self, self._give_up)
 
     @_lightning.never_raises
@@ -179,14 +189,25 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._books.turn(EPOCH_ENDS)
         self._session.publish()
         self._session.compare_ranks()
+        self._reports.save_if_due(self, trainer)
+
+    @_lightning.never_raises
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self._books.turn(SANITY_CHECK)
+
+    @_lightning.never_raises
+    def on_sanity_check_end(self, *_: Any) -> None:
+        self._books.turn(SET_UP)
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.publish()
         self._session.pause()
         if not trainer.sanity_checking:
+            self._books.turn(VALIDATION)
             self._evaluations.start("val", trainer, pl_module)
 
     @_lightning.never_raises
@@ -226,7 +247,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             self._leave_fit()
             self._finish()
-            self._report(trainer)
+            self._books.turn(REST)
+            if self.last is not None:
+                self._books.log(self._options.prefix, self.last.step)
+            self._reports.show(self, trainer, f"{self._options.prefix}/steps")
+
+    @_lightning.never_raises
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._books.close(trainer)
+        self._reports.save(self, trainer)
 
     @_lightning.never_raises
     def on_exception(
@@ -235,22 +264,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.is_of(trainer)
         self._leave(trainer)
+        self._books.close(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
-            self._report(trainer)
+            self._reports.show(self, trainer, f"{self._options.prefix}/steps")
+        if was_training:
+            self._reports.save(self, trainer)
 
     @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
-
-    def _report(self, trainer: pl.Trainer) -> None:
-        if not trainer.is_global_zero:
-            return
-        if self._print_summary:
-            show(self._read().summary_to_print())
-        if self._log_figure and self.last is not None:
-            figure, _ = self.plot(ax=new_axes())
-            tag = f"{self._options.prefix}/steps"
-            _lightning.send_figure(trainer, tag, figure, self.last.step)
 
     def _give_up(self, error: Exception) -> None:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)

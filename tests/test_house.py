@@ -21,7 +21,7 @@ FLOORS = [
     {"_boundaries", "_results"},
     {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_evaluations", "_fit"},
+    {"_books", "_evaluations", "_fit", "_reports"},
     {"callback", "hooks", "metric"},
     {"__init__"},
     {"__main__"},

@@ -14,6 +14,7 @@ from fake_loop import Loop, hooks
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
+from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._runs import columns, saved
@@ -83,16 +84,16 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results.add([raw(0, forward=2.0)])
     stats = RankStats(1.0, 2.0, 3.0, 1)
     results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", None, "rank 1 is slow")
+    results.books = Books(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     run = run_of(
         results,
-        ledger=Ledger({"steps": 3.0, "validation": 1.0}),
         slow_steps=[{"step": 7, "step_ms": 9.5, "causes": ({"name": "gc", "ms": math.nan},)}],
         evaluations=[{"stage": "val", "step": 3, "forward_ms": 2.5}],
     )
     saved.save(run, tmp_path / "run.json.gz")
     found = load(tmp_path / "run.json.gz")
     assert found.summary.ranks == results.ranks
-    assert found.ledger == run.ledger
+    assert found.ledger == Ledger({"set-up": 4.0})
     assert found.slow_steps == [{"step": 7, "step_ms": 9.5, "causes": [{"name": "gc", "ms": None}]}]
     assert found.evaluations == run.evaluations
 
@@ -183,7 +184,10 @@ def changed(path: Path, change: Any) -> Path:
         (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "is too large"),
         (lambda c: c["history"].update(unit_ms=0), "unit_ms must be a number above 0"),
         (lambda c: c.update(slow_steps={}), "slow_steps must be a list of objects"),
-        (lambda c: c.update(ledger={"entries_s": []}), "ledger.entries_s must be Mapping"),
+        (
+            lambda c: c["summary"].update(ledger={"entries_s": []}),
+            "summary.ledger.entries_s must be Mapping",
+        ),
     ],
 )
 def test_a_file_with_something_wrong_is_refused(change: Any, message: str, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Where the whole of a fit went: its wall time, by what the trainer did."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 SET_UP = "set-up"
 SANITY_CHECK = "sanity check"
@@ -66,3 +67,71 @@ def _time(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Books:
+    """Keeps the ledger while a fit goes on: all time belongs to the entry that is open.
+
+    Args:
+        now_ns: Returns the host's time (in nanoseconds).
+    """
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns: Callable[[], int] | None = now_ns
+        self._ns = dict.fromkeys(ENTRIES, 0)
+        self._entry = SET_UP
+        self._is_saving = False
+        self._has_stepped = False
+        self._since_ns = now_ns()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is of the time up to here: it has no clock.
+        self._settle()
+        return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
+
+    def turn(self, entry: str) -> None:
+        """Says that from here on the time belongs to another entry."""
+        if entry != self._entry:
+            self._settle()
+            self._entry = entry
+
+    def steps_go_on(self) -> None:
+        """Says that a batch is fetched, or trained on."""
+        self.turn(STEPS if self._has_stepped else FIRST_STEP)
+
+    def step_ends(self) -> None:
+        """Says that a step has ended."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.steps_go_on()
+
+    def epoch_turns(self) -> None:
+        """Says that an epoch has ended, or begins."""
+        if self._has_stepped:
+            self.turn(EPOCH_ENDS)
+
+    def save_begins(self) -> None:
+        """Says that a checkpoint is saved, inside of whatever is open."""
+        self._settle()
+        self._is_saving = True
+
+    def save_ends(self) -> None:
+        """Says that it is saved."""
+        self._settle()
+        self._is_saving = False
+
+    def close(self) -> None:
+        """Ends it: what follows belongs to nothing. Safe to call twice."""
+        self._settle()
+        self._now_ns = None
+
+    def ledger(self) -> Ledger:
+        """Returns where the time went until now."""
+        self._settle()
+        return Ledger({name: ns / 1e9 for name, ns in self._ns.items() if ns})
+
+    def _settle(self) -> None:
+        if self._now_ns is not None:
+            now_ns = self._now_ns()
+            self._ns[CHECKPOINTS if self._is_saving else self._entry] += now_ns - self._since_ns
+            self._since_ns = now_ns

@@ -13,8 +13,10 @@ import numpy.typing as npt
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results import columns
+from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.summary import PhaseStats, PhaseSummary
+from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
 
 
@@ -48,6 +50,8 @@ class Results:
         """All ranks beside each other, as they were last compared."""
         self.newest_probed: StepRecord | None = None
         """The newest step that was probed, its work alone."""
+        self.books: Books | None = None
+        """The ledger of a fit, where a trainer tells it."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -140,6 +144,7 @@ class Results:
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
+            ledger=self.books.ledger() if self.books is not None else None,
         )
 
     def summary_to_print(self) -> PhaseSummary:

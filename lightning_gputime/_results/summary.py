@@ -13,7 +13,10 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
+from lightning_gputime._results.cells import busy, cells, indented, of_ranks
+from lightning_gputime._results.ledger import Ledger
+from lightning_gputime._results.ranks import STEP, RankSummary
+from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import Table
 
 _HOLDS_UP = {
@@ -33,32 +36,6 @@ _LONG_WAITS = 0.05
 
 # From this part of a step on, launch gaps are worth an advice.
 _MANY_GAPS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseStats:
-    """Statistics of one phase over the steps in which it ran.
-
-    Attributes:
-        n: Number of those steps.
-        mean_ms: Mean device time a step (in milliseconds).
-        p50_ms: Median, over the steps in the history (in milliseconds).
-        p95_ms: 95th percentile, over the steps in the history (in milliseconds).
-        max_ms: Longest (in milliseconds).
-        share: Part of the device time of all steps, from 0 to 1.
-        host_mean_ms: Mean host time a step between the same marks (in milliseconds).
-        busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
-            which the device waited for launches (in milliseconds). None if none was probed.
-    """
-
-    n: int
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
-    max_ms: float
-    share: float
-    host_mean_ms: float
-    busy_mean_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +59,7 @@ class PhaseSummary:
         probe_failure: Why none can be, if so.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
+        ledger: Where the whole of a fit went, where a trainer tells it.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -97,6 +75,7 @@ class PhaseSummary:
     probe_failure: str = ""
     is_warmup: bool = False
     hint: str = ""
+    ledger: Ledger | None = None
 
     @property
     def verdict(self) -> str:
@@ -208,20 +187,21 @@ class PhaseSummary:
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
         rows = {name: row for name, row in self.rows.items() if not of_one_callback(name)}
-        body = [_cells(_indented(name), row) for name, row in rows.items()]
-        lines = [header, *body, _cells("step", self.step)]
+        body = [cells(indented(name), row) for name, row in rows.items()]
+        lines = [header, *body, cells("step", self.step)]
         columns: list[list[str]] = []
         if self.probed_steps:
-            columns.append(["busy", *map(_busy, (*rows.values(), self.step))])
+            columns.append(["busy", *map(busy, (*rows.values(), self.step))])
         if self.ranks is not None:
-            of_ranks = [_of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
-            columns.append(["min - max (rank)", *of_ranks])
+            column = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
+            columns.append(["min - max (rank)", *column])
         return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
     def _sentences(self) -> list[str]:
         if self.is_warmup:
             return []
         ranks = self.ranks.sentence if self.ranks is not None else ""
+        ledger = self.ledger.sentence if self.ledger is not None else ""
         return [
             sentence
             for sentence in (
@@ -232,6 +212,7 @@ class PhaseSummary:
                 self._gap_sentence(),
                 self.probe_failure,
                 ranks,
+                ledger,
             )
             if sentence
         ]
@@ -279,21 +260,3 @@ class PhaseSummary:
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: None if value != value else value for key, value in items}
-
-
-def _indented(name: str) -> str:
-    _, slash, part = name.partition("/")
-    return f"  {part}" if slash else name
-
-
-def _cells(name: str, row: PhaseStats) -> tuple[str, ...]:
-    times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
-    return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
-
-
-def _busy(row: PhaseStats) -> str:
-    return "" if row.busy_mean_ms is None else f"{row.busy_mean_ms:.3f}"
-
-
-def _of_ranks(row: RankStats | None) -> str:
-    return "" if row is None else f"{row.min_ms:.3f} - {row.max_ms:.3f} ({row.slowest})"

@@ -20,7 +20,6 @@ class Run:
         history: The newest steps, see the timers' `history`; to 0.0001 ms.
         warmup_steps: How many of the first steps of the history are warm-up.
         summary: The statistics of all steps but the warm-up.
-        ledger: Where the whole fit went; None where no trainer told.
         slow_steps: The slowest steps with their causes, each a JSON object.
         evaluations: The means of each evaluation, each a JSON object.
         name: What it is called, such as its file.
@@ -30,10 +29,14 @@ class Run:
     history: npt.NDArray[Any]
     warmup_steps: int
     summary: PhaseSummary
-    ledger: Ledger | None = None
     slow_steps: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
     name: str = ""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the whole fit went; None where no trainer told."""
+        return self.summary.ledger
 
     @property
     def measured(self) -> npt.NDArray[Any]:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from lightning_gputime._results import files
-from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._runs import columns, fields
 from lightning_gputime._runs.environment import Environment
@@ -38,7 +37,6 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "environment": asdict(run.environment),
         "history": columns.to_json(run.history, run.warmup_steps),
         "summary": run.summary.to_dict(),
-        "ledger": None if run.ledger is None else asdict(run.ledger),
         "slow_steps": run.slow_steps,
         "evaluations": run.evaluations,
     }
@@ -69,13 +67,11 @@ def load(path: str | os.PathLike[str]) -> Run:
         content = _content(file, name)
     try:
         history, warmup_steps = columns.from_json(content.get("history"))
-        ledger = content.get("ledger")
         return Run(
             fields.read(Environment, content.get("environment"), "environment"),
             history,
             warmup_steps,
             fields.read(PhaseSummary, content.get("summary"), "summary"),
-            None if ledger is None else fields.read(Ledger, ledger, "ledger"),
             _objects(content, "slow_steps"),
             _objects(content, "evaluations"),
             os.path.basename(name),
