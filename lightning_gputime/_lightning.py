@@ -70,11 +70,28 @@ def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
-def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int | None = None) -> MeanLog:
-    """Returns what logs means, by default as often as a trainer logs, to where it logs."""
+def mean_log_of(
+    trainer: pl.Trainer,
+    prefix: str,
+    every_n_steps: int | None = None,
+    keep: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+) -> MeanLog:
+    """Returns what logs means, by default as often as a trainer logs, to where it logs.
+
+    Args:
+        trainer: The trainer.
+        prefix: First part of the keys.
+        every_n_steps: How many steps are averaged into one log.
+        keep: Also gets what is logged.
+    """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    return MeanLog(prefix, every_n_steps, trainer.loggers, functools.partial(publish, trainer))
+
+    def publish_and_keep(metrics: Mapping[str, float]) -> None:
+        publish(trainer, metrics)
+        keep(metrics)
+
+    return MeanLog(prefix, every_n_steps, trainer.loggers, publish_and_keep)
 
 
 def step_number(trainer: pl.Trainer) -> int:

@@ -1,7 +1,8 @@
 """What all timers are: how a measurement starts and ends, and what can be read of it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ class Timer:
         self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
         self._session: Session | Detached = NEVER_ATTACHED
         self._environment = Environment()
+        # What the newest evaluations were, each as an object of JSON.
+        self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is a timer that is not attached. `ddp_spawn` pickles
@@ -81,6 +84,7 @@ class Timer:
         self._results = Results(
             options.history, options.timed_warmup_steps, isinstance(clock, HostClock)
         )
+        self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
         own = () if options.on_step is None else (options.on_step,)
         self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
@@ -100,6 +104,11 @@ class Timer:
         if session.is_attached:
             self._session = REMOVED
         return session
+
+    def _keep_evaluation(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the means of an evaluation, for the file of the run."""
+        means = {key.rpartition(f"/{stage}/")[2]: ms for key, ms in metrics.items()}
+        self._evaluated.append({"stage": stage, "step": step, **means})
 
     def _know_batch(self, loader: object) -> None:
         """Takes the number of items in a batch from a loader, if it says that."""
@@ -251,7 +260,12 @@ class Timer:
 
     def _run(self) -> Run:
         results = self._read()
-        return Run(self._environment, *results.history_and_warmup(), results.summary())
+        return Run(
+            self._environment,
+            *results.history_and_warmup(),
+            results.summary(),
+            evaluations=[*self._evaluated],
+        )
 
     def _read(self) -> Results:
         """Reads what the device has finished, without a wait; not from another thread."""

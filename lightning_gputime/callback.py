@@ -122,7 +122,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         self._prog_bar = prog_bar
         self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
-        self._evaluations = Evaluations(self._options)
+        self._evaluations = Evaluations(self._options, self._keep_evaluation)
         self._fit: Fit | None = None
         self._books = FitBooks(self._options.clock)
 

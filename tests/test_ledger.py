@@ -188,12 +188,11 @@ def test_a_run_that_is_killed_has_its_epochs(tmp_path: Path) -> None:
     gpu = FakeGPU()
     path = tmp_path / "run.json.gz"
     found = []
-    # What is there if the process ends in the second epoch, without a word.
-    look = pl.callbacks.LambdaCallback(
-        on_train_epoch_start=lambda trainer, _: found.append(
-            path.is_file() and len(load(path).history)
-        )
-    )
+
+    def look(*_: Any) -> None:
+        # What is there if the process ends in this epoch, without a word.
+        found.append(path.is_file() and len(load(path).history))
+
     callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
     timer = GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0)
     fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_gputime._results import files
 from lightning_gputime._results.table import show as print_table
 from lightning_gputime._runs.compare import compare
+from lightning_gputime._runs.page import page
 from lightning_gputime._runs.run import Run
 from lightning_gputime._runs.saved import load
 
@@ -33,6 +35,10 @@ without the warm-up; the error is half of a 95 % interval.
 
 With one run a side, what differs between two equal runs (the machine, its temperature, other users)
 is taken for the change: run each side several times, in turn, and give all the files.
+"""
+_REPORT = """\
+Makes one page of a run, or of two side by side, to send to others: it needs no network and no other
+file. Needs bokeh: python -m pip install 'lightning-gputime[report]'.
 """
 _CODES = """\
 exit code: 0; 1 if --fail-above is given and the step is slower by more than that for certain, the
@@ -93,6 +99,10 @@ def _new_parser() -> argparse.ArgumentParser:
     style.add_argument("--markdown", action="store_true", help="print it for a pull request")
     style.add_argument("--json", action="store_true", help="print it as JSON")
 
+    paper = _command(commands, "report", _report, "make a page of a run, or of two", _REPORT, "")
+    paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
+    paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
+    paper.add_argument("--anyway", action="store_true", help="as with compare")
     return parser
 
 
@@ -156,6 +166,16 @@ def _compare(args: argparse.Namespace) -> int:
         return GOOD
     print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
     return ABOVE
+
+
+def _report(args: argparse.Namespace) -> int:
+    if len(args.runs) > 2:
+        raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
+    runs = [load(path) for path in args.runs]
+    found = compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
+    files.write(args.out, page(runs, found))
+    print(args.out)
+    return GOOD
 
 
 def _sides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
