@@ -11,11 +11,15 @@ The rule of TraceML (means, and fixed bands of 3 and 8 %) stands beside it.
 """
 
 import argparse
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from record import environment, new_parser, save
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, Run, compare, load
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._runs.page import page
 
 WARMUP = 20
 PAIRS = 200
@@ -167,6 +173,49 @@ def judge(long: Sequence[Run], short: Sequence[Run]) -> dict[str, Any]:
     return {**found, "seconds": round(time.perf_counter() - begin)}
 
 
+def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns how long a call takes, and what it returns."""
+    begin = time.perf_counter()
+    result = call()
+    return round(time.perf_counter() - begin, 2), result
+
+
+def large(rng: np.random.Generator, folder: Path) -> dict[str, Any]:
+    """Returns what 100,000 steps cost: a timer's `save`, its file, a comparison, and the page."""
+    net = nn.Linear(2, 2)
+    timer = GPUPhaseHooks(net, history=100_000)
+    labels = ("data/fetch", "data/copy", "forward", "<after forward>", "backward", "optimizer")
+    times = np.round(rng.gamma(20.0, 0.15, (100_000, len(labels))), 4).tolist()
+    # The first mark of each step is the last of the one before.
+    ends_ns = np.cumsum(np.array(times), axis=1) * 1e6
+    for i, (device_ms, host_ns) in enumerate(zip(times, ends_ns.astype(int).tolist(), strict=True)):
+        step = StepRecord(i, labels, tuple(device_ms), (0, *host_ns), 0.5, host_ns[-1], False)
+        timer._results.add([step])
+    path, html = folder / "large.json.gz", folder / "large.html"
+    found: dict[str, Any] = {"columns": len(timer.history().dtype.names or ())}
+    found["save, s"] = seconds_of(lambda: timer.save(path))[0]
+    found["file, MB"] = round(path.stat().st_size / 1e6, 2)
+    found["load, s"], one = seconds_of(lambda: load(path))
+    found["compare, with two loads, s"] = seconds_of(lambda: compare(path, path))[0]
+    found["page, s"], text = seconds_of(lambda: page([one]))
+    html.write_text(text)
+    found["page, MB"] = round(html.stat().st_size / 1e6, 2)
+    chromium = shutil.which("chromium")
+    if chromium is not None:
+        command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=20000"]
+        run_it = partial(subprocess.run, capture_output=True, text=True, check=True)
+        found["browser, start to end, s"], done = seconds_of(
+            lambda: run_it([*command, html.resolve().as_uri()])
+        )
+        found["of which an empty page, s"] = seconds_of(lambda: run_it([*command, "about:blank"]))[
+            0
+        ]
+        idle = re.search(r"document idle at (\d+) ms", done.stderr)
+        found["charts drawn after, ms"] = int(idle[1]) if idle is not None else None
+    return found
+
+
 def main() -> None:
     """Records runs, or judges them."""
     parser = new_parser(__doc__)
@@ -183,6 +232,8 @@ def main() -> None:
     else:
         long, short = ([load(one) for one in sorted(path.glob("*.gz"))] for path in args.paths)
         found = judge(long, short)
+        with tempfile.TemporaryDirectory() as folder:
+            found["100,000 steps"] = large(np.random.default_rng(0), Path(folder))
         for name, value in found.items():
             print(name, value)
         save(args.out, {**environment("host", "torch", "command"), "results": found})
