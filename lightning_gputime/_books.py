@@ -1,12 +1,14 @@
 """The ledger of a fit, from its setup to its end."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.ledger import REST, Books
 
 
 class FitBooks:
@@ -42,11 +44,12 @@ class FitBooks:
         if self._books is not None:
             self._books.turn(entry)
 
-    def log(self, prefix: str, step: int) -> None:
-        """Logs the share of each entry under the number of a step."""
-        if self._books is not None and self._trainer is not None:
+    def training_ends(self, prefix: str, last: StepTimes | None) -> None:
+        """Says that training is over, and logs the share of each entry under the last step."""
+        self.turn(REST)
+        if self._books is not None and self._trainer is not None and last is not None:
             log = _lightning.mean_log_of(self._trainer, prefix)
-            log.log_values(self._books.ledger().metrics(), step)
+            log.log_values(self._books.ledger().metrics(), last.step)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Is told that a checkpoint is saved."""
@@ -59,11 +62,27 @@ class FitBooks:
         if self._books is not None:
             self._books.save_ends()
 
-    def close(self, trainer: _lightning.Trainer | None = None) -> None:
-        """Ends them, if they are of this trainer. Safe to call twice."""
-        if self._books is None or (trainer is not None and trainer is not self._trainer):
-            return
-        self._books.close()
+    def close(self, trainer: _lightning.Trainer | None = None) -> Books | None:
+        """Ends them, if they are of this trainer. Safe to call twice.
+
+        Returns:
+            Those that were open, if they were.
+        """
+        books = self._books
+        if books is None or (trainer is not None and trainer is not self._trainer):
+            return None
+        books.close()
         if self._stand_in is not None:
             self._stand_in.forget(self)
         self._trainer = self._books = self._stand_in = None
+        return books
+
+
+def turns(entry: str) -> Callable[..., None]:
+    """Returns a hook of a callback that turns its books to an entry."""
+
+    @_lightning.never_raises
+    def hook(self: Any, *_: Any) -> None:
+        self._books.turn(entry)
+
+    return hook

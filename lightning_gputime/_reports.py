@@ -39,15 +39,15 @@ class Reports:
         self._due = 0.0
         self._failed = False
 
-    def show(self, timer: Timer, trainer: _lightning.Trainer, tag: str) -> None:
-        """Prints the table, and logs the figure under a tag, where they are wanted."""
+    def show(self, timer: Timer, trainer: _lightning.Trainer, prefix: str) -> None:
+        """Prints the table, and logs the figure, where they are wanted."""
         if not trainer.is_global_zero:
             return
         if self._summary:
             show(timer._read().summary_to_print())
         if self._log_figure and timer.last is not None:
             figure, _ = timer.plot(ax=new_axes())
-            _lightning.send_figure(trainer, tag, figure, timer.last.step)
+            _lightning.send_figure(trainer, f"{prefix}/steps", figure, timer.last.step)
 
     def save(self, timer: Timer, trainer: _lightning.Trainer) -> None:
         """Writes the file, if one is wanted. Tells once if it cannot be written."""

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
-from lightning_gputime._books import FitBooks
+from lightning_gputime._books import FitBooks, turns
 from lightning_gputime._evaluations import Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
@@ -17,7 +17,7 @@ from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
-from lightning_gputime._results.ledger import EPOCH_ENDS, REST, SANITY_CHECK, SET_UP, VALIDATION
+from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._timer import Timer
 
 
@@ -194,13 +194,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._session.compare_ranks()
         self._reports.save_if_due(self, trainer)
 
-    @_lightning.never_raises
-    def on_sanity_check_start(self, *_: Any) -> None:
-        self._books.turn(SANITY_CHECK)
-
-    @_lightning.never_raises
-    def on_sanity_check_end(self, *_: Any) -> None:
-        self._books.turn(SET_UP)
+    on_sanity_check_start, on_sanity_check_end = turns(SANITY_CHECK), turns(SET_UP)
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -247,15 +241,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             self._leave_fit()
             self._finish()
-            self._books.turn(REST)
-            if self.last is not None:
-                self._books.log(self._options.prefix, self.last.step)
-            self._reports.show(self, trainer, f"{self._options.prefix}/steps")
-
-    @_lightning.never_raises
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._books.close(trainer)
-        self._reports.save(self, trainer)
+            self._books.training_ends(self._options.prefix, self.last)
+            self._reports.show(self, trainer, self._options.prefix)
 
     @_lightning.never_raises
     def on_exception(
@@ -264,15 +251,20 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.is_of(trainer)
         self._leave(trainer)
-        self._books.close(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
-            self._reports.show(self, trainer, f"{self._options.prefix}/steps")
-        if was_training:
-            self._reports.save(self, trainer)
+            self._reports.show(self, trainer, self._options.prefix)
+        self._close_books(trainer)
 
     @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
+        self._close_books(trainer)
+
+    def _close_books(self, trainer: pl.Trainer) -> None:
+        books = self._books.close(trainer)
+        # Else nothing was trained, and a file of before is worth more.
+        if books is not None and books is self._results.books:
+            self._reports.save(self, trainer)
 
     def _give_up(self, error: Exception) -> None:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)

@@ -149,8 +149,7 @@ class GPUPhaseHooks(Timer):
             self._step, self._micro_batches = self._first_step, 0
             self._body = None
             every = self._accumulate_grad_batches
-            known = None if every == sys.maxsize else every
-            self._start(clock, self._loop, means, accumulate_grad_batches=known)
+            self._start(clock, self._loop, means, accumulate_grad_batches=every)
             self._session.begin(self._step)
         return self
 

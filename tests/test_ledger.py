@@ -157,6 +157,8 @@ def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     run = load(path)
     assert run.summary == timer.summary()
     assert run.ledger == timer.summary().ledger
+    assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
+    assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
     assert run.environment.accumulate_grad_batches == 1
 
@@ -182,6 +184,37 @@ def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: 
         fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0))
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
     assert load(path).ledger is not None
+
+
+def test_a_fit_that_trains_nothing_leaves_the_file_of_before(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the set-up")
+
+    callback = pl.callbacks.LambdaCallback(on_fit_start=fail)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    with pytest.raises(RuntimeError, match="in the set-up"):
+        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+    assert path.read_bytes() == before
+
+
+def test_an_error_after_the_training_leaves_the_file_too(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+
+    def fail(*_: Any) -> None:
+        path.unlink()
+        raise RuntimeError("at the end")
+
+    callback = pl.callbacks.LambdaCallback(on_train_end=fail)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    with pytest.raises(RuntimeError, match="at the end"):
+        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+    assert len(load(path).history) == 3
 
 
 def test_a_run_that_is_killed_has_its_epochs(tmp_path: Path) -> None:

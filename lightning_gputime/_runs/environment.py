@@ -78,7 +78,9 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     except Exception as error:
         messages.warning("What the run runs on could not be found: %r", error)
         found = {}
-    return Environment(**{**found, **{key: one for key, one in known.items() if one is not None}})
+    # No loop has so many micro-batches: an update ends a step there, after any number of them.
+    told = {key: one for key, one in known.items() if one not in (None, sys.maxsize)}
+    return Environment(**{**found, **told})
 
 
 def _found(loop: Loop, options: Options) -> dict[str, Any]:
