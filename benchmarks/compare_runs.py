@@ -168,6 +168,7 @@ def judge(long: Sequence[Run], short: Sequence[Run]) -> dict[str, Any]:
             f"blocks of {block}": drawn(quiet, block, 10_000, rng) for block in BLOCKS
         },
         "really run, 1 a side": really_run(long, 1),
+        "really run, 2 a side": really_run(short, 2),
         "really run, 3 a side": really_run(short, 3),
     }
     return {**found, "seconds": round(time.perf_counter() - begin)}

@@ -69,8 +69,8 @@ class Reports:
         except Exception as error:
             if not self._failed:
                 messages.warning(
-                    "The run is not saved, and `save` leaves no file of it: %s. Training, its logs"
-                    " and the table are not touched.",
+                    "The run is not saved: %s. Its file has what was saved before, or is not"
+                    " there. Training, its logs and the table are not touched.",
                     error,
                 )
             self._failed = True

@@ -2,6 +2,8 @@ import errno
 import logging
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,39 @@ def test_a_run_that_is_killed_has_its_epochs(tmp_path: Path) -> None:
     assert len(load(path).history) == 6
 
 
+_KILLED = """
+import os, signal, sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_gputime import GPUPhaseTimer
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 25:
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+timer = GPUPhaseTimer(save=sys.argv[1])
+Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 4))
+"""
+
+
+@pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
+def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    command = [sys.executable, "-c", _KILLED, str(path), name]
+    subprocess.run(command, capture_output=True, timeout=120, check=False)
+    # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
+    assert len(load(path).history) >= steps
+    assert load(path).ledger is not None
+
+
 def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +296,7 @@ def test_where_the_disk_is_full_training_goes_on_and_it_is_said_once(
     assert timer.summary().steps == 6
     told = [one.getMessage() for one in caplog.records if "is not saved" in one.getMessage()]
     assert len(told) == 1
-    assert "leaves no file of it" in told[0]
+    assert "Its file has what was saved before, or is not there" in told[0]
     assert "run.json.gz cannot be written (No space left on device)" in told[0]
     assert list(tmp_path.iterdir()) == []
 
