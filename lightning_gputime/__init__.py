@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
+from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.means import MetricsLogger
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._runs.compare import compare
+from lightning_gputime._runs.comparison import Difference, RunComparison
+from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import load
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:
@@ -19,17 +25,24 @@ if TYPE_CHECKING:
 __all__ = [
     "Cause",
     "Clock",
+    "Difference",
+    "Environment",
     "GPUPhaseHooks",
     "GPUPhaseTimer",
+    "Ledger",
     "MetricsLogger",
     "PhaseStats",
     "PhaseSummary",
     "PhaseTimeMetric",
     "RankStats",
     "RankSummary",
+    "Run",
+    "RunComparison",
     "SlowStep",
     "StepTimes",
     "TimingEvent",
+    "compare",
+    "load",
     "phase",
 ]
 

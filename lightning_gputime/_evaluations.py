@@ -1,6 +1,8 @@
 """The evaluation loops of a trainer, one at a time."""
 
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning_gputime import _lightning
@@ -13,10 +15,13 @@ class Evaluations:
 
     Args:
         options: How steps are timed.
+        keep: Is called with the stage, the number and the means of each.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(
+        self, options: Options, keep: Callable[[str, int, Mapping[str, float]], None]
+    ) -> None:
+        self._options, self._keep = options, keep
         self._now: Evaluation | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -29,13 +34,16 @@ class Evaluations:
 
     def start(self, stage: str, trainer: _lightning.Trainer, model: _lightning.Module) -> None:
         """Says that one starts, whose means are logged under its name."""
+        prefix = f"{self._options.prefix}/{stage}"
+        number = _lightning.step_number(trainer)
+        keep = partial(self._keep, stage, number)
         self._now = Evaluation(
             _lightning.clock_of(trainer, self._options.clock),
             _lightning.evaluation_loop_of(trainer, model),
             # Nothing is due before the end.
-            _lightning.mean_log_of(trainer, f"{self._options.prefix}/{stage}", sys.maxsize),
+            _lightning.mean_log_of(trainer, prefix, sys.maxsize, keep),
             lag=self._options.lag,
-            number=_lightning.step_number(trainer),
+            number=number,
         )
 
     def batch_begins(self) -> None:

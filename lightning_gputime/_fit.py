@@ -8,6 +8,7 @@ from lightning_gputime import _lightning
 from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
+from lightning_gputime._results.ledger import Books
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
 
@@ -31,6 +32,7 @@ class Fit:
         model: What it trains.
         session: Times the steps.
         batch: Is kept up to date: outside of it calls of the model are no `forward`.
+        books: Keep the ledger.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Fit:
         model: _lightning.Module,
         session: Session | Detached,
         batch: Batch,
+        books: Books,
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
-        self._batch = batch
+        self._batch, self._books = batch, books
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
@@ -58,6 +61,7 @@ class Fit:
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
         self._in_batch = self._batch.is_open = False
+        self._books.epoch_turns()
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.pause()
@@ -71,6 +75,7 @@ class Fit:
         if self._session.thread == -1:
             self.epoch_begins()
         self._in_batch = self._batch.is_open = True
+        self._books.steps_go_on()
         self._session.batch_begins()
 
     def batch_ends(self, batch_idx: int) -> None:
@@ -83,6 +88,7 @@ class Fit:
         self._accumulates = not self._ends_step(batch_idx)
         if not self._accumulates:
             session.end_step(_lightning.step_number(self._trainer))
+            self._books.step_ends()
         else:
             session.batch_ends()
         session.part_began(CALLBACKS)
@@ -94,6 +100,7 @@ class Fit:
         But one that a callback runs for itself may lie inside a step, which goes on.
         """
         if self._in_batch:
+            self._books.steps_go_on()
             self._session.batch_begins()
 
     def _ends_step(self, batch_idx: int) -> bool:
@@ -142,6 +149,7 @@ class Fit:
         if self._session.thread == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
+        self._books.steps_go_on()
         self._session.fetch_begins()
 
     def wait_begins(self) -> None:

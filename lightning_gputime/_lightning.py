@@ -56,16 +56,42 @@ def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
+def known_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Returns what a trainer knows of what it runs on, see `Environment`."""
+    every: Any = trainer.accumulate_grad_batches
+    return {
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": every if isinstance(every, int) else None,
+    }
+
+
 def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     """Returns the clock of a trainer's device, or the one that takes its place."""
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
-def mean_log_of(trainer: pl.Trainer, prefix: str, every_n_steps: int | None = None) -> MeanLog:
-    """Returns what logs means, by default as often as a trainer logs, to where it logs."""
+def mean_log_of(
+    trainer: pl.Trainer,
+    prefix: str,
+    every_n_steps: int | None = None,
+    keep: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+) -> MeanLog:
+    """Returns what logs means, by default as often as a trainer logs, to where it logs.
+
+    Args:
+        trainer: The trainer.
+        prefix: First part of the keys.
+        every_n_steps: How many steps are averaged into one log.
+        keep: Also gets what is logged.
+    """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    return MeanLog(prefix, every_n_steps, trainer.loggers, functools.partial(publish, trainer))
+
+    def publish_and_keep(metrics: Mapping[str, float]) -> None:
+        publish(trainer, metrics)
+        keep(metrics)
+
+    return MeanLog(prefix, every_n_steps, trainer.loggers, publish_and_keep)
 
 
 def step_number(trainer: pl.Trainer) -> int:

@@ -1,7 +1,9 @@
 """What all timers are: how a measurement starts and ends, and what can be read of it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -20,6 +22,9 @@ from lightning_gputime._results.slow import SlowSteps
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
 from lightning_gputime._run.session import Session
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.environment import Environment, environment_of
+from lightning_gputime._runs.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +49,9 @@ class Timer:
         self._options = options
         self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
         self._session: Session | Detached = NEVER_ATTACHED
+        self._environment = Environment()
+        # What the newest evaluations were, each as an object of JSON.
+        self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is a timer that is not attached. `ddp_spawn` pickles
@@ -62,6 +70,7 @@ class Timer:
         loop: Loop,
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]] = (),
+        **known: Any,
     ) -> None:
         """Starts a new measurement, and puts the hooks on.
 
@@ -70,11 +79,14 @@ class Timer:
             loop: What is hooked.
             means: Log every step.
             on_step: Functions that are called with every step, besides the user's.
+            known: Fields of the `Environment` that the front end knows better; None if not.
         """
         options = self._options
         self._results = Results(
             options.history, options.timed_warmup_steps, isinstance(clock, HostClock)
         )
+        self._evaluated.clear()
+        self._environment = environment_of(loop, options, **known)
         own = () if options.on_step is None else (options.on_step,)
         self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
 
@@ -93,6 +105,17 @@ class Timer:
         if session.is_attached:
             self._session = REMOVED
         return session
+
+    def _keep_evaluation(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the means of an evaluation, for the file of the run."""
+        means = {key.rpartition(f"/{stage}/")[2]: ms for key, ms in metrics.items()}
+        self._evaluated.append({"stage": stage, "step": step, **means})
+
+    def _know_batch(self, loader: object) -> None:
+        """Takes the number of items in a batch from a loader, if it says that."""
+        size = getattr(loader, "batch_size", None)
+        if type(size) is int:
+            self._environment = replace(self._environment, batch_size=size)
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Returns the option `modules`, looked up in a model.
@@ -239,6 +262,32 @@ class Timer:
 
         check_int("steps", steps, 1, "the number of newest steps to write")
         files.write(path, trace(self._read().newest()[-steps:]))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what was measured to one file, which `lightning_gputime.load` reads.
+
+        It has the history, the summary, the environment (device, versions, options and the like),
+        and is JSON, some bytes a step and phase. `python -m lightning_gputime` shows it, compares
+        it with others, and makes a page of it.
+
+        Args:
+            path: The file, such as "run.json.gz", compressed if it ends in ".gz"; it is replaced
+                whole.
+
+        Raises:
+            OSError: If it cannot be written. No measurement is lost.
+        """
+        saved.save(self._run(), path)
+
+    def _run(self) -> Run:
+        results = self._read()
+        return Run(
+            self._environment,
+            *results.history_and_warmup(),
+            results.summary(),
+            slow_steps=[one.to_dict() for one in results.slowest(100)],
+            evaluations=[*self._evaluated],
+        )
 
     def _read(self) -> Results:
         """Reads what the device has finished, without a wait; not from another thread."""

@@ -9,15 +9,16 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime import _lightning
+from lightning_gputime._books import FitBooks, turns
 from lightning_gputime._evaluations import Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.plot import new_axes
+from lightning_gputime._reports import Reports
+from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.table import show
 from lightning_gputime._timer import Timer
 
 
@@ -77,6 +78,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         trace_slow_steps: A folder. Where slow steps recur, the next ones are caught by
             `torch.profiler`, ten in all; steps that it watches are in no statistics.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
+        save: The file that the run is saved to, such as "run.json.gz", see `save`: on rank zero, at
+            the end of epochs and of training, also after an error.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
     Raises:
@@ -106,6 +109,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         on_slow_step: Callable[[SlowStep], object] | None = None,
         trace_slow_steps: str | os.PathLike[str] | None = None,
         log_figure: bool = False,
+        save: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
@@ -127,12 +131,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
         check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         self._prog_bar = prog_bar
-        self._print_summary = summary
-        self._log_figure = log_figure
-        if log_figure:
-            new_axes()  # Raises now if matplotlib is missing, not when training ends.
-        self._evaluations = Evaluations(self._options)
+        self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
+        self._evaluations = Evaluations(self._options, self._keep_evaluation)
         self._fit: Fit | None = None
+        self._books = FitBooks(self._options.clock)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
@@ -140,6 +142,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
     # Lightning's hooks
+
+    @_lightning.never_raises
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._books.close()
+            self._books.open(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
@@ -156,8 +164,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
+            **_lightning.known_of(trainer),
         )
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch)
+        self._know_batch(trainer.train_dataloader)
+        self._results.books = books = self._books.open(trainer)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books)
         self._fit.listen(self, self._give_up)
 
     @_lightning.never_raises
@@ -188,14 +199,19 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._books.turn(EPOCH_ENDS)
         self._session.publish()
         self._session.compare_ranks()
+        self._reports.save_if_due(self, trainer)
+
+    on_sanity_check_start, on_sanity_check_end = turns(SANITY_CHECK), turns(SET_UP)
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.publish()
         self._session.pause()
         if not trainer.sanity_checking:
+            self._books.turn(VALIDATION)
             self._evaluations.start("val", trainer, pl_module)
 
     @_lightning.never_raises
@@ -235,7 +251,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             self._leave_fit()
             self._finish()
-            self._report(trainer)
+            self._books.training_ends(self._options.prefix, self.last)
+            self._reports.show(self, trainer, self._options.prefix)
 
     @_lightning.never_raises
     def on_exception(
@@ -245,21 +262,19 @@ class GPUPhaseTimer(Timer, pl.Callback):
         was_training = self._fit is not None and self._fit.is_of(trainer)
         self._leave(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
-            self._report(trainer)
+            self._reports.show(self, trainer, self._options.prefix)
+        self._close_books(trainer)
 
     @_lightning.never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
+        self._close_books(trainer)
 
-    def _report(self, trainer: pl.Trainer) -> None:
-        if not trainer.is_global_zero:
-            return
-        if self._print_summary:
-            show(self._read().summary_to_print())
-        if self._log_figure and self.last is not None:
-            figure, _ = self.plot(ax=new_axes())
-            tag = f"{self._options.prefix}/steps"
-            _lightning.send_figure(trainer, tag, figure, self.last.step)
+    def _close_books(self, trainer: pl.Trainer) -> None:
+        books = self._books.close(trainer)
+        # Else nothing was trained, and a file of before is worth more.
+        if books is not None and books is self._results.books:
+            self._reports.save(self, trainer)
 
     def _give_up(self, error: Exception) -> None:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)

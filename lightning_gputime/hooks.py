@@ -158,7 +158,8 @@ class GPUPhaseHooks(Timer):
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step, self._micro_batches = self._first_step, 0
             self._body = None
-            self._start(clock, self._loop, means)
+            every = self._accumulate_grad_batches
+            self._start(clock, self._loop, means, accumulate_grad_batches=every)
             self._session.begin(self._step)
         return self
 
@@ -211,6 +212,7 @@ class GPUPhaseHooks(Timer):
     def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         self._begin("steps()")
         self._session.loads(iterable, in_data=True)
+        self._know_batch(iterable)
         for item in iterable:
             self._session.batch_begins()
             self._body = body = self._step, self._micro_batches

@@ -66,6 +66,7 @@ class MemoryLogger(pl.loggers.logger.DummyLogger):
             (step, metrics)
             for step, metrics in self.calls
             if any(key.startswith("phase_time/") for key in metrics)
+            and "phase_time/fit/wall_s" not in metrics
         ]
 
 

@@ -20,11 +20,12 @@ FLOORS = [
     {"_options"},
     {"_boundaries", "_results"},
     {"_causes"},
-    {"_run"},
+    {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_evaluations", "_fit"},
+    {"_books", "_evaluations", "_fit", "_reports"},
     {"callback", "hooks", "metric"},
     {"__init__"},
+    {"__main__"},
 ]
 """From the lowest to the highest; a room knows none above it, and none beside it."""
 

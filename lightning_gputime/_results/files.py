@@ -20,8 +20,8 @@ def csv_text(table: npt.NDArray[Any]) -> str:
     return text.getvalue()
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file, replacing what was there in one move.
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file, replacing what was there in one move.
 
     Raises:
         OSError: If it cannot be written; the message names the path.
@@ -31,8 +31,8 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         # Beside its target, so that the move is one, and nobody sees half a file.
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(temporary, 0o644)
             os.replace(temporary, target)
         except BaseException:

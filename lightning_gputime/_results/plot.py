@@ -30,7 +30,7 @@ def plot_steps(steps: Sequence[StepTimes], ax: Any = None) -> tuple[Any, Any]:
         drawn = [*steps, steps[-1]]
         numbers = [*(step.step for step in steps), steps[-1].step + 1]
         heights = [[step.phase_ms.get(name, 0.0) for step in drawn] for name in names]
-        colours = [_colour(name, names) for name in names]
+        colours = [colour(name, names) for name in names]
         ax.stackplot(numbers, heights, labels=names, colors=colours, step="post")
         # A first step of a second would flatten all others.
         totals = [step.step_ms for step in steps]
@@ -71,11 +71,12 @@ def _draw_lane(
 ) -> None:
     for phases, start, end in zip(line.names, times, times[1:], strict=False):
         if phases:
-            colour = _colour(phases[0], names)
-            ax.barh(y, end - start, left=start, height=0.7, color=colour, label=phases[0])
+            of_phase = colour(phases[0], names)
+            ax.barh(y, end - start, left=start, height=0.7, color=of_phase, label=phases[0])
 
 
-def _colour(name: str, names: Sequence[str]) -> str:
+def colour(name: str, names: Sequence[str]) -> str:
+    """Returns the colour of a phase; those of a user's own go by their order in `names`."""
     if name in _COLOURS:
         return _COLOURS[name]
     own = [other for other in names if other not in PHASES]

@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from threading import RLock
 from typing import Any
 
@@ -13,6 +12,8 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results import columns
+from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import SlowLog, SlowStep, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
@@ -52,6 +53,8 @@ class Results:
         """All ranks beside each other, as they were last compared."""
         self.newest_probed: StepRecord | None = None
         """The newest step that was probed, its work alone."""
+        self.books: Books | None = None
+        """The ledger of a fit, where a trainer tells it."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -116,17 +119,13 @@ class Results:
 
     def history(self) -> npt.NDArray[Any]:
         """Returns the newest steps as a structured array; see the timers' `history`."""
-        newest = self.newest()
-        names = in_order(list({name for times in newest for name in times.phase_ms}))
-        fields = ["step_ms", "host_wait_ms", *(f"{name}_ms" for name in names)]
-        dtype = np.dtype([("step", np.int64), *((field, np.float64) for field in fields)])
-        array = np.empty(len(newest), dtype)
-        array["step"] = [times.step for times in newest]
-        array["step_ms"] = [times.step_ms for times in newest]
-        array["host_wait_ms"] = [times.host_wait_ms for times in newest]
-        for name in names:
-            array[f"{name}_ms"] = [times.phase_ms.get(name, np.nan) for times in newest]
-        return array
+        return self.history_and_warmup()[0]
+
+    def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
+        """Returns `history`, and how many of its first steps are warm-up."""
+        with self._lock:
+            newest, seen = [*self._newest], self._seen
+        return columns.history(newest), max(self._warmup_steps - (seen - len(newest)), 0)
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
@@ -136,30 +135,32 @@ class Results:
             sums, busy = self.sums.copy(), self._busy.copy()
             skipped_updates = self._skipped_updates + sums.skipped_updates
             slow = self.slow.copy()
-        measured = [one.times() for one in newest[max(self._warmup_steps - forgotten, 0) :]]
+        measured = newest[max(self._warmup_steps - forgotten, 0) :]
+        times = columns.history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
         return PhaseSummary(
             rows={
                 name: _stats(
                     sums.phases[name],
-                    [times.phase_ms[name] for times in measured if name in times.phase_ms],
+                    times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
                     step_ms,
                     busy.phases.get(name),
                 )
                 for name in in_order(list(sums.phases))
             },
-            step=_stats(sums.step, [times.step_ms for times in measured], step_ms, busy.step),
+            step=_stats(sums.step, times["step_ms"], step_ms, busy.step),
             steps=steps,
             warmup_steps=min(seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
             skipped_updates=skipped_updates,
             on_host_clock=self.on_host_clock,
             ranks=self.ranks,
-            run_ahead_mean_ms=_mean_run_ahead_ms(measured),
+            run_ahead_mean_ms=columns.mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
             slow=slow.summary(steps, step_ms),
+            ledger=self.books.ledger() if self.books is not None else None,
         )
 
     def summary_to_print(self) -> PhaseSummary:
@@ -174,9 +175,11 @@ class Results:
 
 
 def _stats(
-    total: PhaseSum, newest_ms: Sequence[float], step_ms: float, busy: PhaseSum | None = None
+    total: PhaseSum, newest_ms: npt.ArrayLike, step_ms: float, busy: PhaseSum | None = None
 ) -> PhaseStats:
-    p50_ms, p95_ms = np.percentile(newest_ms, (50, 95)) if newest_ms else (math.nan, math.nan)
+    ran_ms = np.asarray(newest_ms)
+    ran_ms = ran_ms[~np.isnan(ran_ms)]
+    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95)) if len(ran_ms) else (math.nan, math.nan)
     return PhaseStats(
         n=total.n,
         mean_ms=total.device_ms / total.n if total.n else math.nan,
@@ -187,28 +190,3 @@ def _stats(
         host_mean_ms=total.host_ms / total.n if total.n else math.nan,
         busy_mean_ms=busy.device_ms / busy.n if busy is not None and busy.n else None,
     )
-
-
-def _run_ahead_ms(step: StepTimes) -> list[float] | None:
-    """Returns how far the host was ahead of the device at each mark of a step.
-
-    A wait that blocks ends when the device reaches the end of the step: there the clocks meet.
-
-    Returns:
-        The time from the host's passing a mark to the device's (in milliseconds); None if the host
-        did not block for this step.
-    """
-    line = step.timeline
-    if line is None or not line.finished_ns:
-        return None
-    first_ms = line.finished_ns / 1e6 - sum(line.device_ms)
-    reached_ms = accumulate(line.device_ms, initial=first_ms)
-    return [ms - ns / 1e6 for ms, ns in zip(reached_ms, line.host_ns, strict=True)]
-
-
-def _mean_run_ahead_ms(steps: Sequence[StepTimes]) -> float | None:
-    """Returns the mean over all marks of steps; None if the host blocked in less than half."""
-    known = [ahead for ahead in map(_run_ahead_ms, steps) if ahead is not None]
-    if len(known) < max(len(steps) / 2, 1):
-        return None
-    return sum(map(sum, known)) / sum(map(len, known))

@@ -1,7 +1,7 @@
 """Steps that took much longer than the usual one, why they did, and what they cost a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, overload
 
 from lightning_gputime._results.table import Table
@@ -77,6 +77,11 @@ class SlowStep:
     causes: tuple[Cause, ...]
     unexplained_ms: float
     trace: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns nested dicts, ready for JSON, with the names of the causes and the sentence."""
+        causes = [{**asdict(cause), "name": cause.name} for cause in self.causes]
+        return {**asdict(self), "causes": causes, "text": str(self)}
 
     @property
     def excess_ms(self) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
 from lightning_gputime._results.cells import busy, cells, indented, of_ranks
+from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
@@ -45,6 +46,7 @@ class PhaseSummary:
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
+        ledger: Where the whole of a fit went, where a trainer tells it.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -61,6 +63,7 @@ class PhaseSummary:
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
+    ledger: Ledger | None = None
 
     @property
     def verdict(self) -> str:
@@ -142,6 +145,7 @@ class PhaseSummary:
         if self.is_warmup:
             return []
         ranks = self.ranks.sentence if self.ranks is not None else ""
+        ledger = self.ledger.sentence if self.ledger is not None else ""
         return [
             sentence
             for sentence in (
@@ -153,6 +157,7 @@ class PhaseSummary:
                 self.probe_failure,
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
+                ledger,
             )
             if sentence
         ]

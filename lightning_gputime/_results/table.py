@@ -1,6 +1,7 @@
 """Tables for a terminal, for a notebook, and for rich."""
 
 import html
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,17 @@ class Table:
         table = [self.title, "", text[0], rule, *text[1:-1], rule, text[-1]]
         return "\n".join([*table, *(f"\n{sentence}" for sentence in self.sentences)])
 
+    def markdown(self) -> str:
+        """Returns it as Markdown, for a pull request."""
+        if not self.lines:
+            return _escaped(self.title)
+        header, *body, whole = [tuple(map(_escaped, line)) for line in self.lines]
+        rule = ("---", *("---:" for _ in header[1:]))
+        rows = [header, rule, *body, tuple(f"**{cell}**" if cell else "" for cell in whole)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        sentences = [f"\n{_escaped(sentence)}" for sentence in self.sentences]
+        return "\n".join([f"{_escaped(self.title)}\n", *lines, *sentences])
+
     def html(self) -> str:
         """Returns it as HTML."""
         if not self.lines:
@@ -66,6 +78,12 @@ class Table:
         for i, line in enumerate(body):
             table.add_row(*line, end_section=i >= len(body) - 2)
         return table
+
+
+def _escaped(text: str) -> str:
+    """Returns a text as Markdown shows it: no name of a user's may end the cell, or be HTML."""
+    escaped = re.sub(r"([\\|*_\[\]])", r"\\\1", html.escape(text, quote=False))
+    return escaped.replace("  ", "&emsp;").replace("\n", " ")
 
 
 def _row(line: tuple[str, ...], tag: str) -> str:

@@ -1,0 +1,8 @@
+"""What runs as `python -m lightning_gputime`."""
+
+import sys
+
+from lightning_gputime._runs.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""What a fit leaves behind: the table, the figure, and the file."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_gputime import _lightning
+from lightning_gputime._messages import messages
+from lightning_gputime._results.plot import new_axes
+from lightning_gputime._results.table import show
+from lightning_gputime._timer import Timer
+
+_PATIENCE = 100
+"""Saving while training goes on may take a hundredth of the time."""
+
+
+class Reports:
+    """Shows and saves what a timer has measured of a fit, on rank zero.
+
+    Args:
+        summary: Whether to print the table.
+        log_figure: Whether loggers get the figure.
+        save: The file, if there shall be one.
+
+    Raises:
+        TypeError: If `save` is no path.
+        ImportError: If `log_figure` is set and matplotlib is not installed.
+    """
+
+    def __init__(self, *, summary: bool, log_figure: bool, save: Any) -> None:
+        if save is not None and (not isinstance(save, str | os.PathLike) or not os.fspath(save)):
+            raise TypeError(f"save must be a path such as 'run.json.gz', or None, got {save!r}")
+        self._summary, self._log_figure, self._path = summary, log_figure, save
+        if log_figure:
+            new_axes()  # Raises now if matplotlib is missing, not when training ends.
+        # When the next file is due while training goes on, and whether one failed.
+        self._due = 0.0
+        self._failed = False
+
+    def show(self, timer: Timer, trainer: _lightning.Trainer, prefix: str) -> None:
+        """Prints the table, and logs the figure, where they are wanted."""
+        if not trainer.is_global_zero:
+            return
+        if self._summary:
+            show(timer._read().summary_to_print())
+        if self._log_figure and timer.last is not None:
+            figure, _ = timer.plot(ax=new_axes())
+            _lightning.send_figure(trainer, f"{prefix}/steps", figure, timer.last.step)
+
+    def save(self, timer: Timer, trainer: _lightning.Trainer) -> None:
+        """Writes the file, if one is wanted. Tells once if it cannot be written."""
+        if self._path is not None and trainer.is_global_zero:
+            self._save(timer.save, self._path)
+
+    def save_if_due(self, timer: Timer, trainer: _lightning.Trainer) -> None:
+        """As `save`, unless that would take much of the time: for a run that is killed."""
+        if time.perf_counter() >= self._due:
+            begin = time.perf_counter()
+            self.save(timer, trainer)
+            end = time.perf_counter()
+            self._due = end + _PATIENCE * (end - begin)
+
+    def _save(self, save: Callable[[Any], None], path: Any) -> None:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save(path)
+        except Exception as error:
+            if not self._failed:
+                messages.warning(
+                    "The run is not saved: %s. Its file has what was saved before, or is not"
+                    " there. Training, its logs and the table are not touched.",
+                    error,
+                )
+            self._failed = True

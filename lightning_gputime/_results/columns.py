@@ -1,0 +1,78 @@
+"""The history as columns: made of all steps at once, not step by step."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._phases import in_order, settle
+from lightning_gputime._record.steps import StepRecord
+
+Floats = npt.NDArray[np.float64]
+
+
+def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
+    """Returns steps as a structured array; see the timers' `history`."""
+    step_ms = np.zeros(len(steps))
+    phases: dict[str, Floats] = {}
+    for labels, at in _alike(steps).items():
+        of_mark = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
+        started = set[str]()
+        for names, ms in zip(settle(labels), of_mark.T, strict=True):
+            if names:
+                step_ms[at] += ms
+            for name in names:
+                column = phases.setdefault(name, np.full(len(steps), np.nan))
+                column[at] = column[at] + ms if name in started else ms
+                started.add(name)
+    columns = {
+        "step": np.array([step.number for step in steps], np.int64),
+        "step_ms": step_ms,
+        "host_wait_ms": np.array([step.wait_ms for step in steps], np.float64),
+        **{f"{name}_ms": phases[name] for name in in_order(list(phases))},
+    }
+    return table(columns)
+
+
+def mean_run_ahead_ms(steps: Sequence[StepRecord]) -> float | None:
+    """Returns how far the host was ahead of the device, the mean over all marks of steps.
+
+    A wait that blocks ends when the device reaches the end of the step: there the clocks meet.
+
+    Returns:
+        The time from the host's passing a mark to the device's (in milliseconds); None if the host
+        did not block in half of the steps.
+    """
+    known = [step for step in steps if step.finished_ns]
+    if len(known) < max(len(steps) / 2, 1):
+        return None
+    sum_ms, marks = 0.0, 0
+    for at in _alike(known).values():
+        host_ms = np.array([known[i].host_ns for i in at]) / 1e6
+        device_ms = np.array([known[i].device_ms for i in at]).reshape(len(at), -1)
+        finished_ms = np.array([known[i].finished_ns for i in at]) / 1e6
+        # From the end of the step, where the clocks meet, back to its begin.
+        reached_ms = np.hstack((np.zeros((len(at), 1)), np.cumsum(device_ms, axis=1)))
+        reached_ms += (finished_ms - device_ms.sum(axis=1))[:, np.newaxis]
+        sum_ms += float((reached_ms - host_ms).sum())
+        marks += host_ms.size
+    return sum_ms / marks
+
+
+def table(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Returns columns of one length as a structured array."""
+    dtype = [(name, column.dtype) for name, column in columns.items()]
+    array = np.empty(len(columns["step"]), np.dtype(dtype))
+    for name, column in columns.items():
+        array[name] = column
+    return array
+
+
+def _alike(steps: Sequence[StepRecord]) -> dict[tuple[str, ...], list[int]]:
+    """Returns where the steps of the same marks are."""
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, step in enumerate(steps):
+        places[step.labels].append(i)
+    return places

@@ -1,0 +1,137 @@
+"""Where the whole of a fit went: its wall time, by what the trainer did."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SET_UP = "set-up"
+SANITY_CHECK = "sanity check"
+FIRST_STEP = "first step"
+STEPS = "steps"
+VALIDATION = "validation"
+CHECKPOINTS = "checkpoints"
+EPOCH_ENDS = "epoch ends"
+REST = "the rest"
+
+ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
+
+# From this part of a fit on, an entry is told in the sentence.
+_LARGE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the wall time of a fit went. Its entries add up to it.
+
+    Attributes:
+        entries_s: Host time of each entry that there was (in seconds): `set-up` until the first
+            batch is fetched, the `sanity check` left out; the `first step`, with what is compiled
+            and allocated in it; all other `steps`, with their `data`; `validation`; `checkpoints`,
+            wherever they are saved; `epoch ends`, the hooks at the start and end of epochs; `the
+            rest`, such as the tear-down.
+    """
+
+    entries_s: Mapping[str, float]
+
+    @property
+    def wall_s(self) -> float:
+        """How long the fit took, or has taken so far (in seconds)."""
+        return sum(self.entries_s.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The part of each entry, from 0 to 1."""
+        wall_s = self.wall_s
+        return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
+
+    @property
+    def sentence(self) -> str:
+        """Says it in one sentence, of the steps first; empty if nothing was measured."""
+        shares = self.shares
+        if STEPS not in shares or not self.wall_s:
+            return ""
+        told = [name for name, share in shares.items() if share >= _LARGE and name != STEPS]
+        told.sort(key=lambda name: -shares[name])
+        more = "".join(f", {name} {shares[name]:.0%}" for name in told)
+        return f"steps were {shares[STEPS]:.0%} of the fit of {_time(self.wall_s)}{more}"
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what is logged: the part of each entry, and the wall time."""
+        keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
+        shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
+        return {**shares, "fit/wall_s": self.wall_s}
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Books:
+    """Keeps the ledger while a fit goes on: all time belongs to the entry that is open.
+
+    Args:
+        now_ns: Returns the host's time (in nanoseconds).
+    """
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns: Callable[[], int] | None = now_ns
+        self._ns = dict.fromkeys(ENTRIES, 0)
+        self._entry = SET_UP
+        self._is_saving = False
+        self._has_stepped = False
+        self._since_ns = now_ns()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is of the time up to here: it has no clock.
+        self._settle()
+        return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
+
+    def turn(self, entry: str) -> None:
+        """Says that from here on the time belongs to another entry."""
+        if entry != self._entry:
+            self._settle()
+            self._entry = entry
+
+    def steps_go_on(self) -> None:
+        """Says that a batch is fetched, or trained on."""
+        self.turn(STEPS if self._has_stepped else FIRST_STEP)
+
+    def step_ends(self) -> None:
+        """Says that a step has ended."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.steps_go_on()
+
+    def epoch_turns(self) -> None:
+        """Says that an epoch has ended, or begins."""
+        if self._has_stepped:
+            self.turn(EPOCH_ENDS)
+
+    def save_begins(self) -> None:
+        """Says that a checkpoint is saved, inside of whatever is open."""
+        self._settle()
+        self._is_saving = True
+
+    def save_ends(self) -> None:
+        """Says that it is saved."""
+        self._settle()
+        self._is_saving = False
+
+    def close(self) -> None:
+        """Ends it: what follows belongs to nothing. Safe to call twice."""
+        self._settle()
+        self._now_ns = None
+
+    def ledger(self) -> Ledger:
+        """Returns where the time went until now."""
+        self._settle()
+        return Ledger({name: ns / 1e9 for name, ns in self._ns.items() if ns})
+
+    def _settle(self) -> None:
+        if self._now_ns is not None:
+            now_ns = self._now_ns()
+            self._ns[CHECKPOINTS if self._is_saving else self._entry] += now_ns - self._since_ns
+            self._since_ns = now_ns

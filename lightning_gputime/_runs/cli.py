@@ -1,0 +1,196 @@
+"""The commands on saved runs: show, compare, report."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_gputime._results import files
+from lightning_gputime._results.table import show as print_table
+from lightning_gputime._runs.compare import compare
+from lightning_gputime._runs.page import page
+from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import load
+
+GOOD, ABOVE, BAD = 0, 1, 2
+"""What a command exits with."""
+
+_ABOUT = """\
+Shows, compares and reports runs that were saved by timer.save("run.json.gz"), or under Lightning by
+GPUPhaseTimer(save="run.json.gz").
+
+  python -m lightning_gputime show run.json.gz
+  python -m lightning_gputime compare before.json.gz after.json.gz --fail-above 2%
+  python -m lightning_gputime report run.json.gz -o report.html
+"""
+_COMPARE = """\
+Tells whether a step takes longer after a change, by how much, how sure that is, and which phase
+explains it. The times are those of a typical step (the mean over the middle half of the steps),
+without the warm-up; the error is half of a 95 % interval.
+
+  compare before.json.gz after.json.gz
+  compare --before b1.json.gz b2.json.gz b3.json.gz --after a1.json.gz a2.json.gz a3.json.gz
+
+With one run a side, what differs between two equal runs (the machine, its temperature, other users)
+is taken for the change: run each side several times, in turn, and give all the files.
+"""
+_REPORT = """\
+Makes one page of a run, or of two side by side, to send to others: it needs no network and no other
+file. Needs bokeh: python -m pip install 'lightning-gputime[report]'.
+"""
+_CODES = """\
+exit code: 0; 1 if --fail-above is given and the step is slower by more than that for certain, the
+whole interval lying above it; 2 if a file cannot be read, or the runs cannot be compared.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command. Returns what the process shall exit with.
+
+    Args:
+        arguments: What stands behind `python -m lightning_gputime`.
+    """
+    parser = _new_parser()
+    args = parser.parse_args(arguments)
+    try:
+        code: int = args.command(args)
+    except BrokenPipeError:
+        return GOOD  # As where it is piped into `head`.
+    except (ImportError, OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return BAD
+    return code
+
+
+def _new_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning_gputime",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    show = _command(commands, "show", _show, "print the table of a run again", "", "")
+    show.add_argument("run", help="the file of a run")
+    show.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    versus = _command(
+        commands, "compare", _compare, "compare two runs, or groups", _COMPARE, _CODES
+    )
+    versus.add_argument("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
+    versus.add_argument(
+        "--before", nargs="+", default=[], metavar="RUN", help="several runs before"
+    )
+    versus.add_argument("--after", nargs="+", default=[], metavar="RUN", help="several runs after")
+    versus.add_argument(
+        "--fail-above",
+        type=_percentage,
+        metavar="2%",
+        help="exit with 1 if the step is slower by more than this for certain",
+    )
+    versus.add_argument(
+        "--anyway",
+        action="store_true",
+        help="also compare runs of another GPU, world size or batch",
+    )
+    style = versus.add_mutually_exclusive_group()
+    style.add_argument("--markdown", action="store_true", help="print it for a pull request")
+    style.add_argument("--json", action="store_true", help="print it as JSON")
+
+    paper = _command(commands, "report", _report, "make a page of a run, or of two", _REPORT, "")
+    paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
+    paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
+    paper.add_argument("--anyway", action="store_true", help="as with compare")
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    what: str,
+    about: str,
+    end: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=about or f"{what[0].upper()}{what[1:]}.",
+        epilog=end,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _show(args: argparse.Namespace) -> int:
+    run = load(args.run)
+    if args.json:
+        print(json.dumps(run.summary.to_dict(), indent=2))
+        return GOOD
+    print_table(run.summary)
+    for sentence in (_about(run), *map(str, (one.get("text", "") for one in run.slow_steps))):
+        if sentence:
+            print(f"\n{sentence}")
+    return GOOD
+
+
+def _about(run: Run) -> str:
+    """Returns a line on what a run ran on."""
+    on = run.environment
+    several = f"{on.world_size} x " if on.world_size > 1 else ""
+    parts = (
+        f"{several}{on.device}",
+        f"torch {on.torch}" if on.torch else "",
+        on.precision,
+        "compiled" if on.compiled else "",
+        f"batch {on.batch_size}" if on.batch_size else "",
+        f"commit {on.commit[:10]}" if on.commit else "",
+        on.started,
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    before, after = _sides(args)
+    found = compare(before, after, anyway=args.anyway)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    elif args.markdown:
+        print(found.markdown())
+    else:
+        print_table(found)
+    if args.fail_above is None or not found.is_above(args.fail_above):
+        return GOOD
+    print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
+    return ABOVE
+
+
+def _report(args: argparse.Namespace) -> int:
+    if len(args.runs) > 2:
+        raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
+    runs = [load(path) for path in args.runs]
+    found = compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
+    files.write(args.out, page(runs, found))
+    print(args.out)
+    return GOOD
+
+
+def _sides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    if len(args.runs) == 2 and not args.before and not args.after:
+        return args.runs[:1], args.runs[1:]
+    if args.before and args.after and not args.runs:
+        return args.before, args.after
+    raise ValueError(
+        "give two runs, or several each behind --before and --after; got"
+        f" {len(args.runs)} and {len(args.before)} before, {len(args.after)} after"
+    )
+
+
+def _percentage(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a percentage such as 2%, got {text!r}")
+    return float(found[1]) / 100

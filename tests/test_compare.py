@@ -1,0 +1,315 @@
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import signal, stats
+
+from lightning_gputime import Run, RunComparison, compare
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.columns import history
+from lightning_gputime._results.results import Results
+from lightning_gputime._runs import saved, statistics
+from lightning_gputime._runs.cli import main
+from lightning_gputime._runs.environment import Environment
+
+PHASES = ("data", "forward", "backward")
+ON = Environment(device="H200", device_type="cuda", world_size=1, batch_size=32, torch="2.13.0")
+
+
+def noise(seed: int, n: int = 1000, *, lasting: float = 0.9) -> np.ndarray[Any, Any]:
+    """Noise of deviation one, of which each step keeps a part of the one before."""
+    new = np.random.default_rng(seed).standard_normal(n)
+    new[1:] *= math.sqrt(1 - lasting**2)
+    steps: np.ndarray[Any, Any] = signal.lfilter([1.0], [1.0, -lasting], new)
+    return steps
+
+
+def run(
+    seed: int = 0, n: int = 1000, *, more: dict[str, float] | None = None, **changes: Any
+) -> Run:
+    """A run whose steps take 15 ms and some noise, most of it of some steps together."""
+    times = {"data": 1.0, "forward": 5.0, "backward": 9.0}
+    for name, ms in (more or {}).items():
+        times[name] = times.get(name, 0.0) + ms
+    each = np.array([*times.values()]) * (1 + 0.01 * noise(seed, n))[:, np.newaxis]
+    records = [
+        StepRecord(i, tuple(times), tuple(one), (0,) * (len(times) + 1), 0.0, 0, False)
+        for i, one in enumerate(each.tolist())
+    ]
+    results = Results(n, 0)
+    results.add(records)
+    return Run(replace(ON, **changes), *results.history_and_warmup(), results.summary())
+
+
+def constant(*steps: float, **changes: Any) -> Run:
+    """A run of steps that take exactly so long, half of it forward."""
+    records = [
+        StepRecord(i, ("forward", "backward"), (ms / 2, ms / 2), (0, 0, 0), 0.0, 0, False)
+        for i, ms in enumerate(steps)
+    ]
+    return replace(run(n=24), history=history(records), environment=replace(ON, **changes))
+
+
+# The estimates
+
+
+def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -> None:
+    step = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0])
+    forward = step / 4
+    times = np.stack([step, forward, step - forward], axis=1)
+    found = statistics.typical(times)
+    assert found.values.tolist() == [4.5, 1.125, 3.375]
+    # Beyond the borders a step moves the estimate as one at the border does, here by 2 (4.5 - 3).
+    assert found.influence[:, 0].tolist() == [-3.0, -3.0, -3.0, -1.0, 1.0, 3.0, 3.0, 3.0]
+    assert found.influence[:, 1:].sum(axis=1) == pytest.approx(found.influence[:, 0])
+
+
+def test_the_mean_moves_with_each_step() -> None:
+    found = statistics.mean(np.array([[1.0], [2.0], [6.0]]))
+    assert found.values.tolist() == [3.0]
+    assert found.influence.ravel().tolist() == [-2.0, -1.0, 3.0]
+
+
+@pytest.mark.parametrize("lasting", [0.0, 0.9])
+def test_the_variance_is_that_of_the_means_of_many_series(lasting: float) -> None:
+    series = [noise(seed, lasting=lasting)[:, np.newaxis] for seed in range(300)]
+    means = [float(one.mean()) for one in series]
+    found = np.mean([statistics.variance(one)[0][0] for one in series])
+    # A little more is right: an interval may be too wide, but not too narrow.
+    assert 1.0 <= found / np.var(means) < 1.4
+
+
+def test_steps_that_are_alike_for_long_count_less() -> None:
+    shuffled = noise(1).copy()
+    np.random.default_rng(0).shuffle(shuffled)
+    lasting, alone = (statistics.variance(x[:, np.newaxis])[0][0] for x in (noise(1), shuffled))
+    assert lasting > 5 * alone
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 50])
+@pytest.mark.parametrize("confidence", [0.95, 0.995])
+def test_the_quantiles_of_t_are_right(freedom: int, confidence: float) -> None:
+    right = stats.t.ppf((1 + confidence) / 2, freedom)
+    assert statistics.quantile_of_t(freedom, confidence) == pytest.approx(right, rel=0.02)
+
+
+# What is found
+
+
+def test_a_slower_backward_is_found_and_named() -> None:
+    found = compare(run(1), run(2, more={"backward": 0.6}))
+    assert found.verdict == "slower"
+    assert found.step.ratio == pytest.approx(0.04, abs=0.005)
+    assert found.step.change_ms == pytest.approx(sum(r.change_ms for r in found.rows.values()))
+    assert sum(found.explains.values()) == pytest.approx(1.0)
+    assert found.explains["backward"] > 0.9
+    assert found.sentence.startswith("4.2 % ± 0.")
+    assert " % slower: backward explains 9" in found.sentence
+
+
+def test_a_faster_run_and_an_equal_one_are_told() -> None:
+    assert compare(run(1), run(2, more={"forward": -1.0})).verdict == "faster"
+    alike = compare(run(1), run(2))
+    assert (alike.verdict, alike.explains) == ("alike", {})
+    assert alike.sentence.startswith("no difference is certain: ")
+
+
+def test_steps_without_noise_show_any_difference() -> None:
+    found = compare(constant(*[10.0] * 24), constant(*[10.5] * 24))
+    assert (found.step.before_ms, found.step.after_ms, found.step.error_ms) == (10.0, 10.5, 0.0)
+    assert found.sentence == "5.00 % ± 0.00 % slower: forward explains 50 %"
+
+
+def test_a_part_that_is_the_phases_difference_is_named_in_its_place() -> None:
+    before, after = run(1, more={"data/fetch": 0.0}), run(1, more={"data/fetch": 2.0})
+    found = compare(before, after)
+    assert "slower: data/fetch explains 100 %" in found.sentence
+    assert "data/fetch" not in found.explains
+
+
+def test_a_phase_that_one_side_has_not_takes_no_time_there() -> None:
+    row = compare(run(1), run(2, more={"augment": 0.5})).rows["augment"]
+    assert row.before_ms == 0.0
+    assert row.after_ms == pytest.approx(0.5, rel=0.01)
+    assert math.isnan(row.ratio)
+    assert row.is_certain
+
+
+def test_one_step_that_takes_a_second_says_nothing() -> None:
+    slow = run(2)
+    slow.history["step_ms"][500] += 1000.0
+    slow.history["backward_ms"][500] += 1000.0
+    found = compare(run(1), slow)
+    assert found.verdict == "alike"
+    assert found.mean.change_ms == pytest.approx(1.0, abs=0.1)
+    assert found.mean_sentence == ""
+
+
+def test_slow_steps_that_come_again_and_again_are_told_of_the_mean() -> None:
+    slow = run(2)
+    slow.history["step_ms"][::20] += 30.0
+    found = compare(run(1), slow)
+    assert found.verdict == "alike"
+    assert found.mean_sentence.startswith("with the slowest and fastest steps the mean is 10.")
+    assert found.is_above(0.05)
+
+
+def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() -> None:
+    pairs = [
+        (run(2 * i), run(2 * i + 1), run(2 * i + 1, more={"backward": 0.15})) for i in range(100)
+    ]
+    equal = sum(compare(a, b).verdict != "alike" for a, b, _ in pairs)
+    found = sum(compare(a, c).verdict == "slower" for a, _, c in pairs)
+    # Of 100 pairs, at 5 % each, more than 9 are called different once in forty times.
+    assert equal <= 9
+    assert found >= 90
+
+
+def test_the_spread_between_runs_widens_the_interval() -> None:
+    before = [constant(*[ms] * 24) for ms in (10.0, 11.0, 12.0)]
+    after = [constant(*[ms] * 24) for ms in (11.0, 12.0, 13.0)]
+    found = compare(before, after)
+    # Two groups of three with a variance of 1 each: Student's test.
+    error = stats.t.ppf(0.975, 4) * math.sqrt(1 / 3 + 1 / 3)
+    assert found.step.error_ms == pytest.approx(error, rel=0.001)
+    assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
+    assert "One run a side" not in str(found)
+    assert "One run a side" in str(compare(before[0], after[0]))
+
+
+def test_a_bound_is_passed_where_the_whole_interval_is_above_it() -> None:
+    found = compare(run(1), run(2, more={"backward": 0.6}))
+    assert found.is_above(0.03)
+    assert not found.is_above(0.04)
+    assert not compare(run(2, more={"backward": 0.6}), run(1)).is_above(0.0)
+
+
+# What cannot be compared
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("device", "B200", "device is H200 before and B200 after"),
+        ("world_size", 2, "world_size is 1 before and 2 after"),
+        ("batch_size", 64, "batch_size is 32 before and 64 after"),
+    ],
+)
+def test_runs_of_other_work_are_refused_unless_told(name: str, value: Any, told: str) -> None:
+    other = run(2, **{name: value})
+    with pytest.raises(ValueError, match=rf"cannot be compared: {told}\. Pass anyway=True"):
+        compare(run(1), other)
+    assert told in str(compare(run(1), other, anyway=True))
+
+
+def test_what_may_be_the_change_is_noted_and_what_is_not_known_is_not() -> None:
+    found = compare(run(1, precision="32"), run(2, torch="2.14.0", batch_size=None))
+    assert found.notes == ("torch is 2.13.0 before and 2.14.0 after",)
+
+
+def test_runs_that_are_too_short_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 23 steps after its warm-up; at least 24 are needed"):
+        compare(run(1), constant(*[1.0] * 23))
+    with pytest.raises(ValueError, match="after must be a run or several, got none"):
+        compare(run(1), [])
+    with pytest.raises(TypeError, match=r"before must be a run as load\(\) returns it, .* got 3"):
+        compare(3, run(1))  # type: ignore[arg-type]
+
+
+# The command
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    paths = str(tmp_path / "before.json.gz"), str(tmp_path / "after.json.gz")
+    for path, one in zip(paths, (run(1), run(2, more={"backward": 0.6})), strict=True):
+        saved.save(one, path)
+    return paths
+
+
+def test_the_command_prints_the_table_and_exits_above_the_bound(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *files]) == 0
+    printed = capsys.readouterr().out
+    assert "backward explains" in printed
+    assert printed.splitlines()[0] == "A typical step in ms: 1000 steps before, 1000 steps after"
+    assert main(["compare", *files, "--fail-above", "3%"]) == 1
+    assert capsys.readouterr().err == "The step is slower by more than 3 %.\n"
+    assert main(["compare", *files, "--fail-above", "4.5 %"]) == 0
+    assert main(["compare", *files[::-1], "--fail-above", "0%"]) == 0
+
+
+def test_several_runs_a_side(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = files
+    assert main(["compare", "--before", before, before, "--after", after, after]) == 0
+    assert "2000 steps of 2 runs before" in capsys.readouterr().out
+
+
+def test_markdown_and_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", *files, "--markdown"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| phase | before | after | change | 95 % | change in % | explains |"
+    assert lines[3] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert lines[7].startswith("| **step** | **14.962** | **15.588** |")
+    main(["compare", *files, "--json"])
+    assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
+
+
+def test_a_name_of_a_phase_ends_no_cell() -> None:
+    found: RunComparison = compare(run(1), run(2, more={"a|b<i>_": 0.5}))
+    assert r"| a\|b&lt;i&gt;\_ |" in found.markdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "none.json.gz", "none.json.gz"], "No such file or directory"),
+        (["compare", "FILE"], "give two runs, or several each behind --before and --after"),
+        (["compare", "FILE", "FILE", "--before", "FILE"], "give two runs"),
+        (["show", __file__], "is damaged, or no file of a run"),
+    ],
+)
+def test_bad_input_exits_with_two(
+    arguments: list[str],
+    message: str,
+    files: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([files[0] if one == "FILE" else one for one in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", ["2", "two", "-1%"])
+def test_a_bound_that_is_no_percentage_is_refused(
+    bound: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", *files, f"--fail-above={bound}"])
+    assert exit_.value.code == 2
+    assert "must be a percentage such as 2%" in capsys.readouterr().err
+
+
+def test_show_prints_the_table_again(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", files[0]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{saved.load(files[0]).summary}\n")
+    assert "H200 · torch 2.13.0 · batch 32" in printed
+    main(["show", files[0], "--json"])
+    assert json.loads(capsys.readouterr().out)["steps"] == 1000
+
+
+def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "lightning_gputime"]
+    done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], capture_output=True)
+    assert done.returncode == 1
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout

@@ -1,0 +1,327 @@
+import errno
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from fake_gpu import FakeGPU
+from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+
+from lightning_gputime import GPUPhaseTimer, Ledger, load
+from lightning_gputime._results.ledger import STEPS, VALIDATION, Books
+
+
+class HostWork(pl.Callback):
+    """Keeps the host busy in the hooks of a trainer, for a known time each (in milliseconds)."""
+
+    def __init__(self, gpu: FakeGPU, **ms: float) -> None:
+        for hook, time in ms.items():
+            setattr(self, hook, lambda *_, _ms=time, **__: gpu.host_work(_ms))
+
+
+class Slow(Model):
+    """A model whose steps are host work alone, the first of them longer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.gpu.host_work(500.0 if self.trainer.global_step == 0 else 100.0)
+        return self.loss(batch)
+
+
+class Trainer(pl.Trainer):
+    """A trainer whose checkpoints take the host 40 ms."""
+
+    gpu: FakeGPU
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.gpu.host_work(40.0)
+
+
+def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
+    """A fit of two epochs of three steps, with a validation in each and host work everywhere."""
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, **more)
+    work = HostWork(
+        gpu,
+        on_fit_start=7.0,
+        on_sanity_check_start=3.0,
+        on_validation_batch_end=5.0,
+        on_train_epoch_end=11.0,
+        on_train_end=13.0,
+    )
+    saves = pl.callbacks.LambdaCallback(
+        on_validation_end=lambda trainer, _: (
+            trainer.sanity_checking or trainer.save_checkpoint("none")
+        )
+    )
+    Trainer.gpu = gpu
+    Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=1,
+        callbacks=[timer, work, saves],
+    ).fit(Slow(gpu), Loader(gpu, 3), Loader(gpu, 2))
+    return timer
+
+
+def test_the_ledger_says_where_the_whole_fit_went() -> None:
+    gpu = FakeGPU()
+    ledger = checked(gpu).summary().ledger
+    assert ledger is not None
+    whole = {name: round(s * 1e3) for name, s in ledger.entries_s.items()}
+    device = {name: ms for name, ms in whole.items() if name in ("first step", "steps")}
+    # The host may wait for the device in a step, and does nothing else but the work above.
+    assert {name: ms for name, ms in whole.items() if name not in device} == {
+        "set-up": 7,
+        "sanity check": 8,
+        "validation": 20,
+        "checkpoints": 80,
+        "epoch ends": 22,
+        "the rest": 13,
+    }
+    assert device["first step"] == pytest.approx(500, abs=20)
+    assert device["steps"] == pytest.approx(500, abs=80)
+
+
+def test_the_entries_add_up_to_the_wall_time() -> None:
+    gpu = FakeGPU()
+    begin = gpu.host_ns()
+    ledger = checked(gpu).summary().ledger
+    assert ledger is not None
+    assert ledger.wall_s == pytest.approx((gpu.host_ns() - begin) / 1e9)
+    assert sum(ledger.shares.values()) == pytest.approx(1.0)
+
+
+def test_the_sentence_names_the_steps_first_and_nothing_small() -> None:
+    ledger = Ledger({"set-up": 1.0, "steps": 71.0, "validation": 20.0, "checkpoints": 8.0})
+    assert ledger.sentence == ("steps were 71% of the fit of 100 s, validation 20%, checkpoints 8%")
+    assert Ledger({"set-up": 1.0}).sentence == ""
+    assert Ledger({"steps": 7200.0}).sentence == "steps were 100% of the fit of 2 h 0 min"
+    assert Ledger({"steps": 600.0}).sentence == "steps were 100% of the fit of 10 min"
+
+
+def test_it_is_in_the_table_and_in_the_loggers_once() -> None:
+    gpu, logger = FakeGPU(), MemoryLogger()
+    timer = fit(gpu, Slow(gpu), 3, logger=logger)
+    ledger = timer.summary().ledger
+    assert ledger is not None
+    assert ledger.sentence in str(timer.summary())
+    [(step, logged)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
+    assert step == 2
+    assert logged["phase_time/fit/wall_s"] == ledger.wall_s
+    assert logged["phase_time/fit/first_step_share"] == ledger.shares["first step"]
+
+
+def test_a_plain_loop_has_no_ledger() -> None:
+    from fake_loop import Loop, hooks
+
+    with hooks(Loop(FakeGPU())) as timer:
+        pass
+    assert timer.summary().ledger is None
+
+
+def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
+    books = Books(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
+    books.turn(STEPS)
+    copy = pickle.loads(pickle.dumps(books))
+    books.turn(VALIDATION)
+    assert copy.ledger() == Ledger({"set-up": 2.0, "steps": 1.0})
+    copy.turn(VALIDATION)
+    assert copy.ledger() == Ledger({"set-up": 2.0, "steps": 1.0})
+    books.close()
+    books.close()
+    assert books.ledger() == Ledger({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
+
+
+def test_nothing_is_left_on_the_trainer() -> None:
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    one = trainer(timer)
+    one.fit(Model(gpu), Loader(gpu, 2))
+    assert "save_checkpoint" not in vars(one)
+    pickle.dumps(timer)
+
+
+# The file that a fit leaves
+
+
+def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "runs" / "run.json.gz"
+    timer = checked(gpu, save=path)
+    run = load(path)
+    assert run.summary == timer.summary()
+    assert run.ledger == timer.summary().ledger
+    assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
+    assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
+    assert run.environment.precision == "32-true"
+    assert run.environment.accumulate_grad_batches == 1
+
+
+class Killed(Model):
+    """A model whose fifth step fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 4:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+    error: BaseException = RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    model = Killed(gpu)
+    model.error = error
+    path = tmp_path / "run.json.gz"
+    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+        fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0))
+    assert load(path).history["step"].tolist() == [0, 1, 2, 3]
+    assert load(path).ledger is not None
+
+
+def test_a_fit_that_trains_nothing_leaves_the_file_of_before(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the set-up")
+
+    callback = pl.callbacks.LambdaCallback(on_fit_start=fail)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    with pytest.raises(RuntimeError, match="in the set-up"):
+        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+    assert path.read_bytes() == before
+
+
+def test_an_error_after_the_training_leaves_the_file_too(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+
+    def fail(*_: Any) -> None:
+        path.unlink()
+        raise RuntimeError("at the end")
+
+    callback = pl.callbacks.LambdaCallback(on_train_end=fail)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    with pytest.raises(RuntimeError, match="at the end"):
+        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+    assert len(load(path).history) == 3
+
+
+def test_a_run_that_is_killed_has_its_epochs(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+    found = []
+
+    def look(*_: Any) -> None:
+        # What is there if the process ends in this epoch, without a word.
+        found.append(path.is_file() and len(load(path).history))
+
+    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0)
+    fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
+    assert found == [False, 3]
+    assert len(load(path).history) == 6
+
+
+_KILLED = """
+import os, signal, sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_gputime import GPUPhaseTimer
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 25:
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+timer = GPUPhaseTimer(save=sys.argv[1])
+Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 4))
+"""
+
+
+@pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
+def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    command = [sys.executable, "-c", _KILLED, str(path), name]
+    subprocess.run(command, capture_output=True, timeout=120, check=False)
+    # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
+    assert len(load(path).history) >= steps
+    assert load(path).ledger is not None
+
+
+def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, saved = FakeGPU(), []
+    monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
+    now = iter([0.0, 0.0, 1.0, 50.0, 100.9, 101.0, 101.0, 101.5])
+    monkeypatch.setattr("lightning_gputime._reports.time.perf_counter", now.__next__)
+    path = tmp_path / "run.json.gz"
+    fit(gpu, Model(gpu), 1, max_epochs=4, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
+    assert len(saved) == 3
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_where_the_disk_is_full_training_goes_on_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.replace", full)
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=tmp_path / "run.json.gz", warmup_steps=0)
+    with caplog.at_level(logging.WARNING, "lightning_gputime"):
+        fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
+    assert timer.summary().steps == 6
+    told = [one.getMessage() for one in caplog.records if "is not saved" in one.getMessage()]
+    assert len(told) == 1
+    assert "Its file has what was saved before, or is not there" in told[0]
+    assert "run.json.gz cannot be written (No space left on device)" in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_path_cannot_be_written_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(
+        clock=gpu, summary=False, save=tmp_path / "file" / "run.json.gz", warmup_steps=0
+    )
+    fit(gpu, Model(gpu), 3, timer=timer)
+    assert timer.summary().steps == 3
+    assert "The run is not saved" in caplog.text
+
+
+@pytest.mark.parametrize("path", [3, "", True])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"save must be a path such as 'run\.json\.gz', or None"):
+        GPUPhaseTimer(save=path)
+
+
+def test_without_save_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    gpu = FakeGPU()
+    fit(gpu, Model(gpu), 2)
+    assert list(tmp_path.iterdir()) == []

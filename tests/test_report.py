@@ -1,0 +1,223 @@
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu import raw
+from test_compare import run
+
+from lightning_gputime import Ledger, Run, compare
+from lightning_gputime._results.ranks import RankStats, RankSummary
+from lightning_gputime._results.results import Results
+from lightning_gputime._runs import charts, saved
+from lightning_gputime._runs.cli import main
+from lightning_gputime._runs.environment import Environment
+
+needs_bokeh = pytest.mark.skipif(
+    importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"
+)
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="a real browser is not installed")
+
+EVIL = "</script><script>alert(1)</script>&\"'"
+
+
+def full() -> Run:
+    """A run with everything that a page can show, and with names that mean harm."""
+    one = run(1, more={f"x{EVIL}": 0.5})
+    stats = RankStats(1.0, 2.0, 3.0, 1)
+    ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", None, f"rank 1 {EVIL}")
+    summary = replace(
+        one.summary,
+        ranks=ranks,
+        ledger=Ledger({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
+        probed_steps=3,
+    )
+    return replace(
+        one,
+        name=f"run {EVIL}",
+        summary=summary,
+        environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
+        slow_steps=[
+            {
+                "step": 7,
+                "step_ms": 90.5,
+                "usual_ms": 15.0,
+                "phase": EVIL,
+                "causes": [{"name": "garbage collection", "reached_ms": 70.25, "detail": EVIL}],
+                "unexplained_ms": 5.25,
+            }
+        ],
+        evaluations=[{"stage": EVIL, "step": 3, "forward_ms": 2.5}],
+    )
+
+
+def short(steps: int, warmup_steps: int = 0) -> Run:
+    """A run of steps of 1 ms, about which nothing else is known."""
+    results = Results(10_000, warmup_steps)
+    if steps:
+        results.add([raw(i, forward=1.0) for i in range(steps)])
+    return Run(Environment(), *results.history_and_warmup(), results.summary())
+
+
+def made(*runs: Run) -> str:
+    from lightning_gputime._runs.page import page
+
+    return page(runs, compare(*runs) if len(runs) == 2 else None)
+
+
+def without_library(text: str) -> str:
+    """A page without the code of bokeh."""
+    return text.rpartition("</head>\n<body>")[2]
+
+
+@needs_bokeh
+def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
+    body = without_library(made(full()))
+    assert body.index('class="verdict"') < body.index("<h2>")
+    for shown in (
+        "Phases over steps",
+        "How long the steps took",
+        "Slowest steps",
+        "70.250 ms garbage collection",
+        "5.250 ms unexplained",
+        "Ranks",
+        "Evaluation",
+        "Launch gaps",
+        "Where the whole fit went",
+        "71.0 %",
+        "Environment",
+        "H200",
+    ):
+        assert shown in body, shown
+
+
+@needs_bokeh
+def test_every_name_is_escaped_and_nothing_is_loaded() -> None:
+    text = made(full())
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in without_library(text)
+    assert "default-src 'none'" in text
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", without_library(text))
+    assert len(text.encode()) < 3e6
+
+
+@needs_bokeh
+def test_what_a_run_does_not_have_is_not_shown() -> None:
+    results = Results(10, 1)
+    results.add([raw(i, forward=1.0) for i in range(4)])
+    body = without_library(
+        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+    )
+    for absent in ("Ranks", "Evaluation", "Launch gaps", "Where the whole fit went"):
+        assert absent not in body
+    # Without causes in the file, the longest steps are shown.
+    assert "<td>1.000</td>" in body
+
+
+@needs_bokeh
+def test_a_run_without_steps_has_a_page() -> None:
+    results = Results(10, 0)
+    body = without_library(
+        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+    )
+    assert "no step was timed" in body
+
+
+@needs_bokeh
+def test_two_runs_are_side_by_side() -> None:
+    body = without_library(made(run(1), run(2, more={"backward": 0.6})))
+    assert "slower: backward explains" in body
+    assert "Before and after" in body
+    assert body.count("Time per step in ms over 1000 steps") == 2
+
+
+def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
+    results = Results(5000, 0)
+    results.add([raw(i, forward=float(i % 3), data=1.0) for i in range(5000)])
+    columns, every = charts.thinned(results.history())
+    assert every == 3
+    assert len(columns["step"]) == 1667
+    assert columns["step"][:3].tolist() == [0, 3, 6]
+    assert columns["forward_ms"][:2].tolist() == [1.0, 1.0]
+    assert columns["longest_ms"][:2].tolist() == [3.0, 3.0]
+    # The last point is the mean of the two steps that are left.
+    assert columns["forward_ms"][-1] == 0.5
+
+
+@needs_bokeh
+def test_a_page_says_that_it_is_thinned_out() -> None:
+    results = Results(5000, 0)
+    results.add([raw(i, forward=1.0) for i in range(5000)])
+    body = without_library(
+        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+    )
+    assert "5000 steps, thinned out: each point is the mean of 3 steps" in body
+
+
+def test_without_bokeh_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved.save(run(1), tmp_path / "run.json.gz")
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    assert main(["report", str(tmp_path / "run.json.gz"), "-o", str(tmp_path / "x.html")]) == 2
+    assert "pip install 'lightning-gputime[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+
+
+@needs_bokeh
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json.gz", "b.json.gz", "page.html")]
+    saved.save(run(1), paths[0])
+    saved.save(run(2, device="B200"), paths[1])
+    assert main(["report", paths[0], "-o", paths[2]]) == 0
+    assert capsys.readouterr().out == f"{paths[2]}\n"
+    assert main(["report", *paths[:2], "-o", paths[2]]) == 2
+    assert "cannot be compared: device is H200" in capsys.readouterr().err
+    assert main(["report", *paths[:2], "-o", paths[2], "--anyway"]) == 0
+    assert "device is H200 before and B200 after" in Path(paths[2]).read_text()
+    assert main(["report", *paths[:2], paths[0]]) == 2
+    assert "report takes one run, or two, got 3" in capsys.readouterr().err
+
+
+def in_chromium(path: Path, *options: str) -> tuple[str, str]:
+    """What the page is in the end in a browser, and what that said on its console."""
+    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=20000", *options]
+    done = subprocess.run(
+        [*command, path.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout, "\n".join(re.findall(r"CONSOLE.*", done.stderr))
+
+
+@needs_bokeh
+@needs_chromium
+@pytest.mark.parametrize("several", [False, True])
+def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Path) -> None:
+    runs = [full(), replace(run(2), name="b")] if several else [full()]
+    (tmp_path / "page.html").write_text(made(*runs))
+    found, console = in_chromium(tmp_path / "page.html", "--dump-dom")
+    charts_drawn = len(re.findall(r'class="bk-Figure"', found))
+    assert charts_drawn == len(runs) + 1
+    told = [line for line in console.splitlines() if "[bokeh" not in line]
+    assert told == []
+    assert "document idle" in console
+
+
+@needs_bokeh
+def test_the_charts_hold_the_steps_numbers() -> None:
+    figure = charts.phases_over_steps(run(1, n=30), 20.0)
+    [source] = {one.data_source for one in figure.renderers}
+    names = charts.top_phases(run(1, n=30))
+    assert names == ["data", "forward", "backward"]
+    whole: Any = source.data["whole"]
+    assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)
+    assert json.dumps(figure.y_range.end) == "22.0"

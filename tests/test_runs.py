@@ -1,0 +1,294 @@
+import errno
+import gzip
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu import FakeGPU, raw
+from fake_loop import Loop, hooks
+
+import lightning_gputime
+from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
+from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.ranks import RankStats, RankSummary
+from lightning_gputime._results.results import Results
+from lightning_gputime._runs import columns, saved
+from lightning_gputime._runs.environment import Environment
+
+
+def run_of(results: Results, **more: Any) -> Run:
+    return Run(Environment(), *results.history_and_warmup(), results.summary(), **more)
+
+
+def timed(steps: int = 4, **options: Any) -> GPUPhaseHooks:
+    """A timer that has timed some steps of known times."""
+    loop = Loop(FakeGPU())
+    with hooks(loop, **options) as timer:
+        for x in timer.steps(loop.batches(steps)):
+            loop.train(x)
+    return timer
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    timer = timed(warmup_steps=1)
+    timer.save(tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    assert run.name == "run.json.gz"
+    assert run.summary == timer.summary()
+    assert str(run.summary) == str(timer.summary())
+    assert run.history.dtype == timer.history().dtype
+    for name in run.history.dtype.names or ():
+        assert run.history[name] == pytest.approx(timer.history()[name], abs=6e-5, nan_ok=True)
+    assert (run.warmup_steps, len(run.measured)) == (1, 3)
+    assert run.measured["step"].tolist() == [1, 2, 3]
+    assert (run.ledger, run.slow_steps, run.evaluations) == (None, [], [])
+
+
+def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
+    timed().save(tmp_path / "run.json")
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 1
+    assert load(tmp_path / "run.json").summary.steps == 4
+
+
+def test_two_files_of_one_run_are_the_same(tmp_path: Path) -> None:
+    timer = timed()
+    timer.save(tmp_path / "a.json.gz")
+    timer.save(tmp_path / "b.json.gz")
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+
+
+def test_a_phase_that_did_not_run_is_still_absent(tmp_path: Path) -> None:
+    results = Results(10, 1)
+    results.add([raw(3, forward=2.0), raw(5, data=1.0, forward=3.0), raw(6, forward=4.0)])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    assert run.history["step"].tolist() == [3, 5, 6]
+    assert run.history["step_ms"].tolist() == [2.0, 4.0, 4.0]
+    assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
+
+
+def test_the_warm_up_that_the_history_has_forgotten_is_not_left_out_again() -> None:
+    results = Results(4, 3)
+    results.add([raw(i, forward=1.0) for i in range(6)])
+    history, warmup_steps = results.history_and_warmup()
+    assert (history["step"].tolist(), warmup_steps) == ([2, 3, 4, 5], 1)
+
+
+def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, forward=2.0)])
+    stats = RankStats(1.0, 2.0, 3.0, 1)
+    results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", None, "rank 1 is slow")
+    results.books = Books(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
+    run = run_of(
+        results,
+        slow_steps=[{"step": 7, "step_ms": 9.5, "causes": ({"name": "gc", "ms": math.nan},)}],
+        evaluations=[{"stage": "val", "step": 3, "forward_ms": 2.5}],
+    )
+    saved.save(run, tmp_path / "run.json.gz")
+    found = load(tmp_path / "run.json.gz")
+    assert found.summary.ranks == results.ranks
+    assert found.ledger == Ledger({"set-up": 4.0})
+    assert found.slow_steps == [{"step": 7, "step_ms": 9.5, "causes": [{"name": "gc", "ms": None}]}]
+    assert found.evaluations == run.evaluations
+
+
+def test_a_run_without_steps_is_saved(tmp_path: Path) -> None:
+    timed(0).save(tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    assert len(run.history) == 0
+    assert str(run.summary).startswith("No step was timed")
+
+
+def test_the_environment_says_what_it_ran_on() -> None:
+    loop = Loop(FakeGPU())
+    with hooks(loop, modules=[], lag=0, accumulate_grad_batches=2) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    found = timer._run().environment
+    assert (found.device_type, found.world_size, found.rank) == ("cpu", 1, 0)
+    assert (found.precision, found.parameters) == ("float32", 6)
+    assert (found.accumulate_grad_batches, found.batch_size, found.compiled) == (2, None, False)
+    assert found.package == lightning_gputime.__version__
+    assert found.started.endswith("+00:00")
+    assert (found.options["lag"], found.options["modules"]) == (0, [])
+    assert "clock" not in found.options
+
+
+def test_the_size_of_a_batch_is_the_loaders() -> None:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    net = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.zeros(6, 2)), batch_size=3)
+    with GPUPhaseHooks(net, torch.optim.SGD(net.parameters())) as timer:
+        for (x,) in timer.steps(loader):
+            net(x).sum().backward()
+    assert timer._run().environment.batch_size == 3
+    assert timer._run().environment.device != ""
+
+
+def test_a_network_that_is_compiled_is_said_to_be() -> None:
+    import torch
+
+    net = torch.nn.Linear(2, 1)
+    net._compiled_call_impl = net.forward  # as `net.compile()` does, without importing dynamo
+    with GPUPhaseHooks(net, torch.optim.SGD(net.parameters())) as timer:
+        pass
+    assert timer._run().environment.compiled
+
+
+def test_an_environment_that_cannot_be_found_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("platform.python_version", lambda: 1 / 0)
+    timer = timed(2)
+    assert timer.summary().steps == 2
+    assert "could not be found: ZeroDivisionError" in caplog.text
+
+
+# Files that are none
+
+
+def changed(path: Path, change: Any) -> Path:
+    """A saved run in which something is changed."""
+    timed().save(path)
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    change(content)
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format="other"), r"is no file of a run: write one by timer\.save"),
+        (lambda c: c.update(version=2), "by a newer lightning_gputime: .* version 2.* update"),
+        (lambda c: c.update(version="1"), "is damaged: its version is '1'"),
+        (lambda c: c.pop("history"), "is damaged: history must be an object with phases"),
+        (lambda c: c.pop("summary"), "is damaged: summary must be an object, not None"),
+        (lambda c: c["summary"].pop("steps"), "is damaged: summary has no steps"),
+        (lambda c: c["summary"].update(steps=1.5), "summary.steps must be int, not 1.5"),
+        (
+            lambda c: c["summary"]["rows"]["forward"].update(mean_ms="1"),
+            r"summary.rows\['forward'\].mean_ms must be float, not '1'",
+        ),
+        (lambda c: c["history"]["host_wait"].pop(), "must be one less than there are steps"),
+        (lambda c: c["history"]["phases"]["data"].pop(), "history.data has 3 of 4 steps"),
+        (lambda c: c["history"]["phases"].update(data=["1"]), "must be a list of whole numbers"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "is too large"),
+        (lambda c: c["history"].update(unit_ms=0), "unit_ms must be a number above 0"),
+        (lambda c: c.update(slow_steps={}), "slow_steps must be a list of objects"),
+        (
+            lambda c: c["summary"].update(ledger={"entries_s": []}),
+            "summary.ledger.entries_s must be Mapping",
+        ),
+    ],
+)
+def test_a_file_with_something_wrong_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    path = changed(tmp_path / "run.json.gz", change)
+    with pytest.raises(ValueError, match=message) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:
+    path = changed(tmp_path / "run.json.gz", lambda c: c["summary"].update(later=[1]))
+    assert load(path).summary.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no JSON"),
+        (b"\x80\x04\x95", "is no JSON"),
+        (pickle.dumps({"a": 1}), "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b'{"format": NaN}', "NaN is no number of JSON"),
+        (b"[1]", "is no file of a run"),
+        (gzip.compress(b"{}" * 100)[:-12], "cannot be unpacked"),
+        (b"\x1f\x8b" + b"x" * 50, "cannot be unpacked"),
+    ],
+)
+def test_another_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "run.json.gz")
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed().save(tmp_path / "run.json.gz")
+    monkeypatch.setattr(saved, "_LARGEST", 100)
+    with pytest.raises(ValueError, match="unpacks to more than 100 bytes"):
+        load(tmp_path / "run.json.gz")
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.json\.gz"):
+        load(tmp_path / "none.json.gz")
+
+
+def test_a_half_written_file_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = timed()
+    timer.save(tmp_path / "run.json.gz")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match=r"No space left on device.*; the times are kept"):
+        timer.save(tmp_path / "run.json.gz")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json.gz"]
+    assert load(tmp_path / "run.json.gz").summary.steps == 4
+
+
+def test_a_step_and_phase_take_a_few_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    results = Results(20_000, 0)
+    for number, (forward, backward) in enumerate(rng.gamma(20.0, 0.5, (20_000, 2)).tolist()):
+        results.add([raw(number, forward=forward, backward=backward)])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    size = (tmp_path / "run.json.gz").stat().st_size
+    assert size < 20_000 * 2 * 4
+
+
+def test_columns_are_read_as_they_were_written() -> None:
+    results = Results(10, 2)
+    results.add([raw(number, 0.25, forward=1.5) for number in (1, 2, 5)])
+    history, warmup_steps = results.history_and_warmup()
+    found = columns.to_json(history, warmup_steps)
+    assert found == {
+        "unit_ms": 1e-4,
+        "warmup_steps": 2,
+        "first_step": 1,
+        "step_differences": [1, 3],
+        "host_wait": [2500, 2500, 2500],
+        "phases": {"forward": [15000, 15000, 15000]},
+    }
+
+
+def test_slow_steps_and_their_causes_come_back(gpu: FakeGPU, tmp_path: Path) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, sync_ranks=False) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(60))):
+            loop.train(x)
+            if number == 40:
+                with timer.phase("save"):
+                    gpu.work(30.0, host_ms=40.0)
+    timer.save(tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    [slow] = timer.slowest()
+    [saved] = run.slow_steps
+    assert (saved["step"], saved["text"]) == (slow.step, str(slow))
+    assert [cause["name"] for cause in saved["causes"]] == ["phase save"]
+    assert run.summary == timer.summary()
