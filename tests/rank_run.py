@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
 
-BASE_MS, LATE_MS, STEPS = 10.0, 30.0, 15
+BASE_MS, LATE_MS, STEPS = 10.0, 30.0, 25
 
 
 class Sleep(torch.autograd.Function):

@@ -37,6 +37,7 @@ class Bench:
         self.gpu = gpu
         self.inquiry = Inquiry(gpu)
         self.inquiry.witnesses = [*witnesses]
+        self.loaders = [one for one in witnesses if isinstance(one, Loader)]
         self.inquiry.attach()
         self.inquiry.loop_begins()
         self.found: list[SlowStep] = []
@@ -44,6 +45,8 @@ class Bench:
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
         """Runs a step: what it takes longer than the usual one."""
         begin = self.gpu.now
+        for loader in self.loaders:
+            loader.is_asked()
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
         self.gpu.host_work(sum(on_host))
@@ -137,12 +140,10 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=False)
+    loader.loads(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
-    assert bench.slow({"data/fetch": 20.0}, {"data/fetch": 10.0}) == (
-        Cause("loader", 20.0, 10.0, detail),
-    )
+    assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("loader", 20.0, 10.0, detail),)
 
 
 def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
@@ -150,11 +151,11 @@ def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=False)
+    loader.loads(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     bench.usual()
     bench.inquiry.loop_begins()
-    bench.step(SLOW, {"data/fetch": 20.0}, {"data/fetch": 20.0})
+    bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
     [cause] = bench.found[0].causes
     assert cause.detail == "its first batch, for which its workers start"
 

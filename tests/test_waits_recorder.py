@@ -256,7 +256,7 @@ def test_a_wait_whose_mark_fails_costs_its_step_alone(
         (("backward", "<receives>", "<goes on>", "backward"), "backward"),
         (("<after backward>", "<receives>", "<goes on>", "forward", "backward"), "forward"),
         (("<after backward>", "<receives>", "<goes on>", "backward"), "backward"),
-        (("<after backward>", "<receives>", "<goes on>", "<after update>"), "optimizer"),
+        (("<after backward>", "<receives>", "<goes on>", "<after update>"), "backward"),
         (("optimizer", "<receives>", "<goes on>", "<after update>"), "optimizer"),
         (("<after update>", "<receives>", "<goes on>", "data"), "other"),
         (("augment/part", "<receives>", "<goes on>", "forward"), "augment"),

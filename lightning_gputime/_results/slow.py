@@ -188,7 +188,8 @@ class SlowSummary:
     @property
     def sentences(self) -> tuple[str, str]:
         """What a person should know: what they cost, and the worst."""
-        shares = [f"{name} {share:.1%}" for name, share in self.cause_shares.items()]
+        known = self.cause_shares.items()
+        shares = [f"{name} {share:.1%}" for name, share in known if share >= 0.0005]
         if not shares or self.unexplained_share >= 0.0005:
             shares.append(f"unexplained {self.unexplained_share:.1%}")
         was = "was" if self.n == 1 else "were"
