@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed.pipelining._backward as _backward
 from fake_gpu import FakeGPU, Layer, steps
 from fake_ranks import Ranks, Shared, from_module, launch, train, waiting
 
@@ -31,8 +32,6 @@ def test_what_a_pipeline_receives_is_the_comm_of_the_pass_it_is_for(
 
 
 def test_a_gradient_that_a_pipeline_takes_is_no_loss(ranks: Ranks, gpu: FakeGPU) -> None:
-    from torch.distributed.pipelining import _backward
-
     net = Layer(gpu, 4.0, 8.0)
     call = from_module(_backward.__name__)
     with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
