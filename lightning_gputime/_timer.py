@@ -12,6 +12,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.submodules import resolve
+from lightning_gputime._causes.places import attribute
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
@@ -113,7 +114,7 @@ class Timer:
 
     def _know_batch(self, loader: object) -> None:
         """Takes the number of items in a batch from a loader, if it says that."""
-        size = getattr(loader, "batch_size", None)
+        size = attribute(loader, "batch_size")
         if type(size) is int:
             self._environment = replace(self._environment, batch_size=size)
 

@@ -75,8 +75,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             torchmetrics, which is updated with them.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
-        trace_slow_steps: A folder. Where slow steps recur, the next ones are caught by
-            `torch.profiler`, ten in all; steps that it watches are in no statistics.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         save: The file that the run is saved to, such as "run.json.gz", see `save`: on rank zero, at
             the end of epochs and of training, also after an error.
@@ -107,7 +105,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
-        trace_slow_steps: str | os.PathLike[str] | None = None,
         log_figure: bool = False,
         save: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
@@ -125,7 +122,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
-                trace_slow_steps=trace_slow_steps,
                 clock=clock,
             )
         )

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from fake_loop import Logger, Loop, hooks
 from torch import Tensor
 
 from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
+from lightning_gputime._results.results import Results
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
@@ -318,3 +320,56 @@ def test_slow_steps_are_in_a_copy_of_the_timers_results(loop: Loop) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)})
     copied = pickle.loads(pickle.dumps(timer._results))
     assert [*copied.slowest(10)] == [*timer.slowest()]
+
+
+def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Results.add
+
+    def slow_add(self: Results, *args: Any) -> Any:
+        loop.gpu.host_work(100.0)
+        return add(self, *args)
+
+    monkeypatch.setattr(Results, "add", slow_add)
+    assert len(train(loop).slowest()) == 0
+
+
+def test_a_logger_that_another_thread_calls_is_not_blamed(loop: Loop) -> None:
+    logger = Logger()
+    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1000}
+
+    def late() -> None:
+        other = threading.Thread(target=lambda: logger.log_metrics({}, 0))
+        other.start()
+        other.join()
+        loop.gpu.host_work(40.0)
+
+    [slow] = train(loop, in_loss={SLOW: late}, **options).slowest()
+    assert slow.causes == ()
+
+
+def test_a_loader_and_a_logger_that_refuse_questions_are_left_alone(loop: Loop) -> None:
+    class Loader:
+        def __iter__(self) -> Any:
+            return loop.batches(60)
+
+        @property
+        def num_workers(self) -> int:
+            raise RuntimeError("not started")
+
+        batch_size = num_workers
+
+    class Strict(Logger):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "log_metrics":
+                raise ValueError(name)
+            super().__setattr__(name, value)
+
+    with hooks(loop, logger=Strict()) as timer:
+        for number, x in enumerate(timer.steps(Loader())):
+            loop.train(x)
+            if number == 40:
+                collect(loop.gpu, 80.0)
+    [slow] = timer.slowest()
+    assert [cause.kind for cause in slow.causes] == ["garbage"]

@@ -1,14 +1,11 @@
 """Why steps were slow: finds them among those that were read, and asks the witnesses."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
-from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.compilation import Compilation
 from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
 from lightning_gputime._causes.garbage import Garbage
@@ -37,21 +34,21 @@ class Inquiry:
     Args:
         clock: That of the steps.
         loggers: What the loop logs to.
-        traces: The folder for traces of slow steps; None to take none.
     """
 
     def __init__(
         self,
         clock: Clock,
         loggers: Sequence[Any] = (),
-        traces: str | os.PathLike[str] | None = None,
     ) -> None:
         now_ns, device = clock.host_ns, getattr(clock, "device", None)
         allocations = counters_of(device)
         self._loader = Loader(now_ns)
         self._logger = Logger(now_ns, loggers)
-        self.capture = Capture(traces, now_ns)
-        """Traces slow steps."""
+        self._now_ns = now_ns
+        # When the timer itself has read steps: that is no fault of the loop's.
+        self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
+        self._reads_since = 0
         # First those that know when; then those that know how much; then those that know where.
         self.witnesses: list[Witness] = [
             Garbage(now_ns),
@@ -108,11 +105,6 @@ class Inquiry:
 
     def remove(self) -> None:
         """Ends that. Safe to call twice."""
-        self.abandon()
-        self.capture.remove()
-
-    def abandon(self) -> None:
-        """As `remove`, in a process that was forked off: a profiler is its parent's."""
         self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
         for one in self.witnesses:
             one.remove()
@@ -136,22 +128,18 @@ class Inquiry:
             for first in range(0, len(steps), _TOGETHER):
                 some = slice(first, first + _TOGETHER)
                 found += self._take(steps[some], each_ms[some])
-            self.capture.saw(found)
             return found
         except Exception as error:
             self._give_up(error)
             return []
 
-    def explain(self, traced: Sequence[tuple[StepRecord, str]]) -> list[SlowStep]:
-        """Returns slow steps that were traced, with their traces."""
-        try:
-            return [
-                replace(self._explain(step, step.times().step_ms), trace=path)
-                for step, path in traced
-            ]
-        except Exception as error:
-            self._give_up(error)
-            return []
+    def reading_begins(self) -> None:
+        """Must be told where the timer begins to read steps."""
+        self._reads_since = self._now_ns()
+
+    def reading_ends(self) -> None:
+        """Must be told where it has, before it calls loggers and functions of the user's."""
+        self._readings.append((self._reads_since, self._now_ns()))
 
     def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         usual = self._usual
@@ -180,8 +168,13 @@ class Inquiry:
         return [
             self._explain(step, ms)
             for step, ms in zip(steps, each_ms, strict=True)
-            if ms > limit_ms
+            if ms > limit_ms and ms - self._read_ms(step) > limit_ms
         ]
+
+    def _read_ms(self, step: StepRecord) -> float:
+        """Returns how long the timer read others inside a step (in milliseconds)."""
+        begin, end = step.host_ns[0], step.host_ns[-1]
+        return sum(max(min(end, b) - max(begin, a), 0) for a, b in self._readings) / 1e6
 
     def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
         scene = Scene(step, step_ms, self._usual, [*self._waits])

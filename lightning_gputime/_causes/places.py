@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +48,7 @@ class Loader:
     def loads(self, loader: object, in_data: bool) -> None:
         """Must be told the loader, and whether `data` has no part for its fetches."""
         self._phase = DATA if in_data else FETCH
-        workers = getattr(loader, "num_workers", 0)
+        workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
         if in_data:
             self.is_asked()
@@ -96,6 +97,11 @@ class Logger:
         for one in self._calls:
             one.remove()
 
+    def loop_begins(self) -> None:
+        """Begins to look at the calling thread."""
+        for one in self._calls:
+            one.thread = get_ident()
+
     def testify(self, scene: Scene) -> None:
         for spans in (self.own, *(one.spans for one in self._calls)):
             scene.claim_spans("callback", spans.within(scene))
@@ -112,10 +118,13 @@ class _Calls:
         owner = logger.__name__ if isinstance(logger, ModuleType) else type(logger).__name__
         self._name = f"{owner}.log_metrics"
         self._stand_in: StandIn | None = None
+        self._depth = 0
+        self.thread = -1
+        """The thread that is timed."""
 
     def attach(self) -> None:
-        # One may have no attributes of its own.
-        with contextlib.suppress(AttributeError, TypeError):
+        # One may have no attributes of its own, or refuse them.
+        with contextlib.suppress(Exception):
             self._stand_in = listen(self._logger, "log_metrics", self)
 
     def remove(self) -> None:
@@ -124,10 +133,15 @@ class _Calls:
             stand_in.forget(self)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
+        # Another thread, or a call inside this one.
+        if get_ident() != self.thread or self._depth:
+            return False
+        self._depth += 1
         self.spans.begin()
         return True
 
     def call_ends(self, result: Any = None) -> None:
+        self._depth = 0
         self.spans.end(self._name)
 
 
@@ -168,3 +182,11 @@ def _callback(name: str) -> str:
     if name.partition("/")[0] in (*PHASES, TRAINING_STEP):
         return of_one_callback(name)
     return f"phase {name}"
+
+
+def attribute(one: object, name: str) -> Any:
+    """Returns an attribute of what is a user's own; None where it has none, or raises."""
+    try:
+        return getattr(one, name, None)
+    except Exception:
+        return None

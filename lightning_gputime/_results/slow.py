@@ -67,7 +67,6 @@ class SlowStep:
         phase: The phase, or the part of one, that grew most.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
-        trace: The file with its trace, where one was taken.
     """
 
     step: int
@@ -76,7 +75,6 @@ class SlowStep:
     phase: str
     causes: tuple[Cause, ...]
     unexplained_ms: float
-    trace: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts, ready for JSON, with the names of the causes and the sentence."""
@@ -151,8 +149,7 @@ class SlowSteps(Sequence[SlowStep]):
             for name in ("step_ms", "usual_ms", "unexplained_ms")
         )
         whole = ("all", took, usual, "", "unexplained", "", unexplained, "")
-        traces = [f"trace of step {one.step}: {one.trace}" for one in self._steps if one.trace]
-        return Table("Slow steps, times in ms", [header, *lines, whole], traces, left=(0, 3, 4, 7))
+        return Table("Slow steps, times in ms", [header, *lines, whole], [], left=(0, 3, 4, 7))
 
 
 def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:

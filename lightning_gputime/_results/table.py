@@ -67,16 +67,18 @@ class Table:
     def rich(self) -> Any:
         """Returns it as a table of rich."""
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         if not self.lines:
             return self.title
         header, *body = self.lines
-        caption = "\n".join(self.sentences) or None
+        # As texts: a name of the user's may look like markup.
+        caption = Text("\n".join(self.sentences)) if self.sentences else None
         table = RichTable(title=self.title, caption=caption, title_justify="left")
         for i, name in enumerate(header):
             table.add_column(name, justify="left" if i in self.left else "right", no_wrap=True)
         for i, line in enumerate(body):
-            table.add_row(*line, end_section=i >= len(body) - 2)
+            table.add_row(*map(Text, line), end_section=i >= len(body) - 2)
         return table
 
 

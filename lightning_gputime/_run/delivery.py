@@ -95,18 +95,16 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
-        steps, traced = self._inquiry.capture.take_out(steps)
-        if not steps and not traced:
-            return
+        self._inquiry.reading_begins()
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
         self._comparison.add(measured)
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
-        slow += self._inquiry.explain(traced)
         self._results.add_slow(slow)
         self._means.slow.add(slow, known=self._inquiry.judges)
-        if steps and self._means.add(steps, sums):
+        self._inquiry.reading_ends()
+        if self._means.add(steps, sums):
             self._owes_log = False
         if self.look is not None and self.look():
             self.look = None

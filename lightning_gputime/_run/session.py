@@ -64,7 +64,7 @@ class Session:
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         lag = options.lag
         self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
-        self._inquiry = Inquiry(clock, means.loggers, options.trace_slow_steps)
+        self._inquiry = Inquiry(clock, means.loggers)
         self.loads = self._inquiry.loads
         """Says what loads the batches, and whether `data` has no part for its fetches."""
         self.loader_is_asked = self._inquiry.loader_is_asked
@@ -177,11 +177,10 @@ class Session:
             return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None or self._inquiry.capture.is_due:
-            # Neither the exchange nor a profiler is part of the step that has begun.
+        if self._comparison.owed is not None:
+            # The exchange is no part of the step that has begun.
             recorder.pause()
             self._comparison.pay()
-            self._inquiry.capture.turn(number)
             recorder.resume()
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
@@ -264,7 +263,7 @@ class Session:
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
-        self._inquiry.abandon()
+        self._inquiry.remove()
         self._recorder.abandon()
         self._comparison.abandon()
 
