@@ -286,6 +286,22 @@ def test_bad_input_exits_with_two(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")])
+def test_an_error_that_nobody_expects_exits_with_two(
+    error: Exception,
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("lightning_gputime._runs.cli.compare", fail)
+    assert main(["compare", *files, "--fail-above", "1%"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")
+
+
 @pytest.mark.parametrize("bound", ["2", "two", "-1%"])
 def test_a_bound_that_is_no_percentage_is_refused(
     bound: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]

@@ -61,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD
+    except Exception as error:
+        # Never 1, which says that the step is slower.
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"{parser.prog}: the runs cannot be read or compared: {what}", file=sys.stderr)
+        return BAD
     return code
 
 

@@ -92,7 +92,7 @@ def _content(file: IO[bytes], path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no file of a run: it unpacks to more than {_LARGEST} bytes")
     try:
         # Not over text: what is no UTF-8 is told as an error of the file, too.
-        content = json.load(io.BytesIO(data), parse_constant=_refuse)
+        content = json.load(io.BytesIO(data), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of a run: it is no JSON ({error})"
@@ -115,6 +115,10 @@ def _content(file: IO[bytes], path: str) -> dict[str, Any]:
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    return fields.number(float(text), f"the number {text:.60}")
 
 
 def _objects(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
