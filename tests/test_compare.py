@@ -65,8 +65,8 @@ def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -
     times = np.stack([step, forward, step - forward], axis=1)
     found = statistics.typical(times)
     assert found.values.tolist() == [4.5, 1.125, 3.375]
-    # Beyond the borders a step moves the estimate as one at the border does, here by 2 (4.5 - 3).
-    assert found.influence[:, 0].tolist() == [-3.0, -3.0, -3.0, -1.0, 1.0, 3.0, 3.0, 3.0]
+    # Beyond the borders a step moves the estimate as the border does, here by 2 (4.5 - 2.5).
+    assert found.influence[:, 0].tolist() == [-4.0, -4.0, -3.0, -1.0, 1.0, 3.0, 4.0, 4.0]
     assert found.influence[:, 1:].sum(axis=1) == pytest.approx(found.influence[:, 0])
 
 
@@ -169,6 +169,44 @@ def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() 
     # Of 100 pairs, at 5 % each, more than 9 are called different once in forty times.
     assert equal <= 9
     assert found >= 90
+
+
+@pytest.mark.parametrize("part", [0.25, 0.75])
+def test_equal_runs_of_two_speeds_are_rarely_called_different(part: float) -> None:
+    rng = np.random.default_rng(0)
+
+    def side() -> tuple[float, float]:
+        steps = np.where(rng.random(2000) < part, 20, 10) + rng.normal(0, 0.1, 2000)
+        found = statistics.typical(steps[:, np.newaxis])
+        return float(found.values[0]), float(statistics.variance(found.influence)[0][0])
+
+    width = statistics.quantile_of_t(11)
+    pairs = [(side(), side()) for _ in range(100)]
+    different = sum(abs(a - b) > width * math.sqrt(of_a + of_b) for (a, of_a), (b, of_b) in pairs)
+    assert different <= 10
+
+
+@pytest.mark.parametrize(
+    ("every", "counts"), [(50, (1200, 1201)), (20, (480, 481)), (7, (840, 841))]
+)
+def test_slow_steps_at_a_fixed_distance_make_no_difference(
+    every: int, counts: tuple[int, int]
+) -> None:
+    sides = [constant(*(1010.0 if i % every == 0 else 10.0 for i in range(n))) for n in counts]
+    for before, after in (sides, sides[::-1]):
+        found = compare(before, after)
+        assert not found.is_above(0.02)
+        assert not found.is_above(0.0)
+        assert found.mean_sentence == ""
+
+
+def test_the_rows_are_in_the_order_of_the_files() -> None:
+    more = {name: 1.0 for name in ("zeta", "alpha", "mu", "beta")}
+    assert [*compare(run(1, more=more), run(2, more={"more": 1.0})).rows] == [
+        *PHASES,
+        *more,
+        "more",
+    ]
 
 
 def test_the_spread_between_runs_widens_the_interval() -> None:
@@ -286,7 +324,9 @@ def test_bad_input_exits_with_two(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")])
+@pytest.mark.parametrize(
+    "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
+)
 def test_an_error_that_nobody_expects_exits_with_two(
     error: Exception,
     files: tuple[str, str],

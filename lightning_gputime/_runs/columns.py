@@ -29,11 +29,7 @@ def to_json(history: npt.NDArray[Any], warmup_steps: int) -> dict[str, Any]:
         # Ones, nearly all, which take no room when compressed.
         "step_differences": np.diff(numbers).tolist(),
         "host_wait": _to_units(history["host_wait_ms"]),
-        "phases": {
-            name: _to_units(history[f"{name}_ms"])
-            for name in names
-            if name not in _OTHERS
-        },
+        "phases": {name: _to_units(history[f"{name}_ms"]) for name in names if name not in _OTHERS},
     }
 
 
