@@ -14,6 +14,7 @@ from fake_loop import Loop, hooks
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
+from lightning_gputime._results import files
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
@@ -261,6 +262,28 @@ def test_a_half_written_file_replaces_nothing(
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json.gz"]
     assert load(tmp_path / "run.json.gz").summary.steps == 4
+
+
+def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    old = os.umask(0o027)
+    try:
+        files.write(path, "a")
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o640
+    path.chmod(0o604)
+    files.write(path, "b")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("b", 0o604)
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(OSError, match=r"cannot be written \(it is no regular file\)"):
+            files.write(path, "a")
+    assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}
 
 
 def test_a_step_and_phase_take_a_few_bytes(tmp_path: Path) -> None:
