@@ -201,7 +201,7 @@ def test_slow_steps_at_a_fixed_distance_make_no_difference(
 
 
 def test_the_rows_are_in_the_order_of_the_files() -> None:
-    more = {name: 1.0 for name in ("zeta", "alpha", "mu", "beta")}
+    more = dict.fromkeys(("zeta", "alpha", "mu", "beta"), 1.0)
     assert [*compare(run(1, more=more), run(2, more={"more": 1.0})).rows] == [
         *PHASES,
         *more,
@@ -298,6 +298,23 @@ def test_markdown_and_json(files: tuple[str, str], capsys: pytest.CaptureFixture
     assert lines[7].startswith("| **step** | **14.962** | **15.588** |")
     main(["compare", *files, "--json"])
     assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
+
+
+def test_json_has_null_for_what_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, more in zip(paths, ({}, {"augment": 0.5}), strict=True):
+        saved.save(run(1, more=more), path)
+    assert main(["compare", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["rows"]["augment"]["error_ratio"] is None
+
+
+def test_short_runs_are_noted() -> None:
+    note = "With fewer than 200 steps a side"
+    assert note in str(compare(run(1, n=199), run(2)))
+    assert note not in str(compare(run(1, n=200), run(2)))
 
 
 def test_a_name_of_a_phase_ends_no_cell() -> None:
