@@ -73,6 +73,13 @@ def test_a_phase_that_did_not_run_is_still_absent(tmp_path: Path) -> None:
     assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
 
 
+def test_a_time_below_zero_is_saved_as_zero(tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, data=-0.001, forward=2.0)])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    assert load(tmp_path / "run.json.gz").history["data_ms"].tolist() == [0.0]
+
+
 def test_the_warm_up_that_the_history_has_forgotten_is_not_left_out_again() -> None:
     results = Results(4, 3)
     results.add([raw(i, forward=1.0) for i in range(6)])

@@ -35,9 +35,9 @@ def to_json(history: npt.NDArray[Any], warmup_steps: int) -> dict[str, Any]:
 
 def _to_units(times_ms: npt.NDArray[np.float64]) -> list[int | None]:
     is_absent = ~np.isfinite(times_ms)
-    units: list[int | None] = (
-        np.rint(np.where(is_absent, 0, times_ms) / _UNIT_MS).astype(np.int64).tolist()
-    )
+    # Events of two streams may tell less than nothing: as 0, since a file with such is refused.
+    known = np.maximum(np.where(is_absent, 0, times_ms), 0)
+    units: list[int | None] = np.rint(known / _UNIT_MS).astype(np.int64).tolist()
     for i in np.flatnonzero(is_absent).tolist():
         units[i] = None
     return units
