@@ -36,7 +36,8 @@ class FitBooks:
             self._books = Books(time.perf_counter_ns if clock is None else clock.host_ns)
             self._trainer = trainer
             # The hook of a checkpoint tells where it begins, but not where it ends.
-            self._stand_in = listen(trainer, "save_checkpoint", self)
+            # On the class: what is bound to this trainer would go into copies of it.
+            self._stand_in = listen(type(trainer), "save_checkpoint", self)
         return self._books
 
     def turn(self, entry: str) -> None:
@@ -51,10 +52,11 @@ class FitBooks:
             log = _lightning.mean_log_of(self._trainer, prefix)
             log.log_values(self._books.ledger().metrics(), last.step)
 
-    def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Is told that a checkpoint is saved."""
-        if self._books is not None:
-            self._books.save_begins()
+    def call_begins(self, *args: Any, **__: Any) -> bool:
+        """Is told that a trainer saves a checkpoint, which may be another one."""
+        if self._books is None or not args or args[0] is not self._trainer:
+            return False
+        self._books.save_begins()
         return True
 
     def call_ends(self, result: Any = None) -> None:

@@ -32,7 +32,11 @@ class Reports:
     def __init__(self, *, summary: bool, log_figure: bool, save: Any) -> None:
         if save is not None and (not isinstance(save, str | os.PathLike) or not os.fspath(save)):
             raise TypeError(f"save must be a path such as 'run.json.gz', or None, got {save!r}")
-        self._summary, self._log_figure, self._path = summary, log_figure, save
+        self._summary, self._log_figure = summary, log_figure
+        self._path: str | None = None
+        if save is not None:
+            # Now: training may change the working folder, and would leave two files.
+            self._path = os.path.abspath(os.path.expanduser(os.fspath(save)))
         if log_figure:
             new_axes()  # Raises now if matplotlib is missing, not when training ends.
         # When the next file is due while training goes on, and whether one failed.
@@ -50,8 +54,11 @@ class Reports:
             _lightning.send_figure(trainer, f"{prefix}/steps", figure, timer.last.step)
 
     def save(self, timer: Timer, trainer: _lightning.Trainer) -> None:
-        """Writes the file, if one is wanted. Tells once if it cannot be written."""
-        if self._path is not None and trainer.is_global_zero:
+        """Writes the file, if one is wanted and there is a step. Tells once if it cannot."""
+        if self._path is None or not trainer.is_global_zero:
+            return
+        # Without a step a file of before is worth more.
+        if timer.last is not None or timer.summary().probed_steps:
             self._save(timer.save, self._path)
 
     def save_if_due(self, timer: Timer, trainer: _lightning.Trainer) -> None:

@@ -65,8 +65,8 @@ def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -
     times = np.stack([step, forward, step - forward], axis=1)
     found = statistics.typical(times)
     assert found.values.tolist() == [4.5, 1.125, 3.375]
-    # Beyond the borders a step moves the estimate as one at the border does, here by 2 (4.5 - 3).
-    assert found.influence[:, 0].tolist() == [-3.0, -3.0, -3.0, -1.0, 1.0, 3.0, 3.0, 3.0]
+    # Beyond the borders a step moves the estimate as the border does, here by 2 (4.5 - 2.5).
+    assert found.influence[:, 0].tolist() == [-4.0, -4.0, -3.0, -1.0, 1.0, 3.0, 4.0, 4.0]
     assert found.influence[:, 1:].sum(axis=1) == pytest.approx(found.influence[:, 0])
 
 
@@ -171,6 +171,44 @@ def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() 
     assert found >= 90
 
 
+@pytest.mark.parametrize("part", [0.25, 0.75])
+def test_equal_runs_of_two_speeds_are_rarely_called_different(part: float) -> None:
+    rng = np.random.default_rng(0)
+
+    def side() -> tuple[float, float]:
+        steps = np.where(rng.random(2000) < part, 20, 10) + rng.normal(0, 0.1, 2000)
+        found = statistics.typical(steps[:, np.newaxis])
+        return float(found.values[0]), float(statistics.variance(found.influence)[0][0])
+
+    width = statistics.quantile_of_t(11)
+    pairs = [(side(), side()) for _ in range(100)]
+    different = sum(abs(a - b) > width * math.sqrt(of_a + of_b) for (a, of_a), (b, of_b) in pairs)
+    assert different <= 10
+
+
+@pytest.mark.parametrize(
+    ("every", "counts"), [(50, (1200, 1201)), (20, (480, 481)), (7, (840, 841))]
+)
+def test_slow_steps_at_a_fixed_distance_make_no_difference(
+    every: int, counts: tuple[int, int]
+) -> None:
+    sides = [constant(*(1010.0 if i % every == 0 else 10.0 for i in range(n))) for n in counts]
+    for before, after in (sides, sides[::-1]):
+        found = compare(before, after)
+        assert not found.is_above(0.02)
+        assert not found.is_above(0.0)
+        assert found.mean_sentence == ""
+
+
+def test_the_rows_are_in_the_order_of_the_files() -> None:
+    more = dict.fromkeys(("zeta", "alpha", "mu", "beta"), 1.0)
+    assert [*compare(run(1, more=more), run(2, more={"more": 1.0})).rows] == [
+        *PHASES,
+        *more,
+        "more",
+    ]
+
+
 def test_the_spread_between_runs_widens_the_interval() -> None:
     before = [constant(*[ms] * 24) for ms in (10.0, 11.0, 12.0)]
     after = [constant(*[ms] * 24) for ms in (11.0, 12.0, 13.0)]
@@ -262,6 +300,23 @@ def test_markdown_and_json(files: tuple[str, str], capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
 
 
+def test_json_has_null_for_what_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, more in zip(paths, ({}, {"augment": 0.5}), strict=True):
+        saved.save(run(1, more=more), path)
+    assert main(["compare", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["rows"]["augment"]["error_ratio"] is None
+
+
+def test_short_runs_are_noted() -> None:
+    note = "With fewer than 200 steps a side"
+    assert note in str(compare(run(1, n=199), run(2)))
+    assert note not in str(compare(run(1, n=200), run(2)))
+
+
 def test_a_name_of_a_phase_ends_no_cell() -> None:
     found: RunComparison = compare(run(1), run(2, more={"a|b<i>_": 0.5}))
     assert r"| a\|b&lt;i&gt;\_ |" in found.markdown()
@@ -284,6 +339,24 @@ def test_bad_input_exits_with_two(
 ) -> None:
     assert main([files[0] if one == "FILE" else one for one in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
+)
+def test_an_error_that_nobody_expects_exits_with_two(
+    error: Exception,
+    files: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("lightning_gputime._runs.cli.compare", fail)
+    assert main(["compare", *files, "--fail-above", "1%"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")
 
 
 @pytest.mark.parametrize("bound", ["2", "two", "-1%"])

@@ -1,3 +1,4 @@
+import copy
 import errno
 import logging
 import os
@@ -146,7 +147,26 @@ def test_nothing_is_left_on_the_trainer() -> None:
     one = trainer(timer)
     one.fit(Model(gpu), Loader(gpu, 2))
     assert "save_checkpoint" not in vars(one)
+    assert not hasattr(pl.Trainer.save_checkpoint, "_stand_in")
     pickle.dumps(timer)
+
+
+def test_a_copied_trainer_saves_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    savers: list[Any] = []
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, _: savers.append(self))
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    one = trainer(timer)
+    timer.setup(one, Model(gpu), "fit")
+    begun: list[int] = []
+    monkeypatch.setattr(Books, "save_begins", lambda _: begun.append(0))
+    assert "save_checkpoint" not in vars(one)
+    twin = copy.copy(one)
+    twin.save_checkpoint("none")
+    assert (savers, begun) == ([twin], [])
+    one.save_checkpoint("none")
+    assert (savers, begun) == ([twin, one], [0])
+    timer.teardown(one, Model(gpu), "fit")
 
 
 # The file that a fit leaves
@@ -202,6 +222,39 @@ def test_a_fit_that_trains_nothing_leaves_the_file_of_before(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="in the set-up"):
         fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
     assert path.read_bytes() == before
+
+
+def test_a_fit_that_fails_in_its_first_step_leaves_the_file_of_before(tmp_path: Path) -> None:
+    gpu = FakeGPU()
+    path = tmp_path / "run.json.gz"
+    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the first step")
+
+    callback = pl.callbacks.LambdaCallback(on_train_batch_start=fail)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    with pytest.raises(RuntimeError, match="in the first step"):
+        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+    assert path.read_bytes() == before
+
+
+def test_training_that_changes_the_folder_leaves_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    gpu = FakeGPU()
+    callback = pl.callbacks.LambdaCallback(on_train_start=lambda *_: os.chdir(other))
+    for save in ("run.json.gz", "~/home.json.gz"):
+        monkeypatch.chdir(tmp_path)
+        timer = GPUPhaseTimer(clock=gpu, summary=False, save=save)
+        fit(gpu, Model(gpu), 2, timer=timer, callbacks=[callback])
+    assert list(other.iterdir()) == []
+    assert {one.name for one in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
 
 
 def test_an_error_after_the_training_leaves_the_file_too(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fake_loop import Loop, hooks
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
+from lightning_gputime._results import files
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
@@ -70,6 +71,13 @@ def test_a_phase_that_did_not_run_is_still_absent(tmp_path: Path) -> None:
     assert run.history["step"].tolist() == [3, 5, 6]
     assert run.history["step_ms"].tolist() == [2.0, 4.0, 4.0]
     assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
+
+
+def test_a_time_below_zero_is_saved_as_zero(tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, data=-0.001, forward=2.0)])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    assert load(tmp_path / "run.json.gz").history["data_ms"].tolist() == [0.0]
 
 
 def test_the_warm_up_that_the_history_has_forgotten_is_not_left_out_again() -> None:
@@ -182,6 +190,16 @@ def changed(path: Path, change: Any) -> Path:
         (lambda c: c["history"]["phases"]["data"].pop(), "history.data has 3 of 4 steps"),
         (lambda c: c["history"]["phases"].update(data=["1"]), "must be a list of whole numbers"),
         (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "is too large"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**300), "is too large"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, -1), "data has a negative time"),
+        (lambda c: c["history"]["host_wait"].__setitem__(0, -1), "host_wait has a negative time"),
+        (lambda c: c["history"].update(first_step=10**400), "first_step is too large"),
+        (lambda c: c["history"]["phases"].update(step=[1] * 4), "has a phase called step"),
+        (lambda c: c["history"]["phases"].update(host_wait=[1] * 4), "a phase called host_wait"),
+        (
+            lambda c: c["summary"]["rows"]["forward"].update(mean_ms=10**400),
+            "mean_ms must be a finite number",
+        ),
         (lambda c: c["history"].update(unit_ms=0), "unit_ms must be a number above 0"),
         (lambda c: c.update(slow_steps={}), "slow_steps must be a list of objects"),
         (
@@ -210,6 +228,7 @@ def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:
         (pickle.dumps({"a": 1}), "is no JSON"),
         (b"[" * 100_000, "is no JSON"),
         (b'{"format": NaN}', "NaN is no number of JSON"),
+        (b'{"format": 1e999}', "the number 1e999 must be a finite number"),
         (b"[1]", "is no file of a run"),
         (gzip.compress(b"{}" * 100)[:-12], "cannot be unpacked"),
         (b"\x1f\x8b" + b"x" * 50, "cannot be unpacked"),
@@ -250,6 +269,28 @@ def test_a_half_written_file_replaces_nothing(
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json.gz"]
     assert load(tmp_path / "run.json.gz").summary.steps == 4
+
+
+def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    old = os.umask(0o027)
+    try:
+        files.write(path, "a")
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o640
+    path.chmod(0o604)
+    files.write(path, "b")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("b", 0o604)
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(OSError, match=r"cannot be written \(it is no regular file\)"):
+            files.write(path, "a")
+    assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}
 
 
 def test_a_step_and_phase_take_a_few_bytes(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_gputime._results import files
@@ -12,7 +12,7 @@ from lightning_gputime._results.table import show as print_table
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.page import page
 from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load
+from lightning_gputime._runs.saved import load, plain
 
 GOOD, ABOVE, BAD = 0, 1, 2
 """What a command exits with."""
@@ -60,6 +60,11 @@ def main(arguments: Sequence[str]) -> int:
         return GOOD  # As where it is piped into `head`.
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
+        return BAD
+    except Exception as error:
+        # Never 1, which says that the step is slower.
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"{parser.prog}: the runs cannot be read or compared: {what}", file=sys.stderr)
         return BAD
     return code
 
@@ -128,13 +133,17 @@ def _command(
 def _show(args: argparse.Namespace) -> int:
     run = load(args.run)
     if args.json:
-        print(json.dumps(run.summary.to_dict(), indent=2))
+        print(_json(run.summary.to_dict()))
         return GOOD
     print_table(run.summary)
     for sentence in (_about(run), *map(str, (one.get("text", "") for one in run.slow_steps))):
         if sentence:
             print(f"\n{sentence}")
     return GOOD
+
+
+def _json(found: Mapping[str, Any]) -> str:
+    return json.dumps(plain(found), indent=2, allow_nan=False)
 
 
 def _about(run: Run) -> str:
@@ -157,7 +166,7 @@ def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
     found = compare(before, after, anyway=args.anyway)
     if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(_json(found.to_dict()))
     elif args.markdown:
         print(found.markdown())
     else:

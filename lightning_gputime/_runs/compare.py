@@ -23,6 +23,18 @@ MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_g
 # What differs from run to run, and says nothing.
 _OWN = ("started", "rank", "options")
 
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is compared: its estimate, and the variance of that."""
+
+    estimate: Callable[[Floats], Estimate]
+    variance: Callable[[Floats], tuple[Floats, int]]
+
+
+_TYPICAL = _Kind(statistics.typical, statistics.variance)
+_MEAN = _Kind(statistics.mean, statistics.variance_of_mean)
+
 Given = Run | str | os.PathLike[str]
 
 
@@ -65,8 +77,8 @@ def compare(
                 f" {statistics.LEAST_STEPS} are needed to tell a difference from noise"
             )
     names = _phases_of([*sides[0], *sides[1]])
-    typical = _differences_of(sides, names, statistics.typical, 0.95)
-    [mean, *_] = _differences_of(sides, names, statistics.mean, 0.995)
+    typical = _differences_of(sides, names, _TYPICAL, 0.95)
+    [mean, *_] = _differences_of(sides, names, _MEAN, 0.995)
     return RunComparison(
         rows=dict(zip(names, typical[1:], strict=True)),
         step=typical[0],
@@ -110,10 +122,11 @@ def _values(runs: Iterable[Run], name: str) -> set[str]:
 
 
 def _phases_of(runs: Iterable[Run]) -> list[str]:
-    fields_of = {name for run in runs for name in run.history.dtype.names or ()}
+    # In the order of the files: the user's own phases have no other.
+    columns = dict.fromkeys(name for run in runs for name in run.history.dtype.names or ())
     others = {"step", "step_ms", "host_wait_ms"}
+    names = [name.removesuffix("_ms") for name in columns if name not in others]
     # Some callback's time is for `history` alone: there may be dozens.
-    names = {name.removesuffix("_ms") for name in fields_of - others}
     return in_order([name for name in names if name.count("/") < 2])
 
 
@@ -147,11 +160,9 @@ class _Side:
         return squares
 
 
-def _side(runs: Sequence[Run], names: Sequence[str], kind: Callable[[Floats], Estimate]) -> _Side:
-    estimates = [kind(_times(run, names)) for run in runs]
-    variances, freedoms = zip(
-        *(statistics.variance(one.influence) for one in estimates), strict=True
-    )
+def _side(runs: Sequence[Run], names: Sequence[str], kind: _Kind) -> _Side:
+    estimates = [kind.estimate(_times(run, names)) for run in runs]
+    variances, freedoms = zip(*(kind.variance(one.influence) for one in estimates), strict=True)
     values = np.array([one.values for one in estimates])
     return _Side(values, np.sum(variances, axis=0) / len(runs) ** 2, sum(freedoms))
 
@@ -169,7 +180,7 @@ def _times(run: Run, names: Sequence[str]) -> Floats:
 def _differences_of(
     runs: tuple[Sequence[Run], Sequence[Run]],
     names: Sequence[str],
-    kind: Callable[[Floats], Estimate],
+    kind: _Kind,
     confidence: float,
 ) -> list[Difference]:
     """Returns the difference of the step, and then those of the phases."""

@@ -10,6 +10,9 @@ from lightning_gputime._results.table import Table
 # A part of a phase is named in place of it from this part of its difference on.
 _MOST = 0.8
 
+# A side with fewer steps than this has too few to tell how long what slows them down lasts.
+_FEW = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -162,7 +165,13 @@ class RunComparison:
             if sum(self.runs) > 2
             else ("One run a side: by how much equal runs differ is not seen. Give several a side.")
         )
-        told = (self.sentence, self.mean_sentence, *self.notes, caution)
+        few = (
+            f"With fewer than {_FEW} steps a side, runs are called different too often where slow"
+            " steps follow each other."
+            if min(self.steps) < _FEW
+            else ""
+        )
+        told = (self.sentence, self.mean_sentence, *self.notes, caution, few)
         return Table(title, [header, *body, whole], [one for one in told if one])
 
 

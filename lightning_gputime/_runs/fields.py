@@ -35,6 +35,21 @@ def read(kind: type[T], value: Any, where: str) -> T:
     return kind(**found)
 
 
+def number(value: int | float, where: str) -> float:
+    """Returns a number that is finite.
+
+    Raises:
+        ValueError: If it is not, such as 1e999, or too large a whole one.
+    """
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{where} must be a finite number, and is too large")
+    return found
+
+
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -50,7 +65,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if value is None:
             return math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return number(value, where)
     elif isinstance(hint, type):
         if type(value) is hint:
             return value

@@ -180,7 +180,12 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _ms(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else ""
+    if not isinstance(value, int | float):
+        return ""
+    try:
+        return f"{value:.3f}"
+    except OverflowError:  # A whole number that is no time.
+        return ""
 
 
 def _grown(row: Any, usually: Mapping[str, float]) -> str:

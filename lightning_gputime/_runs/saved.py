@@ -41,8 +41,8 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "evaluations": run.evaluations,
     }
     # The history needs no second look, and is nearly all.
-    plain = {key: one if key == "history" else _plain(one) for key, one in content.items()}
-    data = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
+    whole = {key: one if key == "history" else plain(one) for key, one in content.items()}
+    data = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
     if os.fspath(path).endswith(".gz"):
         # Level 1: a third of the time, for a tenth more bytes. No time, by which two files of one
         # run would differ.
@@ -92,7 +92,7 @@ def _content(file: IO[bytes], path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no file of a run: it unpacks to more than {_LARGEST} bytes")
     try:
         # Not over text: what is no UTF-8 is told as an error of the file, too.
-        content = json.load(io.BytesIO(data), parse_constant=_refuse)
+        content = json.load(io.BytesIO(data), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of a run: it is no JSON ({error})"
@@ -117,6 +117,10 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no number of JSON")
 
 
+def _finite(text: str) -> float:
+    return fields.number(float(text), f"the number {text:.60}")
+
+
 def _objects(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     found = content.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
@@ -124,12 +128,12 @@ def _objects(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns what JSON has words for: None for a number that is none."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)

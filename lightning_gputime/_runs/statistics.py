@@ -19,6 +19,10 @@ BLOCKS = 12
 """How many blocks of neighbouring steps a run is cut into."""
 
 
+_PARTS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
+"""Parts of a block whose lengths have few periods in common."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
     """What one run says of each column: its estimate, and by how much each step moves that.
@@ -59,10 +63,11 @@ def typical(times: Floats) -> Estimate:
     influence = np.empty_like(times)
     influence[kept] = times[kept]
     # Where a step that is cut lies does not matter, but on which side does: it moves the border,
-    # as far as the columns are long there.
+    # as far as the columns are long there. On both sides of it: where steps have two speeds, the
+    # gap may lie on either side of the border by chance.
     near = max(cut // 5, 1)
-    influence[order[:cut]] = times[order[cut : cut + near]].mean(axis=0)
-    influence[order[n - cut :]] = times[order[n - cut - near : n - cut]].mean(axis=0)
+    influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
+    influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
     influence -= influence.mean(axis=0)
     return Estimate(times[kept].mean(axis=0), influence * n / len(kept))
 
@@ -85,6 +90,21 @@ def variance(influence: Floats) -> tuple[Floats, int]:
     whole, half = _variance_of(influence, block), _variance_of(influence, block // 2)
     # What longer blocks show more than shorter ones, still longer ones would show again.
     return whole + np.maximum(whole - half, 0), BLOCKS - 1
+
+
+def variance_of_mean(influence: Floats) -> tuple[Floats, int]:
+    """As `variance`, for the mean of all steps, in which single steps may weigh much.
+
+    Blocks as long as some periods of slow steps have all the same number of them, and so no
+    variance: of blocks of several lengths the largest variance counts. And it is never less than
+    one more, or one fewer, of the longest steps makes.
+    """
+    block = len(influence) // BLOCKS
+    found, freedom = variance(influence)
+    for times, of in _PARTS:
+        found = np.maximum(found, _variance_of(influence, max(block * times // of, 1)))
+    one = np.abs(influence).max(axis=0) / len(influence)
+    return np.maximum(found, one**2), freedom
 
 
 def _variance_of(influence: Floats, block: int) -> Floats:
