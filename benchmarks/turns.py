@@ -174,10 +174,20 @@ def in_plain_loop(task: Task, batch: Batch, ways: Sequence[str]) -> Times:
     stopwatch = Stopwatch(len(ways))
     for name in ways:
         optimizer = task.configure_optimizers()
-        way = IN_PLAIN[name](task, optimizer)
-        train(task, optimizer, batch, way, SETTLE)
-        stopwatch.press()
-        train(task, optimizer, batch, way, BLOCK)
-        stopwatch.press()
-        way.remove()
+        take_turn(task, optimizer, batch, IN_PLAIN[name](task, optimizer), stopwatch.press)
     return by_way(ways, stopwatch.times())
+
+
+def take_turn(
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    way: Way,
+    press: Callable[[], None],
+) -> None:
+    """Lets a way settle, and then times a block of steps: `press` is called at both ends."""
+    train(task, optimizer, batch, way, SETTLE)
+    press()
+    train(task, optimizer, batch, way, BLOCK)
+    press()
+    way.remove()

@@ -24,7 +24,7 @@ from overhead import summarize
 from ranks import environment_of, start
 from record import new_parser, save
 from torch.distributed.fsdp import fully_shard
-from turns import BLOCK, SETTLE, Stopwatch
+from turns import BLOCK, SETTLE, Stopwatch, take_turn
 
 from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._boundaries import boundaries
@@ -86,12 +86,7 @@ def in_turns(task: Task, batch: Batch, rounds: int) -> dict[str, list[float]]:
     optimizer = new_optimizer(task, is_cuda)
     train(task, optimizer, batch, Way(), SETTLE)
     for name in ways:
-        way = WAYS[name](task, optimizer)
-        train(task, optimizer, batch, way, SETTLE)
-        stopwatch.press()
-        train(task, optimizer, batch, way, BLOCK)
-        stopwatch.press()
-        way.remove()
+        take_turn(task, optimizer, batch, WAYS[name](task, optimizer), stopwatch.press)
     return by_way(ways, stopwatch.times())
 
 

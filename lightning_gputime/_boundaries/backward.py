@@ -27,7 +27,7 @@ from lightning_gputime._untraced import untraced
 # The function by which torch.autograd runs its engine: private, and a global of its module.
 _ENGINE = "_engine_run_backward"
 
-
+# Asks for gradients on behalf of a schedule.
 _PIPELINE = "torch.distributed.pipelining._backward"
 
 

@@ -34,7 +34,7 @@ class CommBoundary:
         self._synced = [
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
-        self._shards = any(map(_is_sharded, model.modules()))
+        self._shards = any(map(is_sharded, model.modules()))
         # Those on tensors live for one backward, those on modules until `remove`.
         self._handles: list[Any] = []
         self._module_handles: list[Removable] = []
@@ -114,7 +114,8 @@ def is_distributed() -> bool:
     )
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Tells whether FSDP, of either kind, shards a module."""
     # By name: FSDP takes its time to import.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))

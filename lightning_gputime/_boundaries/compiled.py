@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._boundaries.comm import is_sharded
 from lightning_gputime._phases import OTHER, TRAINING_STEP
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -93,14 +94,14 @@ def hides_collectives(model: nn.Module) -> bool:
 
     Those of a SyncBatchNorm, and of tensor parallelism; FSDP's are outside.
     """
-    is_sharded = any(type(one).__name__.startswith("FSDP") for one in model.modules())
+    dimensions = int(any(map(is_sharded, model.modules())))
     for _, module in _in_compiled(model):
         if isinstance(module, nn.SyncBatchNorm):
             return True
         for parameter in module.parameters(recurse=False):
             # A DTensor. FSDP shards one dimension of the ranks itself, and gathers it outside.
             placements = getattr(parameter, "placements", ())
-            if sum(one.is_shard() for one in placements) > is_sharded:
+            if sum(one.is_shard() for one in placements) > dimensions:
                 return True
     return False
 

@@ -118,7 +118,7 @@ class _Calls:
         owner = logger.__name__ if isinstance(logger, ModuleType) else type(logger).__name__
         self._name = f"{owner}.log_metrics"
         self._stand_in: StandIn | None = None
-        self._depth = 0
+        self._is_running = False
         self.thread = -1
         """The thread that is timed."""
 
@@ -134,14 +134,14 @@ class _Calls:
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         # Another thread, or a call inside this one.
-        if get_ident() != self.thread or self._depth:
+        if get_ident() != self.thread or self._is_running:
             return False
-        self._depth += 1
+        self._is_running = True
         self.spans.begin()
         return True
 
     def call_ends(self, result: Any = None) -> None:
-        self._depth = 0
+        self._is_running = False
         self.spans.end(self._name)
 
 

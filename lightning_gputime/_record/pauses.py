@@ -1,6 +1,5 @@
 """Marks on a timeline, with parts of it that belong to no step."""
 
-from collections.abc import Callable
 from threading import get_ident
 
 from lightning_gputime._phases import (
@@ -12,7 +11,6 @@ from lightning_gputime._phases import (
     LEFT,
     LOSS,
 )
-from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._record.marks import Marks
 from lightning_gputime._record.state import OPEN, PAUSED
 from lightning_gputime._untraced import untraced
@@ -20,24 +18,11 @@ from lightning_gputime._untraced import untraced
 
 @untraced
 class Pauses(Marks):
-    """Lets parts of the open step belong to no step: those of an evaluation, or left out by hand.
+    """Lets parts of the open step belong to no step: an evaluation's, or those left out by hand."""
 
-    Args:
-        clock: Where events and host times come from.
-        free: Events to use again.
-        annotate: Called with each new label, and with None at the end.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        free: list[TimingEvent],
-        annotate: Callable[[str | None], None] | None,
-    ) -> None:
-        super().__init__(clock, free, annotate)
-        # How many pauses by hand are not over, and the label before them, if time had one.
-        self._holds = 0
-        self._held: str | None = None
+    # How many pauses by hand are not over, and the label before them, if time had one.
+    _holds = 0
+    _held: str | None = None
 
     def pause(self) -> None:
         """Lets the time since the last mark, and until `resume`, belong to no step."""

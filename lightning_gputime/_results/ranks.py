@@ -146,7 +146,6 @@ class _Group:
         self._others = [one for rank, one in own.items() if rank != self.slowest]
         self.local_ms, self.step_ms = of_slowest[LOCAL], of_slowest[STEP]
         self.behind_ms = self._behind(LOCAL)
-        self.waits_ms = max((one[STEP] - one[LOCAL] for one in self._others), default=0.0)
         top_level = [
             name for name in of_slowest if "/" not in name and is_phase(name) and name != LOCAL
         ]
@@ -237,7 +236,7 @@ def _own_times(totals: Totals) -> dict[str, float]:
     own = {
         name: ms / steps
         for name, (ms, _) in totals.items()
-        if name.startswith("<host>") or "/" not in name or name.startswith(f"{DATA}/")
+        if "/" not in name or name.startswith(f"{DATA}/")
     }
     for name, (ms, _) in totals.items():
         if is_wait(name):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
@@ -86,7 +88,7 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
 def _found(loop: Loop, options: Options) -> dict[str, Any]:
     parameters = list(loop.model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    shared = is_distributed()
     return {
         "device": _name_of(device),
         "device_type": device.type,
@@ -96,10 +98,10 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
         "lightning": _lightning_version(),
         "python": platform.python_version(),
         "package": sys.modules["lightning_gputime"].__version__,
-        "world_size": torch.distributed.get_world_size() if is_distributed else 1,
-        "rank": torch.distributed.get_rank() if is_distributed else 0,
+        "world_size": torch.distributed.get_world_size() if shared else 1,
+        "rank": torch.distributed.get_rank() if shared else 0,
         "precision": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
-        "compiled": loop.compiled_step or any(map(_is_compiled, loop.model.modules())),
+        "compiled": loop.compiled_step or any(map(is_compiled, loop.model.modules())),
         "parameters": sum(map(_size, parameters)),
         "commit": _commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -124,12 +126,6 @@ def options_to_save(options: Options) -> dict[str, Any]:
 def _size(parameter: nn.Parameter) -> int:
     # One that is lazy has no shape yet.
     return 0 if isinstance(parameter, nn.UninitializedParameter) else parameter.numel()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # By its name: who does not compile need not import dynamo for this.
-    is_wrapper = type(module).__name__ == "OptimizedModule"
-    return is_wrapper or vars(module).get("_compiled_call_impl") is not None
 
 
 def _name_of(device: torch.device) -> str:
