@@ -28,6 +28,7 @@ class FakeGPU:
         self.created = 0
         self.waits: list[float] = []
         self.spins: list[float] = []
+        self.read_ms = 0.0  # what it costs the host to read the time between two events
         self.capturing = False
         self.capture_broken = False
         self.graph: list[float | FakeEvent] = []
@@ -131,6 +132,7 @@ class FakeEvent:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self.query() and end_event.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        self._gpu.host_work(self._gpu.read_ms)
         return (end_event._at - self._at) / MS
 
 

@@ -74,6 +74,16 @@ def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     assert slow.causes == (Cause("garbage", 40.0, 40.0 - ahead_ms, "generation 2"),)
 
 
+def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None:
+    gpu, gpu.read_ms = loop.gpu, 0.1  # 17.5 ms for 25 steps
+    with hooks(loop, warmup_steps=5) as timer:
+        for x in timer.steps(loop.batches(120)):
+            gpu.host_work(20.0)
+            loop.train(x)
+    assert timer.history()["step_ms"][26:].max() > 30.0
+    assert len(timer.slowest()) == 0
+
+
 def test_a_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, LEAD_MS + 5.0)})
     assert len(timer.slowest()) == 0

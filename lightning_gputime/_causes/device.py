@@ -22,9 +22,6 @@ _COUNTERS: Mapping[str, str] = {
 
 Counts = tuple[int, ...]
 
-# A step for which the host takes so many times as long as usual is looked at when it ends.
-_LONG = 2.0
-
 # So many readings are remembered.
 _MOST = 200
 
@@ -65,7 +62,7 @@ class Allocator:
     def steps_were_read(self, usual: Usual) -> None:
         """Remembers from which host time on a step is long; reads the counters every other time."""
         if self._read is not None:
-            self._limit_ns = _LONG * usual.host_ms * 1e6
+            self._limit_ns = usual.host_limit_ms * 1e6
             self._is_due = not self._is_due
             if self._is_due:  # A reading takes 20 us.
                 self._look(self._now_ns())

@@ -68,6 +68,11 @@ class Usual:
         """How long the host takes for a step (in milliseconds)."""
         return _median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
 
+    @property
+    def host_limit_ms(self) -> float:
+        """From which time of the host on a step may turn out to be slow (in milliseconds)."""
+        return self.host_ms + max(_SHARE * self.host_ms, _LEAST_MS)
+
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Takes the next steps; tells whether what is usual was taken anew."""
         self._steps.extend(steps)

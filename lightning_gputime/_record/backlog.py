@@ -38,6 +38,7 @@ class Backlog:
         emit: Called with the steps that were read, in order.
         leave_out: Called with the error that kept a step from being read.
         fail: Called with one after which the pending steps are forgotten.
+        reading_begins: Called just before steps are read.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Backlog:
         emit: Callable[[list[StepRecord]], object],
         leave_out: Callable[[Exception], None],
         fail: Callable[[Exception], None],
+        reading_begins: Callable[[], object] | None = None,
     ) -> None:
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
@@ -59,6 +61,7 @@ class Backlog:
         self._emit = emit
         self._leave_out = leave_out
         self._fail = fail
+        self._reading_begins = reading_begins
         self.free: list[TimingEvent] = []
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
@@ -203,6 +206,8 @@ class Backlog:
     def _read(self) -> None:
         # First: who takes the steps may remove the timer, which reads again.
         finished, self._finished = self._finished, []
+        if self._reading_begins is not None:
+            self._reading_begins()
         records = []
         for step in finished:
             marks = step.marks

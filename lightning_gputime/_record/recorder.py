@@ -48,6 +48,7 @@ class Recorder(Pauses):
         batch: How many finished steps are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
+        reading_begins: Called just before steps are read.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Recorder(Pauses):
         emit: Callable[[list[StepRecord]], object],
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
+        reading_begins: Callable[[], object] | None = None,
     ) -> None:
         self._graphs = Graphs(clock)
         self._backlog = Backlog(
@@ -68,6 +70,7 @@ class Recorder(Pauses):
             emit=emit,
             leave_out=self._tell_left_out,
             fail=self._fail,
+            reading_begins=reading_begins,
         )
         super().__init__(clock, self._backlog.free, annotate)
         self._captured = self._graphs.open

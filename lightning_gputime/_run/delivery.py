@@ -95,7 +95,6 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
-        self._inquiry.reading_begins()
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
         self._comparison.add(measured)

@@ -76,6 +76,7 @@ class Session:
             lag=lag,
             emit=self._delivery.add,
             batch=self._delivery.batch,
+            reading_begins=self._inquiry.reading_begins,
             annotate=Annotator() if options.annotate else None,
         )
         self.part_begins = self._recorder.mark
