@@ -13,6 +13,7 @@ in turns, under the events of an empty stream.
 
 import gc
 import json
+import logging
 import random
 import statistics
 import time
@@ -166,12 +167,16 @@ def cost_us(rounds: int) -> dict[str, float]:
     net = EmptyNet()
     optimizer = NoUpdate(net)
 
+    slow = [0]
+
     def step_us(way: str) -> float:
         timer = GPUPhaseHooks(net, optimizer, clock=new_clock(cuda=True))
         tool = attached(timer)
         if way == "looks away":
             look_away(timer)
-        return in_plain_loop(net, optimizer, tool)
+        us = in_plain_loop(net, optimizer, tool)
+        slow.append(len(timer.slowest(1_000)))
+        return us
 
     with no_backward():
         turns = in_rounds(["looks", "looks away"], rounds)
@@ -182,6 +187,7 @@ def cost_us(rounds: int) -> dict[str, float]:
         "looks away": round(statistics.median(times["looks away"]), 2),
         "difference": round(statistics.median(differences), 2),
         "error": round(statistics.stdev(differences) / len(differences) ** 0.5, 2),
+        "slow steps in 1000": round(sum(slow) / rounds, 1),
     }
 
 
@@ -191,6 +197,9 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     random.seed(0)
+    logging.getLogger("lightning_gputime").setLevel(
+        logging.ERROR
+    )  # The empty step has no backward.
     read_clocks = clocks_of(torch.device("cuda", 0))
     results = {
         "collections": {

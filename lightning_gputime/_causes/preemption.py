@@ -96,16 +96,19 @@ class Preemption:
         # The samples before the marks at its begin and at its end.
         if last < 1 or newest[last][0] <= scene.begin_ns:
             return
-        around = newest[max(last - AROUND, 0) : last + 1]
-        turns = [_turn(*pair) for pair in pairwise(around)]
-        own = turns[-1]
-        usual_idle_ms, _, usual_slices = map(median, zip(*turns, strict=True))
+        own = _turn(newest[last - 1], newest[last])
         # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it
         # usually does, and must not count for what runs there.
         scene.claim_growth("preemption", "others had the processor", own.queued_ms, _anywhere)
+        least_ms = 1.2e3 * sys.getswitchinterval()
+        if own.idle_ms <= least_ms:
+            return  # Before what takes longest: most slow steps have another cause.
+        around = newest[max(last - AROUND, 0) : last + 1]
+        turns = [_turn(*pair) for pair in pairwise(around)]
+        usual_idle_ms, _, usual_slices = map(median, zip(*turns, strict=True))
         stopped_ms = own.idle_ms - usual_idle_ms
         slices = max(own.slices - usual_slices, 1)
-        if stopped_ms / slices > 1.2e3 * sys.getswitchinterval():
+        if stopped_ms / slices > least_ms:
             scene.claim_growth("preemption", "stopped, or blocked", stopped_ms, _is_at_work)
 
 
