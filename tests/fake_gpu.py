@@ -32,6 +32,7 @@ class FakeGPU:
         self.capture_broken = False
         self.graph: list[float | FakeEvent] = []
         self.streams: Any = None  # or `FakeStreams`, which put themselves here
+        self.device: torch.device | None = None
         self.allocator: Any = None  # or a `FakeAllocator`, which puts itself here
 
     @contextmanager

@@ -382,8 +382,8 @@ def test_what_others_read_too_low_after_the_removal_is_told(
 ) -> None:
     memory.temp(2000 * MIB)
     Training(gpu, memory).run(2)
-    assert "max_memory_allocated() tells 1100 MiB from now on" in caplog.text
-    assert "the highest before was 3000 MiB" in caplog.text
+    assert "max_memory_allocated() tells 1100.0 MiB from now on" in caplog.text
+    assert "the highest before was 3000.0 MiB" in caplog.text
     caplog.clear()
     # Most runs end with steps like those that were sampled.
     memory.reset_peak_memory_stats(0)
@@ -467,6 +467,111 @@ def test_a_device_that_does_not_count_is_told(
             loop.train(x)
     assert caplog.text.count("cannot be read") == 1
     assert len(steps(timer)) == 2
+
+
+class FakeTorch:
+    """Stands for a CUDA device behind torch's own functions, which end in those of `torch._C`."""
+
+    def __init__(self, allocator: FakeAllocator, patch: pytest.MonkeyPatch) -> None:
+        torch_c: Any = torch._C
+        for read, reset in (
+            ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
+            ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"),
+        ):
+            patch.setattr(torch_c, read, lambda index: allocator.memory_stats(index), raising=False)
+            patch.setattr(
+                torch_c,
+                reset,
+                lambda index: allocator.reset_peak_memory_stats(index),
+                raising=False,
+            )
+        about = type("Properties", (), {"total_memory": 4000 * MIB})()
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        patch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+        patch.setattr(torch_c, "_accelerator_isAllocatorInitialized", lambda: True)
+
+
+@pytest.fixture
+def cuda(gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    FakeTorch(memory, monkeypatch)
+    gpu.allocator = None
+    gpu.device = torch.device("cuda", 0)
+    return memory
+
+
+def peaks_of_torch() -> list[int]:
+    return [
+        torch.cuda.max_memory_allocated(0) // MIB,
+        torch.cuda.memory_stats(0)["allocated_bytes.small_pool.peak"] // MIB,
+        torch.cuda.memory_stats_as_nested_dict(0)["allocated_bytes"]["all"]["peak"] // MIB,
+    ]
+
+
+def test_all_functions_of_torch_tell_others_what_they_told_without_a_timer(
+    gpu: FakeGPU, cuda: FakeAllocator
+) -> None:
+    read: list[list[int]] = []
+
+    def note() -> None:
+        read.append(peaks_of_torch())
+        torch.cuda.reset_peak_memory_stats(0)
+        cuda.temp(600 * MIB)
+
+    cuda.temp(2000 * MIB)
+    timer = Training(gpu, cuda).run(5, dict.fromkeys(range(5), note))
+    assert read == [[3000] * 3, [1630] * 3, *[[1730] * 3] * 3]
+    expected = {**LATER_STEP, "loss": 1730.0}
+    assert above(summary(timer).peak_mb) == expected
+    assert summary(timer).total_mb == 4000.0
+
+
+def test_a_timer_after_one_that_was_lost_reads_past_what_it_left(
+    gpu: FakeGPU, cuda: FakeAllocator
+) -> None:
+    lost = Training(gpu, cuda)
+    lost.timer.attach()
+    cuda.temp(2000 * MIB)
+    del lost
+    gc.collect()
+    timer = Training(gpu, cuda).run(3)
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert not hasattr(torch._C._cuda_memoryStats, "_stand_in")
+
+
+def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for x in timer.steps(training.batches(3)):
+            loss = training.net(x).sum()
+            memory.temp(2 * MIB)
+            loss.backward()
+            training.optimizer.step()
+            memory.temp(9000 * MIB)
+            break
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+
+
+def test_a_step_that_is_dropped_takes_its_peaks_with_it(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for i, x in enumerate(timer.steps(training.batches(3))):
+            try:
+                training.net(x).sum().backward()
+                if i == 0:
+                    memory.temp(9000 * MIB)
+                    raise ValueError
+                training.optimizer.step()
+            except ValueError:
+                timer._session.begin(0)
+    assert summary(timer).peak_mb["backward"] == LATER_STEP["backward"]
+    assert max(summary(timer).peak_mb.values()) < 2000
 
 
 def test_memory_must_be_a_switch() -> None:

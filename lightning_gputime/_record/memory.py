@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,8 @@ _UNSEEN = (
     " which that is seen have no peaks."
 )
 _LOWER = (
-    "memory=True has reset torch's peak counters: max_memory_allocated() tells %.0f MiB from now"
-    " on, and the highest before was %.0f MiB. Read it before the timer is removed."
+    "memory=True has reset torch's peak counters: max_memory_allocated() tells %.1f MiB from now"
+    " on, and the highest before was %.1f MiB. Read it before the timer is removed."
 )
 
 
@@ -83,8 +84,9 @@ class _TorchAllocator:
         self.readers: Sequence[Place] = [(torch._C, read) for read, _ in found]
         self.resetters: Sequence[Place] = [(torch._C, reset) for _, reset in found]
         read, reset = found[0]
-        self.read = partial(getattr(torch._C, read), self.index)
-        self.reset = partial(getattr(torch._C, reset), self.index)
+        # Past the stand-ins, which may be there for another device, or a timer that is lost.
+        self.read = partial(unwrap(getattr(torch._C, read)), self.index)
+        self.reset = partial(unwrap(getattr(torch._C, reset)), self.index)
         about = getattr(torch.get_device_module(device), "get_device_properties", None)
         self.total: int | None = None
         if about is not None:

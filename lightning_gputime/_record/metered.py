@@ -65,7 +65,8 @@ class MeteredMarks(list[Mark]):
                 return
             for name in names:
                 of_phases[name] = max(of_phases.get(name, 0), peak)
-        if of_phases:
+        # A device that does not count tells zeros.
+        if any(of_phases.values()):
             self._deliver(number, of_phases, self._held)
 
 
