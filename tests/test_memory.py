@@ -13,6 +13,7 @@ from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
+from lightning_gputime._record import metered
 from lightning_gputime._results.peaks import Peaks
 
 MIB = 2**20
@@ -268,10 +269,15 @@ def test_steps_between_the_timed_ones_are_not_sampled(gpu: FakeGPU, memory: Fake
     assert [*summary(timer).at_step.values()] == [1] * 6
 
 
-def test_probed_steps_are_not_sampled(gpu: FakeGPU, memory: FakeAllocator) -> None:
-    timer = Training(gpu, memory, probe_every_n_steps=3).run(60)
+def test_probed_steps_are_not_sampled(
+    gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = []
+    monkeypatch.setattr(metered, "EVERY", 1)
+    monkeypatch.setattr(Peaks, "add", lambda _, number, *args: sampled.append(number))
+    timer = Training(gpu, memory, probe_every_n_steps=4).run(60)
     assert timer.summary().probed_steps
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert sampled == timer.history()["step"].tolist()
 
 
 def test_an_error_of_the_counters_is_said_once_and_the_times_go_on(
@@ -320,6 +326,21 @@ def test_a_reset_by_others_takes_nothing_from_either(gpu: FakeGPU, memory: FakeA
     assert read == [1100 + 30 + 40, 1230]
     assert summary(timer).peak_mb["loss"] == 1180.0
     assert summary(timer).peak_mb["forward"] == LATER_STEP["forward"]
+
+
+def test_a_reset_by_others_where_memory_was_freed_is_none_that_was_missed(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset() -> None:
+        memory.alloc(-500 * MIB)
+        memory.reset_peak_memory_stats(0)
+
+    def put_back() -> None:
+        memory.alloc(500 * MIB)
+
+    timer = Training(gpu, memory).run(3, {1: reset, 2: put_back})
+    assert "somebody resets" not in caplog.text
+    assert summary(timer).steps == 3
 
 
 def test_the_counters_of_another_device_are_not_touched(
@@ -553,6 +574,23 @@ def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
             memory.temp(9000 * MIB)
             break
     assert above(summary(timer).peak_mb) == FIRST_STEP
+
+
+def test_a_step_goes_on_after_a_loop_that_was_left_before_its_update(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for x in timer.steps(training.batches(3)):
+            loss = training.net(x).sum()
+            break
+        memory.temp(2 * MIB)
+        loss.backward()
+        training.optimizer.step()
+        timer.step()
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert summary(timer).steps == 1
 
 
 def test_a_step_that_is_dropped_takes_its_peaks_with_it(
