@@ -1,6 +1,7 @@
 """The most memory that is allocated in each phase, with exact bytes on the fake GPU."""
 
 import gc
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -431,6 +432,24 @@ def test_a_timer_can_be_attached_again(gpu: FakeGPU, memory: FakeAllocator) -> N
     timer = training.run(2)
     assert above(summary(timer).peak_mb) == LATER_STEP
     assert memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] == memory.peak
+
+
+def test_a_process_that_is_forked_off_leaves_the_counters_alone(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    with training.timer as timer:
+        for i, x in enumerate(timer.steps(training.batches(3))):
+            if i == 1 and not (child := os.fork()):
+                reads = memory.reads, memory.resets
+                training.net(x).sum().backward()
+                memory.reset_peak_memory_stats(0)
+                timer.remove()
+                os._exit(reads != (memory.reads, memory.resets))
+            training.net(x).sum().backward()
+            training.optimizer.step()
+    assert os.waitpid(child, 0)[1] == 0
+    assert summary(timer).steps == 3
 
 
 def test_a_timer_that_is_lost_lets_go_of_the_counters(gpu: FakeGPU, memory: FakeAllocator) -> None:

@@ -177,6 +177,9 @@ class DeviceMemory:
     def others_reset(self) -> None:
         """Must be called before somebody else resets the peaks."""
         try:
+            # In a process that was forked off there is no meter.
+            if not self._meters:
+                return
             of_all = self.allocator.read()["allocated_bytes"]["all"]
             self._note(of_all["peak"])
             self._least = of_all["current"]
