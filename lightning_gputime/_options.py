@@ -30,6 +30,7 @@ class Options:
     history: int = 10_000
     modules: Modules = ()
     annotate: bool = False
+    memory: bool = False
     every_n_steps: int = 1
     probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
@@ -50,7 +51,7 @@ class Options:
         check_int("history", self.history, 1, "the number of newest steps to keep")
         check_int("every_n_steps", self.every_n_steps, 1, "one step in so many is timed")
         check_int("probe_every_n_steps", self.probe_every_n_steps, 0, _PROBES)
-        check_bools(annotate=self.annotate)
+        check_bools(annotate=self.annotate, memory=self.memory)
         _check_prefix(self.prefix)
         _check_probes(self.probe_every_n_steps)
         _check_sync_ranks(self.sync_ranks)

@@ -65,6 +65,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
             `backward/<name>`: dotted names, or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        memory: Whether to measure the most memory that is allocated in each phase (in MiB), in one
+            of 20 steps and the first three.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
             busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
@@ -100,6 +102,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         summary: bool = True,
         modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
+        memory: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
         sync_ranks: SyncRanks = True,
@@ -117,6 +120,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 history=history,
                 modules=modules,
                 annotate=annotate,
+                memory=memory,
                 every_n_steps=every_n_steps,
                 probe_every_n_steps=probe_every_n_steps,
                 sync_ranks=sync_ranks,

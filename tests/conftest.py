@@ -12,7 +12,7 @@ from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime._boundaries import named
-from lightning_gputime._record import clock
+from lightning_gputime._record import clock, memory
 
 # The function in it that runs the engine is private.
 AUTOGRAD: Any = torch.autograd
@@ -51,6 +51,7 @@ def _nothing_stays_installed() -> Iterator[None]:
     yield
     assert places() == before
     assert gc.callbacks == collections
+    assert not memory._devices
     left, named._active[:] = [*named._active], []
     assert not left
     assert AUTOGRAD._engine_run_backward is engine

@@ -429,3 +429,91 @@ def test_a_gradient_that_is_asked_for_is_the_backward() -> None:
     rows = timer.summary().rows
     others_ms = sum(row.p50_ms for name, row in rows.items() if name != "backward")
     assert rows["backward"].p50_ms > 5 * others_ms
+
+
+def test_peaks_of_memory_are_those_of_known_tensors() -> None:
+    size = 64 * 2**20  # The allocator rounds none of these up.
+
+    def temporary(factor: int) -> None:
+        torch.empty(factor * size, dtype=torch.uint8, device="cuda")
+
+    class Allocates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.kept = torch.empty(size, dtype=torch.uint8, device="cuda")
+            temporary(2)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            temporary(4)
+            ctx.kept = None
+            return grads[0]
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Allocates.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return result
+
+    torch.cuda.empty_cache()
+    model = Net(8, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(8, 8, device="cuda")
+    model(x).sum().backward()  # Lets cuBLAS allocate what it needs.
+    small = 2**20
+    before = torch.cuda.memory_allocated()
+    temporary(8)
+    by_others = []
+    with GPUPhaseHooks(model, optimizer, memory=True, warmup_steps=0) as timer:
+        for i in timer.steps(range(3)):
+            out = model(x).sum()
+            temporary(3)
+            by_others.append(torch.cuda.max_memory_allocated() - before)
+            if i == 1:
+                torch.cuda.reset_peak_memory_stats()
+            out.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del out
+    found = timer.summary().memory
+    assert found is not None
+    above = {name: mb * 2**20 - before for name, mb in found.peak_mb.items()}
+    # The tensors of the net itself are smaller than `small`.
+    assert above["forward"] - 3 * size == pytest.approx(0, abs=small)
+    assert above["loss"] - 4 * size == pytest.approx(0, abs=small)
+    assert above["backward"] - 5 * size == pytest.approx(0, abs=small)
+    assert above["optimizer"] == pytest.approx(0, abs=small)
+    # Others read as if there were no timer.
+    assert by_others[:2] == pytest.approx([8 * size] * 2, abs=small)
+    assert by_others[2] - 5 * size == pytest.approx(0, abs=small)
+
+
+def test_peaks_of_memory_are_what_torch_tells_by_hand_to_the_byte() -> None:
+    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(512, 1000, device="cuda")
+    by_hand: dict[str, list[int]] = {"forward": [], "loss": [], "backward": [], "optimizer": []}
+
+    def note(phase: str) -> None:
+        if phase:
+            by_hand[phase].append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    with GPUPhaseHooks(model, optimizer, memory=True, warmup_steps=0) as timer:
+        for _ in timer.steps(range(3)):
+            note("")
+            out = model(x)
+            note("forward")
+            loss = out.pow(2).mean()
+            note("loss")
+            loss.backward()
+            note("backward")
+            optimizer.step()
+            note("optimizer")
+            optimizer.zero_grad()
+            del out, loss
+    found = timer.summary().memory
+    assert found is not None
+    measured = {name: round(mb * 2**20) for name, mb in found.peak_mb.items() if name in by_hand}
+    assert measured == {name: max(peaks) for name, peaks in by_hand.items()}
+    assert not hasattr(torch._C._cuda_memoryStats, "_stand_in")

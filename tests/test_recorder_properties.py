@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any
 
 import pytest
 from fake_gpu import FakeGPU
@@ -88,8 +89,7 @@ class Played:
         self.random = random.Random(f"{kind} {seed}")
         self.gpu = FailingGPU()
         self.steps: list[StepRecord] = []
-        self.recorder = Recorder(
-            self.gpu,
+        self.recorder = self.new_recorder(
             lag=self.random.choice([0, 1, 2]),
             batch=self.random.choice([1, 3]),
             emit=self.steps.extend,
@@ -108,6 +108,9 @@ class Played:
             self.begin_or_end_capture()
         self.gpu.failures = 0
         self.call("flush")
+
+    def new_recorder(self, **options: Any) -> Recorder:
+        return Recorder(self.gpu, **options)
 
     def call(self, operation: str) -> None:
         """Calls one operation, and looks what came of it."""

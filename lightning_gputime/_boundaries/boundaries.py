@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+from lightning_gputime._boundaries.allocator import AllocatorBoundary
 from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import CommBoundary, is_distributed
@@ -16,6 +17,7 @@ from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._boundaries.submodules import SubmoduleBoundary
 from lightning_gputime._boundaries.waits import WaitBoundary
+from lightning_gputime._record.metered import MeteredRecorder
 from lightning_gputime._record.recorder import Recorder
 
 B = TypeVar("B", bound=Removable)
@@ -48,6 +50,8 @@ class Boundaries:
             raise
 
     def _put_on(self, recorder: Recorder, loop: Loop) -> None:
+        if isinstance(recorder, MeteredRecorder):
+            self._keep(AllocatorBoundary(recorder.meter))
         shared = is_distributed()
         if shared:
             self._waits = self._keep(WaitBoundary(recorder))

@@ -18,5 +18,9 @@ def busy(row: PhaseStats) -> str:
     return "" if row.busy_mean_ms is None else f"{row.busy_mean_ms:.3f}"
 
 
+def peak(row: PhaseStats) -> str:
+    return "" if row.peak_mb is None else f"{row.peak_mb:,.1f}"
+
+
 def of_ranks(row: RankStats | None) -> str:
     return "" if row is None else f"{row.min_ms:.3f} - {row.max_ms:.3f} ({row.slowest})"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.slow import SlowWindow
 from lightning_gputime._results.sums import Sums
 
@@ -53,6 +54,8 @@ class MeanLog:
         self._failed = False
         self.slow = SlowWindow()
         """The slow steps, which are logged with their window."""
+        self.peaks = Peaks()
+        """The memory of phases, which is logged with it, too."""
 
     @property
     def loggers(self) -> Sequence[MetricsLogger]:
@@ -117,6 +120,7 @@ class MeanLog:
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             means |= self.slow.means(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
+            values |= self.peaks.to_log(self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

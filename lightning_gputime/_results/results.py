@@ -14,6 +14,7 @@ from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results import columns
 from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import SlowLog, SlowStep, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
@@ -55,6 +56,8 @@ class Results:
         """The newest step that was probed, its work alone."""
         self.books: Books | None = None
         """The ledger of a fit, where a trainer tells it."""
+        self.peaks = Peaks()
+        """The memory of phases."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -145,10 +148,11 @@ class Results:
                     times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
                     step_ms,
                     busy.phases.get(name),
+                    self.peaks.peak_mb(name),
                 )
                 for name in in_order(list(sums.phases))
             },
-            step=_stats(sums.step, times["step_ms"], step_ms, busy.step),
+            step=_stats(sums.step, times["step_ms"], step_ms, busy.step, self.peaks.highest_mb),
             steps=steps,
             warmup_steps=min(seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
@@ -161,6 +165,7 @@ class Results:
             hint="" if seen else self._hint,
             slow=slow.summary(steps, step_ms),
             ledger=self.books.ledger() if self.books is not None else None,
+            memory=self.peaks.summary(),
         )
 
     def summary_to_print(self) -> PhaseSummary:
@@ -171,11 +176,16 @@ class Results:
             return self.summary()
         warmup = Results(len(newest), 0, self.on_host_clock)
         warmup.add(newest)
+        warmup.peaks = self.peaks
         return replace(warmup.summary(), is_warmup=True)
 
 
 def _stats(
-    total: PhaseSum, newest_ms: npt.ArrayLike, step_ms: float, busy: PhaseSum | None = None
+    total: PhaseSum,
+    newest_ms: npt.ArrayLike,
+    step_ms: float,
+    busy: PhaseSum | None = None,
+    peak_mb: float | None = None,
 ) -> PhaseStats:
     ran_ms = np.asarray(newest_ms)
     ran_ms = ran_ms[~np.isnan(ran_ms)]
@@ -189,4 +199,5 @@ def _stats(
         share=total.device_ms / step_ms if step_ms else math.nan,
         host_mean_ms=total.host_ms / total.n if total.n else math.nan,
         busy_mean_ms=busy.device_ms / busy.n if busy is not None and busy.n else None,
+        peak_mb=peak_mb,
     )

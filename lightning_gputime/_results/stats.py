@@ -17,6 +17,8 @@ class PhaseStats:
         host_mean_ms: Mean host time a step between the same marks (in milliseconds).
         busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
             which the device waited for launches (in milliseconds). None if none was probed.
+        peak_mb: The most memory that was allocated in it, over all sampled steps (in MiB). None if
+            it was not measured, see `PhaseSummary.memory`.
     """
 
     n: int
@@ -27,3 +29,4 @@ class PhaseStats:
     share: float
     host_mean_ms: float
     busy_mean_ms: float | None = None
+    peak_mb: float | None = None

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
-from lightning_gputime._results.cells import busy, cells, indented, of_ranks
+from lightning_gputime._results.cells import busy, cells, indented, of_ranks, peak
 from lightning_gputime._results.ledger import Ledger
+from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
@@ -47,6 +48,7 @@ class PhaseSummary:
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
         ledger: Where the whole of a fit went, where a trainer tells it.
+        memory: The most memory that was allocated in each phase; None where it was not measured.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -64,6 +66,7 @@ class PhaseSummary:
     hint: str = ""
     slow: SlowSummary | None = None
     ledger: Ledger | None = None
+    memory: MemorySummary | None = None
 
     @property
     def verdict(self) -> str:
@@ -136,6 +139,8 @@ class PhaseSummary:
         columns: list[list[str]] = []
         if self.probed_steps:
             columns.append(["busy", *map(busy, (*rows.values(), self.step))])
+        if self.memory is not None:
+            columns.append(["peak MiB", *map(peak, (*rows.values(), self.step))])
         if self.ranks is not None:
             bounds = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
             columns.append(["min - max (rank)", *bounds])
@@ -155,6 +160,7 @@ class PhaseSummary:
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
+                self.memory.sentence if self.memory is not None else "",
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,

@@ -20,8 +20,6 @@ from lightning_gputime._phases import (
     StepTimes,
 )
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.ranges import Annotator
-from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
@@ -30,6 +28,7 @@ from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.recording import recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 
@@ -71,13 +70,14 @@ class Session:
         self._delivery = Delivery(
             results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
-        self._recorder = Recorder(
+        self._recorder = recorder_for(
+            options,
             clock,
-            lag=lag,
+            results,
+            means,
             emit=self._delivery.add,
             batch=self._delivery.batch,
             reading_begins=self._inquiry.reading_begins,
-            annotate=Annotator() if options.annotate else None,
         )
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""

@@ -1,0 +1,707 @@
+"""The most memory that is allocated in each phase, with exact bytes on the fake GPU."""
+
+import gc
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import Adder, FakeAllocator, FakeGPU, Layer, steps, work
+from fake_lightning import MemoryLogger, Model, fit
+from fake_loop import Logger, Loop, hooks
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
+from lightning_gputime._record import metered
+from lightning_gputime._results.peaks import Peaks
+
+MIB = 2**20
+PARAMETERS = 1000 * MIB
+
+
+@pytest.fixture
+def memory(gpu: FakeGPU) -> FakeAllocator:
+    allocator = FakeAllocator(gpu)
+    allocator.alloc(PARAMETERS)
+    return allocator
+
+
+class Saves(torch.autograd.Function):
+    """The identity: forward leaves activations, backward frees them; both have a temporary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: FakeAllocator, size: int) -> Tensor:
+        ctx.memory, ctx.size = memory, size
+        memory.temp(3 * size)
+        memory.alloc(size)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.memory.temp(5 * ctx.size)
+        ctx.memory.alloc(-ctx.size)
+        return grads[0], None, None
+
+
+class Part(nn.Module):
+    def __init__(self, memory: FakeAllocator, size: int) -> None:
+        super().__init__()
+        self._memory, self._size = memory, size
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Saves.apply(self.linear(x), self._memory, self._size)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Net(nn.Sequential):
+    """Two parts of 10 and 20 MiB."""
+
+    def __init__(self, memory: FakeAllocator) -> None:
+        super().__init__(Part(memory, 10 * MIB), Part(memory, 20 * MIB))
+
+
+class Momentum(Adder):
+    """An optimizer that allocates its state in the first update."""
+
+    def __init__(self, model: nn.Module, memory: FakeAllocator, gpu: FakeGPU) -> None:
+        super().__init__(model.parameters(), gpu, 2.0)
+        self._memory, self._has_state = memory, False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self._has_state:
+            self._memory.alloc(100 * MIB)
+            self._has_state = True
+        self._memory.temp(MIB)
+        return super().step(closure)
+
+
+class Training:
+    """A plain loop on a net that allocates; `late` is called in the loss of some steps."""
+
+    def __init__(self, gpu: FakeGPU, allocator: FakeAllocator, **options: Any) -> None:
+        self.gpu, self.memory = gpu, allocator
+        self.net = Net(allocator)
+        self.optimizer = Momentum(self.net, allocator, gpu)
+        self.timer = GPUPhaseHooks(
+            self.net, self.optimizer, clock=gpu, **{"warmup_steps": 0, "memory": True, **options}
+        )
+
+    def run(
+        self, n: int = 1, late: dict[int, Callable[[], None]] | None = None, first: int = 0
+    ) -> GPUPhaseHooks:
+        with self.timer:
+            for i, x in enumerate(self.timer.steps(self.batches(n)), first):
+                loss = self.net(x).sum()
+                self.memory.temp(2 * MIB)
+                (late or {}).get(i, lambda: None)()
+                loss.backward()
+                self.optimizer.step()
+        return self.timer
+
+    def batches(self, n: int) -> Iterator[Tensor]:
+        for _ in range(n):
+            self.memory.temp(7 * MIB)
+            yield torch.ones(1, 2)
+
+
+def summary(timer: Any) -> MemorySummary:
+    found = timer.summary().memory
+    assert isinstance(found, MemorySummary)
+    return found
+
+
+FIRST_STEP = {
+    "data": 1007.0,
+    # What the first part has left, and the temporary of the second.
+    "forward": 1000.0 + 10 + 60,
+    "loss": 1032.0,
+    "backward": 1030.0 + 100,
+    "optimizer": 1101.0,
+}
+LATER_STEP = {name: mb + 100 if name != "optimizer" else mb for name, mb in FIRST_STEP.items()}
+
+
+def above(peaks: Any) -> dict[str, float]:
+    return {name: mb for name, mb in peaks.items() if name != "other"}
+
+
+def test_the_peak_of_each_phase_is_exact(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    timer = Training(gpu, memory).run(1)
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert {*summary(timer).at_step.values()} == {0}
+    rows = timer.summary().rows
+    assert {name: row.peak_mb for name, row in rows.items() if name != "other"} == FIRST_STEP
+    assert timer.summary().step.peak_mb == 1130.0
+
+
+def test_the_state_of_the_optimizer_counts_from_the_first_update_on(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    timer = Training(gpu, memory).run(3)
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert summary(timer).at_step["backward"] == 1
+    assert summary(timer).at_step["optimizer"] == 0
+    assert summary(timer).held_mb == 1100.0
+    assert summary(timer).steps == 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_log_has_the_highest_peak_since_the_last_log(
+    gpu: FakeGPU, memory: FakeAllocator, lag: int, n: int
+) -> None:
+    logger = Logger()
+    late = {
+        1: lambda: memory.temp(500 * MIB),
+        2: lambda: memory.temp(700 * MIB),
+    }
+    Training(gpu, memory, logger=logger, log_every_n_steps=n, lag=lag).run(3, late)
+    loss = {0: 1032.0, 1: 1630.0, 2: 1830.0}
+    expected = {1: [loss[0], loss[1], loss[2]], 2: [loss[1], loss[2]], 3: [loss[2]]}[n]
+    assert [metrics["phase_time/loss_peak_mb"] for _, metrics in logger.calls] == expected
+    _, metrics = logger.calls[-1]
+    assert metrics["phase_time/backward_peak_mb"] == LATER_STEP["backward"]
+
+
+def test_one_step_in_20_is_sampled_after_the_first_three(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    reads = dict.fromkeys(range(45), 0)
+
+    def note(i: int) -> Callable[[], None]:
+        return lambda: reads.update({i: memory.reads})
+
+    training.run(45, {i: note(i) for i in reads})
+    # Between the losses of two steps: at the end of the one, and in the next up to there.
+    changed = [i for i in range(1, 45) if reads[i] != reads[i - 1]]
+    assert changed == [1, 2, 3, 20, 21, 40, 41]
+    assert summary(training.timer).steps == 5
+    assert summary(training.timer).at_step["data"] == 1
+
+
+def test_a_step_that_is_not_sampled_does_not_count(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    timer = Training(gpu, memory).run(30, {10: lambda: memory.temp(5000 * MIB)})
+    assert above(summary(timer).peak_mb) == LATER_STEP
+
+
+def test_off_nothing_is_called_and_nothing_is_said(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    timer = Training(gpu, memory, memory=False).run(3)
+    assert (memory.reads, memory.resets) == (0, 0)
+    assert timer.summary().memory is None
+    assert "peak" not in str(timer.summary())
+    assert timer.summary().rows["forward"].peak_mb is None
+    assert "memory" not in caplog.text
+
+
+def test_the_times_are_the_same(gpu: FakeGPU) -> None:
+    of_two = []
+    for memory in (True, False):
+        gpu = FakeGPU()
+        FakeAllocator(gpu)
+        loop = Loop(gpu)
+        with hooks(loop, memory=memory) as timer:
+            for x in timer.steps(loop.batches(30)):
+                loop.train(x)
+        of_two.append((steps(timer), gpu.waits))
+    assert of_two[0] == of_two[1]
+
+
+def test_modules_have_peaks_of_their_own(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    timer = Training(gpu, memory, modules=["0", "1"]).run(1)
+    peaks = summary(timer).peak_mb
+    assert peaks["forward/0"] == 1030.0
+    assert peaks["forward/1"] == peaks["forward"] == 1070.0
+    assert peaks["backward/1"] == peaks["backward"] == 1130.0
+    assert peaks["backward/0"] == 1010.0 + 50
+
+
+def test_micro_batches_of_one_step_share_its_peaks(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory, accumulate_grad_batches=2)
+    timer = training.timer
+    with timer:
+        for i, x in enumerate(timer.steps(training.batches(4))):
+            loss = training.net(x).sum()
+            memory.temp((40 if i == 1 else 2) * MIB)
+            loss.backward()
+            if i % 2:
+                training.optimizer.step()
+    assert summary(timer).peak_mb["loss"] == 1132.0
+    assert summary(timer).at_step["loss"] == 1
+    assert summary(timer).steps == 2
+
+
+def test_an_evaluation_counts_for_no_phase(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+
+    def evaluate() -> None:
+        with timer.paused():
+            memory.temp(9000 * MIB)
+            with torch.no_grad():
+                training.net.eval()
+                training.net(torch.ones(1, 2))
+                training.net.train()
+            memory.alloc(-30 * MIB)
+
+    training.run(3, {0: evaluate, 2: evaluate})
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert summary(timer).steps == 3
+
+
+def test_what_is_allocated_while_steps_are_read_counts(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    def allocate(_: Any) -> None:
+        memory.temp(300 * MIB)
+
+    timer = Training(gpu, memory, on_step=allocate, lag=0).run(2)
+    assert summary(timer).peak_mb["data"] == 1400.0
+    assert summary(timer).at_step["data"] == 1
+
+
+def test_steps_between_the_timed_ones_are_not_sampled(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    late = dict.fromkeys([*range(0, 12, 2)], lambda: memory.temp(5000 * MIB))
+    timer = Training(gpu, memory, every_n_steps=2).run(12, late)
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert [*summary(timer).at_step.values()] == [1] * 6
+
+
+def test_probed_steps_are_not_sampled(
+    gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = []
+    monkeypatch.setattr(metered, "EVERY", 1)
+    monkeypatch.setattr(Peaks, "add", lambda _, number, *args: sampled.append(number))
+    timer = Training(gpu, memory, probe_every_n_steps=4).run(60)
+    assert timer.summary().probed_steps
+    assert sampled == timer.history()["step"].tolist()
+
+
+def test_an_error_of_the_counters_is_said_once_and_the_times_go_on(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        memory.error = RuntimeError("no counters any more")
+
+    timer = Training(gpu, memory).run(60, {1: fail})
+    assert caplog.text.count("Memory is measured no more") == 1
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert summary(timer).steps == 1
+    assert len(steps(timer)) == 60
+
+
+# Others who read and reset the same counters
+
+
+def test_others_read_the_peak_as_if_there_were_no_timer(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    read: list[int] = []
+
+    def note() -> None:
+        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
+
+    memory.temp(2000 * MIB)
+    Training(gpu, memory).run(22, dict.fromkeys(range(22), note))
+    assert read == [3000] * 22
+
+
+def test_a_reset_by_others_takes_nothing_from_either(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    read: list[int] = []
+
+    def reset() -> None:
+        memory.temp(50 * MIB)
+        memory.reset_peak_memory_stats(0)
+        memory.temp(40 * MIB)
+        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
+
+    def note() -> None:
+        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
+
+    memory.temp(2000 * MIB)
+    timer = Training(gpu, memory).run(3, {1: reset, 2: note})
+    assert read == [1100 + 30 + 40, 1230]
+    assert summary(timer).peak_mb["loss"] == 1180.0
+    assert summary(timer).peak_mb["forward"] == LATER_STEP["forward"]
+
+
+def test_a_reset_by_others_where_memory_was_freed_is_none_that_was_missed(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset() -> None:
+        memory.alloc(-500 * MIB)
+        memory.reset_peak_memory_stats(0)
+
+    def put_back() -> None:
+        memory.alloc(500 * MIB)
+
+    timer = Training(gpu, memory).run(3, {1: reset, 2: put_back})
+    assert "somebody resets" not in caplog.text
+    assert summary(timer).steps == 3
+
+
+def test_the_counters_of_another_device_are_not_touched(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    read: list[int] = []
+
+    def note() -> None:
+        memory.reset_peak_memory_stats(1)
+        memory.peak = 7
+        read.append(memory.memory_stats(1)["allocated_bytes"]["all"]["peak"])
+
+    memory.temp(2000 * MIB)
+    Training(gpu, memory).run(5, {4: note})
+    assert read == [7]
+
+
+def test_a_reset_past_the_functions_is_told_once_and_its_step_left_out(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset() -> None:
+        memory.alloc(-40 * MIB)
+        memory.peak = memory.allocated
+        memory.alloc(5 * MIB)
+
+    def put_back() -> None:
+        memory.alloc(35 * MIB)
+
+    training = Training(gpu, memory)
+    training.run(22, {1: reset, 2: put_back, 20: reset})
+    assert caplog.text.count("somebody resets the peak counters") == 1
+    assert summary(training.timer).steps == 2
+    assert {*summary(training.timer).at_step.values()} <= {0, 2}
+
+
+def test_two_timers_share_the_counters(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory)
+    other = Layer(gpu, 4.0, 4.0)
+    of_other = GPUPhaseHooks(
+        other, Adder(other.parameters(), gpu, 1.0), clock=gpu, memory=True, warmup_steps=0
+    )
+    read: list[int] = []
+
+    def train_other() -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        of_other.step()
+        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
+
+    memory.temp(2000 * MIB)
+    with of_other:
+        training.run(3, dict.fromkeys(range(3), train_other))
+        peaks = dict(summary(training.timer).peak_mb)
+    assert read == [3000] * 3
+    assert {name: peaks[name] for name in LATER_STEP} == LATER_STEP
+    assert summary(of_other).peak_mb["data"] == LATER_STEP["backward"]
+
+
+def test_what_others_read_too_low_after_the_removal_is_told(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.temp(2000 * MIB)
+    Training(gpu, memory).run(2)
+    assert "max_memory_allocated() tells 1100.0 MiB from now on" in caplog.text
+    assert "the highest before was 3000.0 MiB" in caplog.text
+    caplog.clear()
+    # Most runs end with steps like those that were sampled.
+    memory.reset_peak_memory_stats(0)
+    Training(gpu, memory).run(5)
+    assert caplog.text == ""
+
+
+def test_nothing_is_left_after_the_removal(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    before = dict(vars(memory))
+    training = Training(gpu, memory)
+    training.timer.attach()
+    assert {*vars(memory)} - {*before} == {"memory_stats", "reset_peak_memory_stats"}
+    training.timer.remove()
+    assert {*vars(memory)} == {*before}
+    with pytest.raises(ZeroDivisionError):
+        training.run(2, {1: lambda: 1 // 0})  # type: ignore[dict-item]
+    assert {*vars(memory)} == {*before}
+
+
+def test_a_timer_can_be_attached_again(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory)
+    training.run(2, {1: lambda: memory.temp(800 * MIB)})
+    memory.reset_peak_memory_stats(0)
+    timer = training.run(2)
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] == memory.peak
+
+
+def test_a_process_that_is_forked_off_leaves_the_counters_alone(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    with training.timer as timer:
+        for i, x in enumerate(timer.steps(training.batches(3))):
+            if i == 1 and not (child := os.fork()):
+                reads = memory.reads, memory.resets
+                training.net(x).sum().backward()
+                memory.reset_peak_memory_stats(0)
+                timer.remove()
+                os._exit(reads != (memory.reads, memory.resets))
+            training.net(x).sum().backward()
+            training.optimizer.step()
+    assert os.waitpid(child, 0)[1] == 0
+    assert summary(timer).steps == 3
+
+
+def test_a_timer_that_is_lost_lets_go_of_the_counters(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory)
+    training.timer.attach()
+    del training
+    gc.collect()
+    Training(gpu, memory).run(2)
+    assert "memory_stats" not in vars(memory)
+
+
+# Graphs, errors, other devices
+
+
+def test_while_a_graph_is_captured_nothing_is_touched(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(gpu)
+    with hooks(loop, memory=True) as timer:
+        for i, x in enumerate(timer.steps(loop.batches(30))):
+            if i == 1:
+                with gpu.capture() as replay:
+                    loop.train(x)
+            elif i > 1:
+                replay()
+            else:
+                loop.train(x)
+    assert not gpu.capture_broken
+    assert summary(timer).steps == 1
+    assert caplog.text.count("a captured graph has its own memory") == 1
+
+
+def test_on_the_cpu_it_is_said_and_nothing_else_happens(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer, memory=True, warmup_steps=0) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 3):
+            model(x).sum().backward()
+            optimizer.step()
+    assert caplog.text.count("nothing is measured on the CPU") == 1
+    assert timer.summary().memory is None
+
+
+def test_a_device_that_does_not_count_is_told(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(FakeAllocator):
+        def read(self) -> dict[str, Any]:
+            return {}
+
+    Bare(gpu)
+    loop = Loop(gpu)
+    with hooks(loop, memory=True) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert caplog.text.count("cannot be read") == 1
+    assert len(steps(timer)) == 2
+
+
+class FakeTorch:
+    """Stands for a CUDA device behind torch's own functions, which end in those of `torch._C`."""
+
+    def __init__(self, allocator: FakeAllocator, patch: pytest.MonkeyPatch) -> None:
+        torch_c: Any = torch._C
+        for read, reset in (
+            ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
+            ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"),
+        ):
+            patch.setattr(torch_c, read, lambda index: allocator.memory_stats(index), raising=False)
+            patch.setattr(
+                torch_c,
+                reset,
+                lambda index: allocator.reset_peak_memory_stats(index),
+                raising=False,
+            )
+        about = type("Properties", (), {"total_memory": 4000 * MIB})()
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        patch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+        patch.setattr(torch_c, "_accelerator_isAllocatorInitialized", lambda: True)
+
+
+@pytest.fixture
+def cuda(gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    FakeTorch(memory, monkeypatch)
+    gpu.allocator = None
+    gpu.device = torch.device("cuda", 0)
+    return memory
+
+
+def peaks_of_torch() -> list[int]:
+    return [
+        torch.cuda.max_memory_allocated(0) // MIB,
+        torch.cuda.memory_stats(0)["allocated_bytes.small_pool.peak"] // MIB,
+        torch.cuda.memory_stats_as_nested_dict(0)["allocated_bytes"]["all"]["peak"] // MIB,
+    ]
+
+
+def test_all_functions_of_torch_tell_others_what_they_told_without_a_timer(
+    gpu: FakeGPU, cuda: FakeAllocator
+) -> None:
+    read: list[list[int]] = []
+
+    def note() -> None:
+        read.append(peaks_of_torch())
+        torch.cuda.reset_peak_memory_stats(0)
+        cuda.temp(600 * MIB)
+
+    cuda.temp(2000 * MIB)
+    timer = Training(gpu, cuda).run(5, dict.fromkeys(range(5), note))
+    assert read == [[3000] * 3, [1630] * 3, *[[1730] * 3] * 3]
+    expected = {**LATER_STEP, "loss": 1730.0}
+    assert above(summary(timer).peak_mb) == expected
+    assert summary(timer).total_mb == 4000.0
+
+
+def test_a_timer_after_one_that_was_lost_reads_past_what_it_left(
+    gpu: FakeGPU, cuda: FakeAllocator
+) -> None:
+    lost = Training(gpu, cuda)
+    lost.timer.attach()
+    cuda.temp(2000 * MIB)
+    del lost
+    gc.collect()
+    timer = Training(gpu, cuda).run(3)
+    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert not hasattr(torch._C._cuda_memoryStats, "_stand_in")
+
+
+def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for x in timer.steps(training.batches(3)):
+            loss = training.net(x).sum()
+            memory.temp(2 * MIB)
+            loss.backward()
+            training.optimizer.step()
+            memory.temp(9000 * MIB)
+            break
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+
+
+def test_a_step_goes_on_after_a_loop_that_was_left_before_its_update(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for x in timer.steps(training.batches(3)):
+            loss = training.net(x).sum()
+            break
+        memory.temp(2 * MIB)
+        loss.backward()
+        training.optimizer.step()
+        timer.step()
+    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert summary(timer).steps == 1
+
+
+def test_a_step_that_is_dropped_takes_its_peaks_with_it(
+    gpu: FakeGPU, memory: FakeAllocator
+) -> None:
+    training = Training(gpu, memory)
+    timer = training.timer
+    with timer:
+        for i, x in enumerate(timer.steps(training.batches(3))):
+            try:
+                training.net(x).sum().backward()
+                if i == 0:
+                    memory.temp(9000 * MIB)
+                    raise ValueError
+                training.optimizer.step()
+            except ValueError:
+                timer._session.begin(0)
+    assert summary(timer).peak_mb["backward"] == LATER_STEP["backward"]
+    assert max(summary(timer).peak_mb.values()) < 2000
+
+
+def test_memory_must_be_a_switch() -> None:
+    with pytest.raises(TypeError, match="memory must be True or False, got 20"):
+        GPUPhaseTimer(memory=20)  # type: ignore[arg-type]
+
+
+# Lightning, files, words
+
+
+def test_lightning_logs_and_keeps_peaks(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    class Allocates(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            y = self(x)
+            memory.temp(30 * MIB)
+            return work(y, gpu, 0.5, 0.25).sum()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            memory.temp(4000 * MIB)
+            super().validation_step(batch, batch_idx)
+
+        def val_dataloader(self) -> Any:
+            return [torch.ones(1, 2)]
+
+    logger = MemoryLogger()
+    timer = GPUPhaseTimer(clock=gpu, summary=False, memory=True)
+    fit(gpu, Allocates(gpu), 6, timer=timer, logger=logger, log_every_n_steps=3)
+    assert summary(timer).peak_mb["loss"] == 1030.0
+    assert max(summary(timer).peak_mb.values()) == 1030.0
+    _, metrics = logger.phase_times()[0]
+    assert metrics["phase_time/loss_peak_mb"] == 1030.0
+    assert metrics["phase_time/forward_peak_mb"] == 1000.0
+    assert summary(pickle.loads(pickle.dumps(timer))) == summary(timer)
+
+
+def test_a_saved_run_has_the_peaks(gpu: FakeGPU, memory: FakeAllocator, tmp_path: Any) -> None:
+    memory.total = 81_559 * MIB
+    timer = Training(gpu, memory).run(3)
+    timer.save(tmp_path / "run.json")
+    run = load(tmp_path / "run.json")
+    assert run.summary.memory == summary(timer)
+    assert run.summary.rows["backward"].peak_mb == LATER_STEP["backward"]
+    assert str(run.summary) == str(timer.summary())
+
+
+def test_the_table_and_the_sentence_say_it(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    memory.total = 81_559 * MIB
+    text = str(Training(gpu, memory).run(3).summary())
+    assert "peak MiB" in text.splitlines()[2]
+    [backward] = [line for line in text.splitlines() if line.startswith("backward")]
+    assert backward.endswith("1,230.0")
+    assert (
+        "memory: the highest is `backward` with 1,230 of 81,559 MiB, at step 1; `forward` follows"
+        " with 1,170"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("peaks", "held", "advice"),
+    [
+        ({"forward": 80, "backward": 95}, 20, "75 of it from the step itself: checkpoint"),
+        ({"forward": 80, "backward": 95}, 70, "70 of it there when a step begins: shard"),
+        ({"backward": 80, "optimizer": 95}, 70, "25 of it from the step itself: try foreach=False"),
+        ({"backward": 80, "optimizer": 95}, 90, "90 of it there when a step begins: shard"),
+        ({"data": 95}, 30, "95% of the GPU's\n"),
+        ({"backward": 89}, 30, "at step 4\n"),
+    ],
+)
+def test_advice_is_given_where_the_numbers_back_it(
+    peaks: dict[str, int], held: int, advice: str
+) -> None:
+    found = Peaks(100 * MIB)
+    found.add(4, {name: mb * MIB for name, mb in peaks.items()}, held * MIB)
+    told = found.summary()
+    assert told is not None
+    assert advice in f"{told.sentence}\n"
