@@ -98,7 +98,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         history: int = 10_000,
         prog_bar: bool = False,
         summary: bool = True,
-        modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
+        modules: int | str | Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,

@@ -98,7 +98,7 @@ class GPUPhaseHooks(Timer):
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
         first_step: int = 0,
-        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        modules: int | str | Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
-from lightning_gputime._results.cells import busy, cells, indented, of_ranks
+from lightning_gputime._results.cells import busy, cells, of_ranks
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.rows import shown
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import Table
@@ -130,12 +131,12 @@ class PhaseSummary:
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
-        rows = {name: row for name, row in self.rows.items() if not of_one_callback(name)}
-        body = [cells(indented(name), row) for name, row in rows.items()]
+        rows = {name: (title, row) for name, title, row in shown(self.rows)}
+        body = [cells(title, row) for title, row in rows.values()]
         lines = [header, *body, cells("step", self.step)]
         columns: list[list[str]] = []
         if self.probed_steps:
-            columns.append(["busy", *map(busy, (*rows.values(), self.step))])
+            columns.append(["busy", *(busy(row) for _, row in rows.values()), busy(self.step)])
         if self.ranks is not None:
             bounds = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
             columns.append(["min - max (rank)", *bounds])
