@@ -10,7 +10,7 @@ import torch
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations
+from lightning_gputime._evaluations import Evaluations, starts, tells
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
@@ -19,6 +19,7 @@ from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._timer import Timer
 
 
@@ -130,12 +131,27 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
         self._evaluations = Evaluations(self._options, self._keep_evaluation)
         self._fit: Fit | None = None
+        self._has_fitted = False
         self._books = FitBooks(self._options.clock)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
+
+    def summary(self, stage: str | None = None) -> PhaseSummary:
+        """Returns the statistics of the steps read so far.
+
+        Args:
+            stage: "fit" for the steps of training, warm-up left out; "val", "test" or "predict" for
+                those of the newest such loop since the last fit began. By default those of the
+                fit, and where there was none those of the newest other loop.
+
+        Raises:
+            ValueError: If there is no such stage.
+        """
+        stage = stage or ("" if self._has_fitted else self._evaluations.newest) or "fit"
+        return super().summary() if stage == "fit" else self._evaluations.summary(stage)
 
     # Lightning's hooks
 
@@ -154,6 +170,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             messages.warning(NESTED)
         self._detach()
+        self._evaluations.forget()
+        self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         self._start(
             _lightning.clock_of(trainer, self._options.clock),
@@ -216,31 +234,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    @_lightning.never_raises
-    def on_test_start(self, *args: Any) -> None:
-        self._evaluations.start("test", *args)
+    on_test_start, on_predict_start = starts("test"), starts("predict")
 
-    @_lightning.never_raises
-    def on_predict_start(self, *args: Any) -> None:
-        self._evaluations.start("predict", *args)
-
-    @_lightning.never_raises
-    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_begins()
-
+    on_validation_batch_start = tells(Evaluations.batch_begins)
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    @_lightning.never_raises
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_ends()
-
+    on_validation_batch_end = tells(Evaluations.batch_ends)
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @_lightning.never_raises
-    def on_test_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.end()
-
-    on_predict_end = on_test_end
+    on_test_end = on_predict_end = tells(Evaluations.end)
 
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import TypeGuard
 
 from torch import nn
 
@@ -86,7 +87,7 @@ def _of_patterns(asked: Iterable[int | str], called: Mapping[str, nn.Module]) ->
     return found
 
 
-def _is_name(one: int | str) -> bool:
+def _is_name(one: int | str) -> TypeGuard[str]:
     return isinstance(one, str) and one != ALL and not set(one) & set("*?[")
 
 

@@ -48,6 +48,7 @@ class PhaseSummary:
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
         ledger: Where the whole of a fit went, where a trainer tells it.
+        stage: What the steps are of, where not of training: "validation", "test" or "prediction".
     """
 
     rows: Mapping[str, PhaseStats]
@@ -65,6 +66,7 @@ class PhaseSummary:
     hint: str = ""
     slow: SlowSummary | None = None
     ledger: Ledger | None = None
+    stage: str = ""
 
     @property
     def verdict(self) -> str:
@@ -124,10 +126,9 @@ class PhaseSummary:
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
             skipped = f"; {self.skipped_updates} have no update"
-        return (
-            f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
-            f"{skipped}"
-        )
+        of = f"Time per {self.stage} step" if self.stage else "Time per step"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        return f"{of} in ms over {steps} ({left_out}){skipped}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
