@@ -43,18 +43,21 @@ class Evaluations:
 
     def start(self, stage: str, trainer: _lightning.Trainer, model: _lightning.Module) -> None:
         """Says that one starts, whose means are logged under its name."""
-        prefix = f"{self._options.prefix}/{stage}"
         number = _lightning.step_number(trainer)
         clock = _lightning.clock_of(trainer, self._options.clock)
         self._results.pop(stage, None)
         results = Results(self._options.history, 0, isinstance(clock, HostClock))
         self._results[stage] = results
         keep = partial(self._keep, stage, number)
+        epochs = _lightning.Epochs(trainer)
+        epochs.begins()
         self._now = Evaluation(
             clock,
             _lightning.evaluation_loop_of(trainer, model),
             # Nothing is due before the end.
-            _lightning.mean_log_of(trainer, prefix, sys.maxsize, keep),
+            _lightning.mean_log_of(
+                trainer, self._options.prefix, sys.maxsize, keep, stage=stage, beside=epochs.row
+            ),
             results,
             lag=self._options.lag,
             number=number,

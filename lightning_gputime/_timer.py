@@ -88,6 +88,7 @@ class Timer:
         )
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
+        means.begin()
         own = () if options.on_step is None else (options.on_step,)
         self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
 

@@ -173,16 +173,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.forget()
         self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
+        epochs = _lightning.Epochs(trainer)
         self._start(
             _lightning.clock_of(trainer, self._options.clock),
             loop,
-            _lightning.mean_log_of(trainer, self._options.prefix),
+            _lightning.mean_log_of(trainer, self._options.prefix, beside=epochs.row),
             [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
             **_lightning.known_of(trainer),
         )
         self._know_batch(trainer.train_dataloader)
         self._results.books = books = self._books.open(trainer)
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs)
         self._fit.listen(self, self._give_up)
 
     @_lightning.never_raises

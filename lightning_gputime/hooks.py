@@ -13,7 +13,8 @@ from lightning_gputime._boundaries.loop import Loop, check_model, check_optimize
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
 from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
-from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
+from lightning_gputime._results.loggers import MetricsLogger, check_loggers
+from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer

@@ -36,7 +36,7 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     logger = MemoryLogger()
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
     means = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
-    means["phase_time/step_ms"] = sum(STEP_MS.values())
+    means |= {"phase_time/step_ms": sum(STEP_MS.values()), "epoch": 0}
     means |= {"phase_time/data/fetch_ms": 1.0, "phase_time/data/copy_ms": 0.0}
     means["phase_time/data/callbacks_ms"] = 0.0
     # A host that does nothing else waits for all that the GPU does.
@@ -481,6 +481,7 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
         **{f"{name}_ms": ms for name, ms in EVALUATION_MS.items()},
         "step_ms": 5.5,
         "host_wait_ms": 5.5,
+        "epoch": 0,
     }
     assert runner.callback_metrics[f"phase_time/{stage}/forward_ms"] == 4.0
     assert timer.last is None

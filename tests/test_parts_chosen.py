@@ -228,7 +228,7 @@ def add_times(
     if module in names:
         path = f"{path}/{names[module]}"
     own = module.glue if isinstance(module, Node) else [module.times[1:]]  # type: ignore[index]
-    for forward_ms, backward_ms in own:  # type: ignore[misc]
+    for forward_ms, backward_ms in own:
         for i in range(path.count("/") + 1):
             above = "/".join(path.split("/")[: i + 1])
             found[f"forward{above}"] = found.get(f"forward{above}", 0.0) + forward_ms
@@ -248,9 +248,11 @@ def test_modules_inside_modules_are_timed_exactly_whichever_are_chosen(
     part = rng.random()
     called = [(name, one) for name, one in net.named_modules() if isinstance(one, Node | Work)]
     # That before the others ends them in backward.
-    names = {one: name for name, one in called if name == "1" or rng.random() < part}
+    names: dict[nn.Module, str] = {
+        one: name for name, one in called if name == "1" or rng.random() < part
+    }
     expected: dict[str, float] = {}
-    for module in net[1:]:
+    for module in (net[1], root):
         add_times(module, names, expected)
     timer = train(gpu, net, [*names.values()])
     assert timer.last is not None
