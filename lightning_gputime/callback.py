@@ -1,8 +1,8 @@
 """The timer for Lightning."""
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,7 +64,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         prog_bar: Whether to show the times of the newest step on the progress bar.
         summary: Whether to print the table of the summary when training ends.
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
-            `backward/<name>`: dotted names, or a mapping from names to modules.
+            `backward/<name>`: a depth such as 2, "all", dotted names, patterns such as "layers.*",
+            or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
@@ -107,7 +108,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
         log_figure: bool = False,
-        save: str | os.PathLike[str] | None = None,
+        save: str | Path | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(

@@ -51,7 +51,8 @@ class GPUPhaseHooks(Timer):
         first_step: The number of the first step after `attach`, where training is resumed. The
             steps are counted on through all epochs; another `attach` starts here again.
         modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
-            dotted names, or a mapping from names to modules.
+            a depth such as 2, "all", dotted names, patterns such as "layers.*", or a mapping from
+            names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
