@@ -1,6 +1,7 @@
 """LightningCLI: every option of the callback in YAML and on the command line."""
 
 import inspect
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
 from torch.utils.data import DataLoader
 
-from lightning_gputime import Clock, GPUPhaseTimer, StepTimes, TimingEvent
+from lightning_gputime import Clock, GPUPhaseTimer, PhaseTimeMetric, StepTimes, TimingEvent
 from lightning_gputime._record.clock import HostClock
 
 pytest.importorskip("jsonargparse")
@@ -215,3 +216,15 @@ def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
     timer = timer_of(cli)
     assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
     assert timer._options.modules == ["net"]
+
+
+def test_the_file_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manual = (Path(__file__).parent.parent / "examples/README.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)
+    Path("config.yaml").write_text(text)
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    timer = timer_of(make("fit", "--config", "config.yaml", *quiet))
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert isinstance(timer._options.on_step, PhaseTimeMetric)
+    assert timer._options.on_slow_step is print
