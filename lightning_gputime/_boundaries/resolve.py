@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 from itertools import accumulate
 from typing import TypeGuard
 
@@ -62,8 +63,9 @@ def _called(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    # Not so a ModuleList or ModuleDict.
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # Not so a ModuleList or ModuleDict. A scripted module cannot be asked the usual way.
+    forward = getattr_static(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _of_patterns(asked: Iterable[int | str], called: Mapping[str, nn.Module]) -> list[str]:

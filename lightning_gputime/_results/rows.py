@@ -14,7 +14,7 @@ def shown(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats
     """Yields the rows of the table: their names, what the table calls them, and their statistics.
 
     Of the modules inside `forward` and `backward` the same are shown, those that take longest in
-    both together. The rest is one row, with the time of those that are not inside a shown one; its
+    both together. The rest is one row, with the time that is in none of the innermost rows; its
     name is that of no phase.
     """
     chosen = _longest(rows)
@@ -68,9 +68,11 @@ def _others(
     top: str, hidden: Mapping[str, PhaseStats], chosen: set[str]
 ) -> Iterator[tuple[str, str, PhaseStats]]:
     if hidden:
-        # The time of a module is part of that of the one around it.
-        in_rows = {*hidden, *(f"{top}/{module}" for module in chosen)}
-        outside = [row for name, row in hidden.items() if in_rows.isdisjoint(_above(name))]
+        # The time of a module is part of that of the one around it. What is shown with modules
+        # inside says by these how its time is made up; else it says all there is.
+        parents = {above for module in chosen for above in _above(module)}
+        told = {*hidden, *(f"{top}/{module}" for module in chosen - parents)}
+        outside = [row for name, row in hidden.items() if told.isdisjoint(_above(name))]
         yield f"{top}/<others>", f"  {len(hidden)} others", _sum_of(outside)
 
 
