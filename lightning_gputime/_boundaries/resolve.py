@@ -116,7 +116,7 @@ def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
     fixes = [*few[-1:], "a pattern such as 'layers.*'", "names in full, which have no limit"]
     return (
         f"modules={modules!r} means {n} modules of this model, and may mean {MOST}, because each"
-        f" takes the host some microseconds a call: give {', or '.join(fixes)}"
+        f" takes the host some tens of microseconds a call: give {', or '.join(fixes)}"
     )
 
 
