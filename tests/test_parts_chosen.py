@@ -107,7 +107,7 @@ def test_scripted_modules_and_those_with_a_forward_of_their_own_can_be_called(
     gpu: FakeGPU,
 ) -> None:
     held = nn.ModuleList([nn.Linear(2, 2)])
-    held.forward = held[0].forward  # type: ignore[method-assign]
+    held.forward = held[0].forward
     net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), held)
     assert [*resolve("all", net)] == ["0", "1", "1.0"]
 
