@@ -6,7 +6,7 @@ from lightning_gputime._boundaries.named import phase
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
-from lightning_gputime._results.means import MetricsLogger
+from lightning_gputime._results.loggers import MetricsLogger
 from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep

@@ -2,12 +2,19 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_gputime import _lightning
 from lightning_gputime._options import Options
+from lightning_gputime._record.clock import HostClock
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.evaluation import Evaluation
+
+STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
+"""For each kind of evaluation, as it is called in keys, its name in the table."""
 
 
 class Evaluations:
@@ -23,6 +30,8 @@ class Evaluations:
     ) -> None:
         self._options, self._keep = options, keep
         self._now: Evaluation | None = None
+        # The newest of each stage, the newest last.
+        self._results: dict[str, Results] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_now": None}  # Events cannot be pickled.
@@ -34,17 +43,45 @@ class Evaluations:
 
     def start(self, stage: str, trainer: _lightning.Trainer, model: _lightning.Module) -> None:
         """Says that one starts, whose means are logged under its name."""
-        prefix = f"{self._options.prefix}/{stage}"
         number = _lightning.step_number(trainer)
+        clock = _lightning.clock_of(trainer, self._options.clock)
+        self._results.pop(stage, None)
+        results = Results(self._options.history, 0, isinstance(clock, HostClock))
+        self._results[stage] = results
         keep = partial(self._keep, stage, number)
+        epochs = _lightning.Epochs(trainer)
+        epochs.begins()
         self._now = Evaluation(
-            _lightning.clock_of(trainer, self._options.clock),
+            clock,
             _lightning.evaluation_loop_of(trainer, model),
             # Nothing is due before the end.
-            _lightning.mean_log_of(trainer, prefix, sys.maxsize, keep),
+            _lightning.mean_log_of(
+                trainer, self._options.prefix, sys.maxsize, keep, stage=stage, beside=epochs.row
+            ),
+            results,
             lag=self._options.lag,
             number=number,
         )
+
+    def forget(self) -> None:
+        """Forgets what was timed: a fit begins, which is a new measurement."""
+        self._results.clear()
+
+    @property
+    def newest(self) -> str:
+        """The stage of the newest one since the fit began; empty if there was none."""
+        return next(reversed(self._results), "")
+
+    def summary(self, stage: str) -> PhaseSummary:
+        """Returns the statistics of the newest one of a stage, as far as it was read.
+
+        Raises:
+            ValueError: If there is no such stage.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"stage must be one of {', '.join(('fit', *STAGES))}, got {stage!r}")
+        none = Results(1, 0, hint=f"No {STAGES[stage]} loop has run since the last fit began.")
+        return replace(self._results.get(stage, none).summary(), stage=STAGES[stage])
 
     def batch_begins(self) -> None:
         """Says that a batch is there."""
@@ -67,3 +104,23 @@ class Evaluations:
         if self._now is not None:
             self._now.abort()
             self._now = None
+
+
+def tells(method: Callable[[Evaluations], None]) -> Callable[..., None]:
+    """Returns a hook of a callback that tells its evaluations something."""
+
+    @_lightning.never_raises
+    def hook(self: Any, *_: Any, **__: Any) -> None:
+        method(self._evaluations)
+
+    return hook
+
+
+def starts(stage: str) -> Callable[..., None]:
+    """Returns a hook of a callback that starts an evaluation."""
+
+    @_lightning.never_raises
+    def hook(self: Any, trainer: _lightning.Trainer, model: _lightning.Module) -> None:
+        self._evaluations.start(stage, trainer, model)
+
+    return hook

@@ -33,6 +33,7 @@ class Fit:
         session: Times the steps.
         batch: Is kept up to date: outside of it calls of the model are no `forward`.
         books: Keep the ledger.
+        epochs: Know the epoch of each step.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Fit:
         session: Session | Detached,
         batch: Batch,
         books: Books,
+        epochs: _lightning.Epochs,
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
-        self._batch, self._books = batch, books
+        self._batch, self._books, self._epochs = batch, books, epochs
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
@@ -62,6 +64,7 @@ class Fit:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
         self._in_batch = self._batch.is_open = False
         self._books.epoch_turns()
+        self._epochs.begins()
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.pause()

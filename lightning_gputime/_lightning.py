@@ -1,6 +1,7 @@
 """All that reaches into Lightning; the only place with its private names."""
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -75,6 +76,9 @@ def mean_log_of(
     prefix: str,
     every_n_steps: int | None = None,
     keep: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    *,
+    stage: str = "",
+    beside: Callable[[int], Mapping[str, float]] = lambda step: {},
 ) -> MeanLog:
     """Returns what logs means, by default as often as a trainer logs, to where it logs.
 
@@ -83,6 +87,8 @@ def mean_log_of(
         prefix: First part of the keys.
         every_n_steps: How many steps are averaged into one log.
         keep: Also gets what is logged.
+        stage: Second part of the keys; empty for training.
+        beside: Returns what loggers also get in the row of a step, such as `Epochs.row`.
     """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
@@ -91,7 +97,31 @@ def mean_log_of(
         publish(trainer, metrics)
         keep(metrics)
 
-    return MeanLog(prefix, every_n_steps, trainer.loggers, publish_and_keep)
+    loggers = trainer.loggers
+    return MeanLog(prefix, every_n_steps, loggers, publish_and_keep, stage=stage, beside=beside)
+
+
+class Epochs:
+    """Knows the epoch of each step: a step may be read when the next epoch has begun.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        # The first step of each, and its number; none is read that was long ago.
+        self._begun: deque[tuple[int, int]] = deque(maxlen=1000)
+
+    def begins(self) -> None:
+        """Says that one begins, or goes on."""
+        self._begun.append((step_number(self._trainer), self._trainer.current_epoch))
+
+    def row(self, step: int) -> dict[str, float]:
+        """Returns what Lightning's own rows have beside the metrics of a step."""
+        epochs = (epoch for first, epoch in reversed(self._begun) if first <= step)
+        epoch = next(epochs, None)
+        return {} if epoch is None else {"epoch": epoch}
 
 
 def step_number(trainer: pl.Trainer) -> int:

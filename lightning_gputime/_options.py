@@ -10,7 +10,10 @@ from lightning_gputime._phases import check_name
 from lightning_gputime._record.clock import Clock
 
 SyncRanks = bool | Literal["log"]
-Modules = Sequence[str] | Mapping[str, nn.Module]
+Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
+
+ALL = "all"
+"""The option `modules` for all modules inside the model."""
 
 _PROBES = "one step in so many is probed, and the one after it not timed; 0 for none"
 
@@ -129,16 +132,20 @@ def _check_clock(clock: Any) -> None:
 
 
 def _check_modules(modules: Any) -> None:
+    if isinstance(modules, int) and not isinstance(modules, bool):
+        check_int("modules", modules, 1, "a depth: 1 for the modules that the model itself holds")
+        return
     if isinstance(modules, Mapping):
         right = all(isinstance(module, nn.Module) for module in modules.values())
         names = list(modules)
     else:
-        right = isinstance(modules, list | tuple)
-        names = list(modules) if right else []
+        right = isinstance(modules, str | list | tuple)
+        names = [modules] if isinstance(modules, str) else list(modules) if right else []
     if not right or not all(isinstance(name, str) and "/" not in name for name in names):
         raise TypeError(
-            "modules must be a list of dotted names such as ['body', 'head.norm'], or a mapping"
-            f" from names without '/' to modules, got {modules!r}"
+            "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
+            " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
+            f" without '/' to modules, got {modules!r}"
         )
     if isinstance(modules, Mapping):
         for name in names:

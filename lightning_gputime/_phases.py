@@ -199,9 +199,19 @@ def is_wait(name: str) -> bool:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Sorts phases as a step runs them, the user's own last, sub-phases below their parent."""
-    seen = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
-    return sorted(names, key=lambda name: (seen.index(name.partition("/")[0]), name))
+    """Sorts phases as a step runs them, the user's own last, sub-phases below their parent.
+
+    The modules inside `forward` and `backward` come as they were first seen, in both alike.
+    """
+    tops = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
+    seen = {part: i for i, part in enumerate(dict.fromkeys("/".join(names).split("/")))}
+
+    def place(name: str) -> tuple[int, list[int], str]:
+        top, *parts = name.split("/")
+        by_name = top not in (FORWARD, BACKWARD)
+        return tops.index(top), [] if by_name else [seen[part] for part in parts], name
+
+    return sorted(names, key=place)
 
 
 def of_one_callback(name: str) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
-from lightning_gputime._boundaries.submodules import resolve
+from lightning_gputime._boundaries.resolve import resolve
 from lightning_gputime._causes.places import attribute
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import StepTimes
@@ -88,6 +88,7 @@ class Timer:
         )
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
+        means.begin()
         own = () if options.on_step is None else (options.on_step,)
         self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
 
@@ -122,7 +123,7 @@ class Timer:
         """Returns the option `modules`, looked up in a model.
 
         Raises:
-            ValueError: If the model has no module of a name.
+            ValueError: If the model has none of a name or a pattern, or too many.
         """
         return resolve(self._options.modules, model)
 

@@ -1,28 +1,19 @@
 """The timer for Lightning."""
 
-import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 
-from lightning_gputime import _lightning
-from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations
-from lightning_gputime._fit import NESTED, Fit
-from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
-from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._timer import Timer
+from lightning_gputime._trainer import TrainerTimer
 
 
-class GPUPhaseTimer(Timer, pl.Callback):
+class GPUPhaseTimer(TrainerTimer):
     """Logs how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and the optimizers,
@@ -63,7 +54,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         prog_bar: Whether to show the times of the newest step on the progress bar.
         summary: Whether to print the table of the summary when training ends.
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
-            `backward/<name>`: dotted names, or a mapping from names to modules.
+            `backward/<name>`: a depth such as 2, "all", dotted names, patterns such as "layers.*",
+            or a mapping from names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in one
             of 20 steps and the first three.
@@ -100,7 +92,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         history: int = 10_000,
         prog_bar: bool = False,
         summary: bool = True,
-        modules: Sequence[str] | Mapping[str, torch.nn.Module] = (),
+        modules: int | str | Sequence[str] | Mapping[str, torch.nn.Module] = (),
         annotate: bool = False,
         memory: bool = False,
         every_n_steps: int = 1,
@@ -109,9 +101,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
         log_figure: bool = False,
-        save: str | os.PathLike[str] | None = None,
+        save: str | Path | None = None,
         clock: Clock | None = None,
     ) -> None:
+        check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         super().__init__(
             Options(
                 prefix=prefix,
@@ -127,174 +120,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 on_step=on_step,
                 on_slow_step=on_slow_step,
                 clock=clock,
-            )
+            ),
+            Reports(summary=summary, log_figure=log_figure, save=save),
+            prog_bar=prog_bar,
         )
-        check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
-        self._prog_bar = prog_bar
-        self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
-        self._evaluations = Evaluations(self._options, self._keep_evaluation)
-        self._fit: Fit | None = None
-        self._books = FitBooks(self._options.clock)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_fit": None}
-        # Methods of the model, which Lightning puts on every callback: no copy needs the model.
-        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
-
-    # Lightning's hooks
-
-    @_lightning.never_raises
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._books.close()
-            self._books.open(trainer)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._submodules(pl_module)  # Raises, before training, if a name is wrong.
-
-    @_lightning.never_raises
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
-        if self._session.is_attached:
-            messages.warning(NESTED)
-        self._detach()
-        loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
-        self._start(
-            _lightning.clock_of(trainer, self._options.clock),
-            loop,
-            _lightning.mean_log_of(trainer, self._options.prefix),
-            [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
-            **_lightning.known_of(trainer),
-        )
-        self._know_batch(trainer.train_dataloader)
-        self._results.books = books = self._books.open(trainer)
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books)
-        self._fit.listen(self, self._give_up)
-
-    @_lightning.never_raises
-    def on_train_epoch_start(self, *_: Any) -> None:
-        if self._fit is not None:
-            self._fit.epoch_begins()
-
-    @_lightning.never_raises
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self._fit is not None:
-            self._fit.batch_begins()
-
-    @_lightning.never_raises
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._session.update_begins()
-
-    @_lightning.never_raises
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self._fit is not None:
-            self._fit.batch_ends(batch_idx)
-
-    @_lightning.never_raises
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._books.turn(EPOCH_ENDS)
-        self._session.publish()
-        self._session.compare_ranks()
-        self._reports.save_if_due(self, trainer)
-
-    on_sanity_check_start, on_sanity_check_end = turns(SANITY_CHECK), turns(SET_UP)
-
-    @_lightning.never_raises
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._session.publish()
-        self._session.pause()
-        if not trainer.sanity_checking:
-            self._books.turn(VALIDATION)
-            self._evaluations.start("val", trainer, pl_module)
-
-    @_lightning.never_raises
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluations.end()
-        if self._fit is not None:
-            self._fit.evaluation_ends()
-
-    @_lightning.never_raises
-    def on_test_start(self, *args: Any) -> None:
-        self._evaluations.start("test", *args)
-
-    @_lightning.never_raises
-    def on_predict_start(self, *args: Any) -> None:
-        self._evaluations.start("predict", *args)
-
-    @_lightning.never_raises
-    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_begins()
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    @_lightning.never_raises
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_ends()
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @_lightning.never_raises
-    def on_test_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.end()
-
-    on_predict_end = on_test_end
-
-    @_lightning.never_raises
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session.is_attached:
-            self._leave_fit()
-            self._finish()
-            self._books.training_ends(self._options.prefix, self.last)
-            self._reports.show(self, trainer, self._options.prefix)
-
-    @_lightning.never_raises
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
-        was_training = self._fit is not None and self._fit.is_of(trainer)
-        self._leave(trainer)
-        if was_training and isinstance(exception, KeyboardInterrupt):
-            self._reports.show(self, trainer, self._options.prefix)
-        self._close_books(trainer)
-
-    @_lightning.never_raises
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave(trainer)
-        self._close_books(trainer)
-
-    def _close_books(self, trainer: pl.Trainer) -> None:
-        books = self._books.close(trainer)
-        # Else nothing was trained, and a file of before is worth more.
-        if books is not None and books is self._results.books:
-            self._reports.save(self, trainer)
-
-    def _give_up(self, error: Exception) -> None:
-        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-        self._detach()
-
-    def _leave_fit(self) -> None:
-        if self._fit is not None:
-            self._fit.remove()
-            self._fit = None
-
-    def _leave(self, trainer: pl.Trainer) -> None:
-        """Ends what a trainer runs, which may be an evaluation inside another trainer's fit."""
-        if self._fit is None or self._fit.is_of(trainer):
-            self._detach()
-        elif self._evaluations.is_running:
-            self._evaluations.abort()
-            self._fit.evaluation_ends()
-
-    def _detach(self) -> None:
-        """Ends whatever runs, without a wait for the device or other ranks."""
-        self._evaluations.abort()
-        self._leave_fit()
-        self._abort()

@@ -13,7 +13,8 @@ from lightning_gputime._boundaries.loop import Loop, check_model, check_optimize
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
 from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
-from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
+from lightning_gputime._results.loggers import MetricsLogger, check_loggers
+from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
@@ -50,7 +51,8 @@ class GPUPhaseHooks(Timer):
         first_step: The number of the first step after `attach`, where training is resumed. The
             steps are counted on through all epochs; another `attach` starts here again.
         modules: Modules of the model that are sub-phases, `forward/<name>` and `backward/<name>`:
-            dotted names, or a mapping from names to modules.
+            a depth such as 2, "all", dotted names, patterns such as "layers.*", or a mapping from
+            names to modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in one
             of 20 steps and the first three.
@@ -100,7 +102,7 @@ class GPUPhaseHooks(Timer):
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
         first_step: int = 0,
-        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        modules: int | str | Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
         memory: bool = False,
         every_n_steps: int = 1,

@@ -36,7 +36,7 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     logger = MemoryLogger()
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
     means = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
-    means["phase_time/step_ms"] = sum(STEP_MS.values())
+    means |= {"phase_time/step_ms": sum(STEP_MS.values()), "epoch": 0}
     means |= {"phase_time/data/fetch_ms": 1.0, "phase_time/data/copy_ms": 0.0}
     means["phase_time/data/callbacks_ms"] = 0.0
     # A host that does nothing else waits for all that the GPU does.
@@ -481,10 +481,59 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
         **{f"{name}_ms": ms for name, ms in EVALUATION_MS.items()},
         "step_ms": 5.5,
         "host_wait_ms": 5.5,
+        "epoch": 0,
     }
     assert runner.callback_metrics[f"phase_time/{stage}/forward_ms"] == 4.0
     assert timer.last is None
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("stage", "named"), [("val", "validation"), ("test", "test"), ("predict", "prediction")]
+)
+def test_the_summary_of_an_evaluation_alone_is_its_table(
+    gpu: FakeGPU, stage: str, named: str
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu)
+    evaluate: Any = getattr(trainer(timer), {"val": "validate"}.get(stage, stage))
+    evaluate(Evaluated(gpu), Loader(gpu, 4))
+    assert {name: row.mean_ms for name, row in timer.summary().rows.items()} == EVALUATION_MS
+    assert timer.summary() == timer.summary(stage)
+    assert timer.summary().step.p95_ms == 5.5
+    title = str(timer.summary()).partition("\n")[0]
+    assert title == f"Time per {named} step in ms over 4 steps (0 warm-up steps left out)"
+    assert "Time per" in pickle.loads(pickle.dumps(timer)).summary()._repr_html_()
+    # The newest is shown, and no training was timed.
+    trainer(timer).validate(Evaluated(gpu), Loader(gpu, 2), verbose=False)
+    assert str(timer.summary()).startswith("Time per validation step in ms over 2 steps")
+    assert timer.summary("fit").steps == 0
+    assert str(timer.summary("fit")).startswith("No step was timed")
+
+
+def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
+    gpu: FakeGPU,
+) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    model = Evaluated(gpu)
+    trainer(timer).test(model, Loader(gpu, 3))
+    runner = trainer(timer, val_check_interval=2)
+    runner.fit(model, Loader(gpu, 4), Loader(gpu, 3))
+    assert str(timer.summary("test")).endswith("No test loop has run since the last fit began.")
+    runner.test(model, Loader(gpu, 2))
+    assert timer.summary() == timer.summary("fit") == timer.summary(None)
+    assert timer.summary().steps == 4
+    assert timer.summary().stage == ""
+    assert timer.summary("val").steps == 3
+    assert timer.summary("test").rows["forward"].mean_ms == 4.0
+    assert timer.summary("test").steps == 2
+    assert str(timer.summary("predict")).startswith("No step was timed")
+
+
+def test_a_stage_that_there_is_not_is_refused(gpu: FakeGPU) -> None:
+    with pytest.raises(
+        ValueError, match="stage must be one of fit, val, test, predict, got 'val_'"
+    ):
+        GPUPhaseTimer(clock=gpu).summary("val_")
 
 
 def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
@@ -528,8 +577,8 @@ def test_loggers_that_take_figures_get_one_by_option(gpu: FakeGPU, tmp_path: Any
 def test_a_part_that_the_model_does_not_have_is_refused_before_training(gpu: FakeGPU) -> None:
     with pytest.raises(ValueError, match="the model has no module 'head'; it has net"):
         fit(gpu, Model(gpu), timer=GPUPhaseTimer(clock=gpu, modules=["head"]))
-    with pytest.raises(TypeError, match=r"modules must be a list .* got 'net'"):
-        GPUPhaseTimer(modules="net")
+    with pytest.raises(TypeError, match=r"modules must be a depth .* got 1\.5"):
+        GPUPhaseTimer(modules=1.5)  # type: ignore[arg-type]
 
 
 def test_parts_are_timed_under_lightning(gpu: FakeGPU) -> None:

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import re
 import struct
 import zipfile
 from collections import defaultdict
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from fake_lightning import Model, fit
+from fake_lightning import Loader, Model, fit, trainer
 from fake_loop import Loop, hooks
 from lightning.pytorch.loggers import (
     CSVLogger,
@@ -23,6 +25,7 @@ from lightning.pytorch.loggers import (
 )
 
 from lightning_gputime import GPUPhaseTimer
+from lightning_gputime._results.loggers import Destination
 
 LOGGED = [1, 3, 4]
 KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
@@ -67,6 +70,193 @@ def test_csv_and_tensorboard_at_once(gpu: FakeGPU, tmp_path: Path) -> None:
     train(gpu, *loggers)
     check(read_csv(loggers[0]))
     check(read_tensorboard(loggers[1]))
+
+
+def read_tags(logger: TensorBoardLogger, kind: str) -> list[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    tags: list[str] = events.Tags()[kind]
+    return tags
+
+
+def read_layouts(logger: TensorBoardLogger) -> list[Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    return [
+        layout_pb2.Layout.FromString(one.tensor_proto.string_val[0])
+        for one in events.Tensors("custom_scalars__config__")
+    ]
+
+
+def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
+    gpu: FakeGPU, tmp_path: Path
+) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    model = Model(gpu)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, modules="net", warmup_steps=0)
+    fit(gpu, model, n=5, timer=timer, logger=logger, log_every_n_steps=2)
+    trainer(timer, logger=logger).validate(model, Loader(gpu, 2), verbose=False)
+    [layout] = read_layouts(logger)
+    [category] = layout.category
+    shown = {
+        chart.title: [
+            tag
+            for tag in read_tags(logger, "scalars")
+            if any(re.compile(one).match(tag) for one in chart.multiline.tag)
+        ]
+        for chart in category.chart
+    }
+    assert category.title == "phase_time"
+    assert {name: {*tags} for name, tags in shown.items()} == {
+        "phases (ms)": {f"phase_time/{name}_ms" for name in STEP_MS},
+        "step (ms)": {"phase_time/step_ms"},
+    }
+
+
+def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
+    gpu: FakeGPU, tmp_path: Path
+) -> None:
+    logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
+    model = Model(gpu)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, modules="net", warmup_steps=0)
+    options: dict[str, Any] = {"logger": [logger, flat], "log_every_n_steps": 1}
+    runner = trainer(timer, **options)
+    runner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
+    groups: dict[str, set[str]] = defaultdict(set)
+    for tag in read_tags(logger, "scalars"):
+        group, _, name = tag.partition("/")
+        groups[group].add(name)
+    assert groups["phase_time"] == {f"{name}_ms" for name in (*STEP_MS, "step")}
+    assert groups["phase_time_val"] >= {"data_ms", "forward_ms", "host_wait_ms"}
+    assert groups["phase_time_host"] == {"host_wait_ms"}
+    assert groups["phase_time_parts"] >= {"data/fetch_ms", "forward/net_ms", "backward/net_ms"}
+    assert groups["phase_time_fit"] >= {"steps_share", "wall_s"}
+    # Elsewhere the keys are as they are documented.
+    header = Path(flat.log_dir, "metrics.csv").read_text().partition("\n")[0].split(",")
+    assert {"phase_time/val/forward_ms", "phase_time/host_wait_ms"} < {*header}
+    assert runner.callback_metrics["phase_time/val/forward_ms"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("forward_ms", "a/b/forward_ms"),
+        ("forward_busy_ms", "a_gaps/b/forward_busy_ms"),
+        ("step_gap_ms", "a_gaps/b/step_gap_ms"),
+        ("slow_ms", "a_slow/b/slow_ms"),
+        ("slow/garbage_ms", "a_slow/b/garbage_ms"),
+        ("ranks/forward_max_ms", "a_ranks/b/forward_max_ms"),
+        ("backward/comm_ms", "a_comm/b/backward/comm_ms"),
+        ("forward/layers.0/layers.0.mlp_ms", "a_parts/b/forward/layers.0/layers.0.mlp_ms"),
+    ],
+)
+def test_the_group_of_a_value_stands_before_the_first_slash(name: str, tag: str) -> None:
+    writer = Writer()
+    Destination(writer, "a/b").send({name: 1.0}, 3, {"epoch": 0})
+    assert writer.logged == [({tag: 1.0}, 3)]
+
+
+class Writer:
+    """A logger whose experiment is itself, as TensorBoard's writer would be."""
+
+    def __init__(self) -> None:
+        self.experiment = self
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.layouts: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((metrics, step))
+
+    def add_custom_scalars(self, layout: Any) -> None:
+        self.layouts.append(layout)
+
+
+def test_a_plain_loop_gives_the_chart_once_and_a_writer_that_fails_is_no_error(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Writer):
+        def add_custom_scalars(self, layout: Any) -> None:
+            raise OSError("full")
+
+    loop = Loop(gpu)
+    writer, fails = Writer(), Fails()
+    with hooks(loop, logger=[fails, writer], log_every_n_steps=1, prefix="a.b") as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    [layout] = writer.layouts
+    assert layout["a.b"]["step (ms)"] == ["Multiline", [r"^a\.b/step_ms$"]]
+    assert len(writer.logged) == len(fails.logged) == 3
+    assert caplog.text.count("could not be logged") == 1
+
+
+def test_loggers_that_draw_no_charts_are_asked_for_none(gpu: FakeGPU) -> None:
+    # As on the ranks that log nothing: it has whatever one asks for.
+    class Dummy:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    class Silent(Writer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experiment = Dummy()  # type: ignore[assignment]
+
+    logger = Silent()
+    destination = Destination(logger, "phase_time")
+    destination.begin()
+    destination.send({"host_wait_ms": 1.0}, 0, {"epoch": 2})
+    assert logger.logged == [({"phase_time/host_wait_ms": 1.0, "epoch": 2}, 0)]
+
+
+def test_rows_of_csv_carry_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    model, options = Model(gpu), {"max_epochs": 3, "log_every_n_steps": 2}
+    runner = trainer(timer, logger=logger, **options)
+    runner.fit(model, Loader(gpu, 3), Loader(gpu, 1))
+    rows = [*csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())]
+    found = [(row["step"], row["epoch"]) for row in rows if row["phase_time/step_ms"]]
+    # Steps 2, 5 and 8 are the last of their epochs; step 5 is read in the one after.
+    assert found == [("1", "0"), ("3", "1"), ("5", "1"), ("7", "2"), ("8", "2")]
+    found = [(row["step"], row["epoch"]) for row in rows if row["phase_time/val/step_ms"]]
+    assert [epoch for _, epoch in found] == ["0", "1", "2"]
+
+
+class Wandb(pl.loggers.logger.DummyLogger):
+    """As W&B's: its experiment has `define_metric`, and each call makes a row."""
+
+    class Run:
+        def __init__(self) -> None:
+            self.defined: list[str] = []
+            self.rows: list[dict[str, float]] = []
+
+        def define_metric(self, name: str, **_: Any) -> None:
+            self.defined.append(name)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = self.Run()
+
+    @property
+    def experiment(self) -> Any:
+        return self.run
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.run.rows.append({**metrics, "trainer/global_step": step or 0})
+
+
+def test_rows_of_wandb_have_the_axis_that_lightning_defines_and_the_epoch(gpu: FakeGPU) -> None:
+    logger = Wandb()
+    train(gpu, logger)
+    rows = [row for row in logger.run.rows if "phase_time/step_ms" in row]
+    found = [(row["trainer/global_step"], row["epoch"], row["phase_time/step_ms"]) for row in rows]
+    assert found == [(step, 0, KEYS["phase_time/step_ms"]) for step in LOGGED]
+    # Of two patterns W&B might take ours, and of a logger of another's the axis is not known.
+    assert logger.run.defined == []
 
 
 def test_mlflow(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,9 @@ class Boundaries:
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.tell_once(
-                "These modules run inside compiled code, and are not timed apart: %s",
-                ", ".join(hidden),
+                "These modules run inside compiled code, and are not timed apart: %s%s",
+                ", ".join(hidden[:10]),
+                f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",
             )
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
             self._submodules = self._keep(SubmoduleBoundary(recorder, seen))

@@ -1,6 +1,6 @@
 """Sub-phases of `forward` and `backward`: the share of a module."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
 from lightning_gputime._boundaries.compiled import CompiledCall
-from lightning_gputime._phases import BACKWARD, FORWARD, check_name
+from lightning_gputime._phases import BACKWARD, FORWARD
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -38,7 +38,7 @@ class SubmoduleBoundary:
                 # Where the part is the model itself, `forward` begins before it, and ends after it.
                 enter = hook_before(module, self._enter, first=False, with_kwargs=True)
                 self._handles += [enter, hook_after(module, self._exit, first=True)]
-        # Of this step: hooks on tensors, and the tensors whose gradient begins a part.
+        # Of this step: hooks on tensors, and the tensors whose gradient begins a part, with that.
         self._tensor_handles: list[Removable] = []
         self._outputs = WeakIdKeyDictionary()
 
@@ -67,10 +67,13 @@ class SubmoduleBoundary:
         self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
         label = f"{outer}/{self._names[id(module)]}"
         self._recorder.mark(label)
+        own = _backward(label)
         for tensor in inputs:
-            # Where the input is the output of a part, that part's begin is this one's end.
-            if tensor not in self._outputs:
-                self._at_gradient(tensor, lambda: self._end(_backward(label), _backward(outer)))
+            # Where the input is the output of a part, that part's begin is this one's end; unless
+            # it is this one's parent, as where a layer is called twice in a row.
+            begins = self._outputs.get(tensor)
+            if begins is None or own.startswith(f"{begins}/"):
+                self._at_gradient(tensor, lambda: self._end(own, _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
@@ -83,10 +86,12 @@ class SubmoduleBoundary:
         outer, inputs = opened
         label = _backward(f"{outer}/{self._names[id(module)]}")
         for tensor in _tensors_with_grad(output):
-            # An input that is returned as it is has no work behind it.
-            if inputs.get(id(tensor), self) is not tensor.grad_fn:
+            # An input that is returned as it is has no work behind it; and what a part inside this
+            # one returned begins that, and so this one.
+            is_own = inputs.get(id(tensor), self) is not tensor.grad_fn
+            if is_own and tensor not in self._outputs:
                 self._at_gradient(tensor, lambda: self._begin(label))
-                self._outputs[tensor] = True
+                self._outputs[tensor] = label
         self._recorder.mark(outer)
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
@@ -110,26 +115,6 @@ class SubmoduleBoundary:
 
 def _backward(label: str) -> str:
     return BACKWARD + label.removeprefix(FORWARD)
-
-
-def resolve(
-    modules: Sequence[str] | Mapping[str, nn.Module], model: nn.Module
-) -> dict[str, nn.Module]:
-    """Returns the modules that shall be timed as parts, by name.
-
-    Raises:
-        ValueError: If the model has no module of a name; the message names those that it has.
-    """
-    if isinstance(modules, Mapping):
-        return {check_name(name): module for name, module in modules.items()}
-    inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
-    inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
-    named = dict(inner.named_modules())
-    for name in modules:
-        if not name or name not in named:
-            known = ", ".join(name for name, _ in inner.named_children()) or "none inside"
-            raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
-    return {name: named[name] for name in modules}
 
 
 @untraced

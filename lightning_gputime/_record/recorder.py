@@ -1,6 +1,7 @@
 """Marks on a timeline, cut into steps."""
 
 from collections.abc import Callable
+from itertools import groupby
 from threading import get_ident
 
 from lightning_gputime._phases import DATA, EXCLUDED, INTERRUPTIONS
@@ -212,8 +213,9 @@ class Recorder(Pauses):
         return self._graphs.clock.event()
 
     def _look_whether_it_ends(self) -> None:
-        # A step may wait often for other ranks, and end all the same.
-        boundaries = sum(label not in INTERRUPTIONS for label, *_ in self._open)
+        # A step may wait often for other ranks, or have many modules, and end all the same.
+        labels = (label for label, *_ in self._open if label not in INTERRUPTIONS)
+        boundaries = sum(1 for _ in groupby(label.partition("/")[0] for label in labels))
         if boundaries >= MANY_MARKS:
             self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
         self._many += MANY_MARKS

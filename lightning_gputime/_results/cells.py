@@ -1,17 +1,16 @@
 """The cells of a summary's table."""
 
+import math
+
 from lightning_gputime._results.ranks import RankStats
 from lightning_gputime._results.stats import PhaseStats
 
 
-def indented(name: str) -> str:
-    _, slash, part = name.partition("/")
-    return f"  {part}" if slash else name
-
-
 def cells(name: str, row: PhaseStats) -> tuple[str, ...]:
-    times = (f"{ms:.3f}" for ms in (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms))
-    return (name, f"{row.mean_ms:.3f}", f"{row.share:.1%}", *times, str(row.n))
+    """Returns the cells of a row; empty where a number is not known."""
+    times = (row.p50_ms, row.p95_ms, row.max_ms, row.host_mean_ms)
+    share = "" if math.isnan(row.share) else f"{row.share:.1%}"
+    return (name, _ms(row.mean_ms), share, *map(_ms, times), str(row.n or ""))
 
 
 def busy(row: PhaseStats) -> str:
@@ -24,3 +23,7 @@ def peak(row: PhaseStats) -> str:
 
 def of_ranks(row: RankStats | None) -> str:
     return "" if row is None else f"{row.min_ms:.3f} - {row.max_ms:.3f} ({row.slowest})"
+
+
+def _ms(ms: float) -> str:
+    return "" if math.isnan(ms) else f"{ms:.3f}"

@@ -3,24 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.loggers import Destination, MetricsLogger, key
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.slow import SlowWindow
 from lightning_gputime._results.sums import Sums
 
 # The parts of `data/callbacks` are not logged.
 _ONE_CALLBACK = f"{CALLBACKS}/"
-
-
-class MetricsLogger(Protocol):
-    """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
-        """Stores `metrics` under `step`."""
 
 
 class MeanLog:
@@ -32,6 +26,8 @@ class MeanLog:
             the next one where such a number is skipped; with 0 none is.
         loggers: Get the means, under keys with their own separator.
         publish: Also gets them, under keys with "/".
+        stage: Second part of each key, such as "val"; empty for training.
+        beside: Returns what loggers also get in the row of a step, under keys as they are.
     """
 
     def __init__(
@@ -40,10 +36,14 @@ class MeanLog:
         every_n_steps: int,
         loggers: Sequence[MetricsLogger],
         publish: Callable[[Mapping[str, float]], None] | None = None,
+        *,
+        stage: str = "",
+        beside: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
-        self._prefix = prefix
+        self._prefix, self._stage, self._beside = prefix, stage, beside
         self._every_n_steps = every_n_steps
         self._loggers = loggers
+        self._destinations = [Destination(logger, prefix, stage) for logger in loggers]
         self._publish = publish
         self._sums = Sums()
         self._logged = -1
@@ -61,6 +61,11 @@ class MeanLog:
     def loggers(self) -> Sequence[MetricsLogger]:
         """What gets the means."""
         return self._loggers
+
+    def begin(self) -> None:
+        """Must be told that training begins."""
+        for one in self._destinations:
+            self._try(one.begin)
 
     def start(self, before: int) -> None:
         """Must be told the number of the step before the first."""
@@ -127,17 +132,15 @@ class MeanLog:
         self, values: Mapping[str, float], step: int, *, only_publish: bool = False
     ) -> None:
         """Logs `values` under the number of a step, or of the last log if that is newer."""
-        metrics = {f"{self._prefix}/{name}": value for name, value in values.items()}
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
             # One call for all values: CSV writes a row a call, W&B counts a step, and MLflow sends
             # a request.
-            for logger in self._loggers:
-                separator = getattr(logger, "group_separator", "/")
-                own = {key.replace("/", separator): value for key, value in metrics.items()}
-                self._try(functools.partial(logger.log_metrics, own, step=step))
+            for one in self._destinations:
+                self._try(functools.partial(one.send, values, step, self._beside(step)))
         if self._publish is not None:
+            metrics = {key(self._prefix, self._stage, name): ms for name, ms in values.items()}
             self._try(functools.partial(self._publish, metrics))
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -153,21 +156,3 @@ class MeanLog:
 def _is_wait(name: str) -> bool:
     # That in `data` is left out with all of `data`.
     return is_wait(name) and name != WAIT
-
-
-def check_loggers(logger: Any) -> list[MetricsLogger]:
-    """Returns the loggers of an option that takes none, one or several.
-
-    Raises:
-        TypeError: If one of them is none.
-    """
-    if logger is None:
-        return []
-    several = logger if isinstance(logger, list | tuple) else [logger]
-    for one in several:
-        if not callable(getattr(one, "log_metrics", None)):
-            raise TypeError(
-                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
-                " loggers have it"
-            )
-    return list(several)

@@ -106,7 +106,9 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     }
     if not totals:
         return None
-    names = {name for one in totals.values() for name in one if is_phase(name)} - {LOCAL}
+    # In the order of the first rank.
+    names = dict.fromkeys(name for one in totals.values() for name in one if is_phase(name))
+    names.pop(LOCAL, None)
     rows = {
         name: _row({rank: one[name] for rank, one in totals.items() if name in one})
         for name in (*in_order(list(names)), STEP, LOCAL)

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
-from lightning_gputime._results.cells import busy, cells, indented, of_ranks, peak
+from lightning_gputime._results.cells import busy, cells, of_ranks, peak
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.rows import shown
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import Table
@@ -49,6 +50,7 @@ class PhaseSummary:
         slow: What slow steps cost; None where none was slow.
         ledger: Where the whole of a fit went, where a trainer tells it.
         memory: The most memory that was allocated in each phase; None where it was not measured.
+        stage: What the steps are of, where not of training: "validation", "test" or "prediction".
     """
 
     rows: Mapping[str, PhaseStats]
@@ -67,6 +69,7 @@ class PhaseSummary:
     slow: SlowSummary | None = None
     ledger: Ledger | None = None
     memory: MemorySummary | None = None
+    stage: str = ""
 
     @property
     def verdict(self) -> str:
@@ -126,21 +129,20 @@ class PhaseSummary:
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
             skipped = f"; {self.skipped_updates} have no update"
-        return (
-            f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)} ({left_out})"
-            f"{skipped}"
-        )
+        of = f"Time per {self.stage} step" if self.stage else "Time per step"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        return f"{of} in ms over {steps} ({left_out}){skipped}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
-        rows = {name: row for name, row in self.rows.items() if not of_one_callback(name)}
-        body = [cells(indented(name), row) for name, row in rows.items()]
+        rows = {name: (title, row) for name, title, row in shown(self.rows)}
+        body = [cells(title, row) for title, row in rows.values()]
         lines = [header, *body, cells("step", self.step)]
         columns: list[list[str]] = []
         if self.probed_steps:
-            columns.append(["busy", *map(busy, (*rows.values(), self.step))])
+            columns.append(["busy", *(busy(row) for _, row in rows.values()), busy(self.step)])
         if self.memory is not None:
-            columns.append(["peak MiB", *map(peak, (*rows.values(), self.step))])
+            columns.append(["peak MiB", *(peak(row) for _, row in rows.values()), peak(self.step)])
         if self.ranks is not None:
             bounds = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
             columns.append(["min - max (rank)", *bounds])

@@ -6,7 +6,10 @@ from lightning_gputime._phases import OTHER
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import Sums
 
 
 class Evaluation:
@@ -16,19 +19,34 @@ class Evaluation:
         clock: Where events and host times come from.
         loop: What is hooked.
         means: Log the steps; nothing must be due before the end.
+        results: Keep every step for the user.
         lag: How many ended steps the device may still be at work on.
         number: The number that the means are logged under.
     """
 
-    def __init__(self, clock: Clock, loop: Loop, means: MeanLog, *, lag: int, number: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        loop: Loop,
+        means: MeanLog,
+        results: Results,
+        *,
+        lag: int,
+        number: int,
+    ) -> None:
         self._number = number
-        self._means = means
-        self._recorder = Recorder(clock, lag=lag, emit=means.add, batch=BATCH)
+        self._means, self._results = means, results
+        self._recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
         self._boundaries = Boundaries(self._recorder, loop)
         self._recorder.begin()
+
+    def _add(self, steps: list[StepRecord]) -> None:
+        sums = Sums(steps)
+        self._means.add(steps, sums)
+        self._results.add(steps, sums)
 
     def batch_begins(self) -> None:
         """Says that the batch is there: its fetch is over."""

@@ -1,0 +1,119 @@
+"""What each kind of logger gets: keys with its separator; in TensorBoard groups, and a chart."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lightning_gputime._phases import COMM
+
+
+class MetricsLogger(Protocol):
+    """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Stores `metrics` under `step`."""
+
+
+_GROUPS = (
+    (re.compile(r"host_wait_ms$"), "host"),
+    (re.compile(r".+_peak_mb$"), "memory"),
+    (re.compile(r".+_busy_ms$|step_gap_ms$"), "gaps"),
+    (re.compile(r"slow(_ms$|/)"), "slow"),
+    (re.compile(r"ranks/"), "ranks"),
+    (re.compile(r"fit/"), "fit"),
+    (re.compile(rf".+/{COMM}_ms$"), "comm"),
+    (re.compile(r".+/"), "parts"),
+)
+"""By the name of a value, the group that it stands in where it stands not among the phases."""
+
+
+class Destination:
+    """A logger that values are sent to.
+
+    TensorBoard groups its charts by what stands before the first "/" of a tag. So that the phases
+    stand alone there, all else has a group of its own: "phase_time_val/forward_ms".
+
+    Args:
+        logger: The logger.
+        prefix: First part of the keys.
+        stage: Second part of the keys, such as "val"; empty for training.
+    """
+
+    def __init__(self, logger: MetricsLogger, prefix: str, stage: str = "") -> None:
+        self._logger, self._prefix, self._stage = logger, prefix, stage
+
+    def begin(self) -> None:
+        """Says that training begins: TensorBoard gets its chart."""
+        # Now, because of several layouts TensorBoard shows the last: one of the user's own may
+        # come later.
+        writer = _tensorboard_writer(self._logger)
+        if writer is not None:
+            writer.add_custom_scalars(_layout(self._prefix))
+
+    def send(self, values: Mapping[str, float], step: int, beside: Mapping[str, float]) -> None:
+        """Logs values.
+
+        Args:
+            values: They are logged under keys with the prefix.
+            step: The number that they are logged under.
+            beside: They are logged in the same row, under keys as they are.
+        """
+        writer = _tensorboard_writer(self._logger)
+        if writer is None:
+            separator = getattr(self._logger, "group_separator", "/")
+            own = {key(self._prefix, self._stage, name): one for name, one in values.items()}
+            own = {name.replace("/", separator): value for name, value in own.items()}
+            own |= beside
+        else:
+            # Lightning logs there what stands beside, at every step that it logs itself.
+            own = {self._tag(name): value for name, value in values.items()}
+        self._logger.log_metrics(own, step=step)
+
+    def _tag(self, name: str) -> str:
+        group = self._stage or next((one for has, one in _GROUPS if has.match(name)), "")
+        if not group:
+            return key(self._prefix, "", name)
+        first, slash, rest = self._prefix.partition("/")
+        name = name.removeprefix(f"{group}/")
+        return f"{first}_{group}{slash}{rest}/{name}"
+
+
+def key(prefix: str, stage: str, name: str) -> str:
+    """Returns the key of a value."""
+    return "/".join(part for part in (prefix, stage, name) if part)
+
+
+def _tensorboard_writer(logger: MetricsLogger) -> Any:
+    """Returns what writes TensorBoard's files, if the logger has one."""
+    experiment = getattr(logger, "experiment", None)
+    # Of the class: on ranks that log nothing an experiment has whatever one asks for.
+    return experiment if hasattr(type(experiment), "add_custom_scalars") else None
+
+
+def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
+    """Returns TensorBoard's charts of all phases; it finds phases by regular expressions."""
+    own = re.escape(prefix)
+    return {
+        prefix: {
+            "phases (ms)": ["Multiline", [rf"^{own}/(?!step_ms$)[^/]+_ms$"]],
+            "step (ms)": ["Multiline", [rf"^{own}/step_ms$"]],
+        }
+    }
+
+
+def check_loggers(logger: Any) -> list[MetricsLogger]:
+    """Returns the loggers of an option that takes none, one or several.
+
+    Raises:
+        TypeError: If one of them is none.
+    """
+    if logger is None:
+        return []
+    several = logger if isinstance(logger, list | tuple) else [logger]
+    for one in several:
+        if not callable(getattr(one, "log_metrics", None)):
+            raise TypeError(
+                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
+                " loggers have it"
+            )
+    return list(several)

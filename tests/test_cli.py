@@ -1,0 +1,231 @@
+"""LightningCLI: every option of the callback in YAML and on the command line."""
+
+import inspect
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
+from torch.utils.data import DataLoader
+
+from lightning_gputime import Clock, GPUPhaseTimer, PhaseTimeMetric, StepTimes, TimingEvent
+from lightning_gputime._record.clock import HostClock
+
+pytest.importorskip("jsonargparse")
+from lightning.pytorch.cli import LightningCLI  # needs jsonargparse
+
+# What jsonargparse and Lightning warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+OPTIONS = [*inspect.signature(GPUPhaseTimer).parameters]
+SEEN: list[int] = []
+
+
+def note(times: StepTimes) -> None:
+    SEEN.append(times.step)
+
+
+class WallClock:
+    """A clock that a file can name: jsonargparse compares the methods with those of `Clock`."""
+
+    def event(self) -> TimingEvent:
+        return HostClock().event()
+
+    def host_ns(self) -> int:
+        return time.perf_counter_ns()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def for_graphs(self) -> Clock | None:
+        return None
+
+
+VALUES: dict[str, list[tuple[str, Any]]] = {
+    "prefix": [("times", "times"), ("a/b", "a/b")],
+    "lag": [("0", 0)],
+    "warmup_steps": [("1", 1)],
+    "history": [("7", 7)],
+    "prog_bar": [("true", True)],
+    "summary": [("false", False)],
+    "modules": [
+        ("1", 1),
+        ("all", "all"),
+        ("'n*'", "n*"),
+        ("net", "net"),
+        ("[net]", ["net"]),
+        ("[net, 'n*']", ["net", "n*"]),
+        ("[]", []),
+    ],
+    "annotate": [("true", True)],
+    "memory": [("true", True)],
+    "every_n_steps": [("2", 2)],
+    "probe_every_n_steps": [("3", 3)],
+    "sync_ranks": [("true", True), ("false", False), ("log", "log")],
+    "on_step": [("test_cli.note", note), ("null", None)],
+    "on_slow_step": [("test_cli.note", note), ("null", None)],
+    "log_figure": [("true", True)],
+    "save": [("run.json.gz", "run.json.gz"), ("null", None)],
+    "clock": [("{class_path: test_cli.WallClock}", WallClock), ("null", None)],
+}
+"""Of each option what a file may say, and what the timer is given then; a class for one of its."""
+
+WRONG = {
+    **dict.fromkeys(["lag", "warmup_steps", "history", "every_n_steps"], "often"),
+    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "log_figure"], "3"),
+    **dict.fromkeys(["prefix", "save"], "[1]"),
+    **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
+    "probe_every_n_steps": "1.5",
+    "modules": "[1]",
+    "sync_ranks": "sometimes",
+}
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([*torch.ones(8, 2)], 2)  # type: ignore[arg-type]  # a list will do
+
+
+class Kept(GPUPhaseTimer):
+    """A timer that keeps what it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.options = options
+
+
+class WithTimer(LightningCLI):
+    """As the manual has it."""
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        parser.add_lightning_class_args(GPUPhaseTimer, "timer")
+
+
+def write(tmp_path: Path, options: dict[str, str], kind: str = "test_cli.Kept") -> Path:
+    path = tmp_path / "config.yaml"
+    trainer = "accelerator: cpu, max_epochs: 1, logger: false, enable_checkpointing: false"
+    given = ", ".join(f"{name}: {value}" for name, value in options.items())
+    callback = f"{{class_path: {kind}, init_args: {{{given}}}}}"
+    path.write_text(f"trainer: {{{trainer}, callbacks: [{callback}]}}\n")
+    return path
+
+
+def timer_of(cli: LightningCLI) -> Any:
+    callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+    [timer] = [one for one in callbacks if isinstance(one, GPUPhaseTimer)]
+    return timer
+
+
+def make(*args: str, cli: type[LightningCLI] = LightningCLI, **options: Any) -> Any:
+    return cli(Net, args=[*args], save_config_callback=None, **options)
+
+
+def test_every_option_is_tried_here() -> None:
+    assert [*VALUES] == OPTIONS
+    assert {*WRONG} == {*OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [(name, *one) for name, ones in VALUES.items() for one in ones],
+)
+def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
+    timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
+    given = timer.options[name]
+    assert isinstance(given, value) if isinstance(value, type) else given == value
+    assert type(given) is not str or isinstance(value, str)
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG.items())
+def test_a_wrong_type_is_an_error_that_names_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        make("--config", str(write(tmp_path, {name: text})), run=False)
+    told = capsys.readouterr().err
+    assert f'Parser key "{name}":' in told
+    assert text.strip("[]") in told
+
+
+def test_an_impossible_value_is_told_in_the_words_of_the_timer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lag must be 0 or more .* got -1"):
+        make("--config", str(write(tmp_path, {"lag": "-1"})), run=False)
+
+
+def test_a_fit_runs_with_all_options_from_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    SEEN.clear()
+    options = {name: ones[0][0] for name, ones in VALUES.items()}
+    path = write(tmp_path, options, "lightning_gputime.GPUPhaseTimer")
+    timer = timer_of(make("fit", "--config", str(path)))
+    assert timer.history()["step"].tolist() == SEEN == [1, 3]
+    assert "forward/net_ms" in timer.history().dtype.names
+    assert Path("run.json.gz").is_file()
+
+
+def test_the_printed_file_has_every_option_and_gives_the_same_timer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exits:
+        make("fit", "--timer.modules", "2", "--print_config", cli=WithTimer)
+    assert exits.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert [*printed["timer"]] == OPTIONS
+    defaults = {
+        name: one.default for name, one in inspect.signature(GPUPhaseTimer).parameters.items()
+    }
+    assert printed["timer"] == {**defaults, "modules": 2}
+    printed["trainer"] |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    path = tmp_path / "printed.yaml"
+    path.write_text(yaml.safe_dump({"trainer": printed["trainer"], "timer": printed["timer"]}))
+    timer = timer_of(make("--config", str(path), cli=WithTimer, run=False))
+    assert timer._options.modules == 2
+
+
+def test_the_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exits:
+        make("fit", "--help", cli=WithTimer)
+    assert exits.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in OPTIONS:
+        assert f"--timer.{name} " in text
+    assert "Takes the place of the device's clock, for tests and new kinds of device." in text
+
+
+def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
+    SEEN.clear()
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    args = ["--timer.modules", "[net]", "--timer.on_step=test_cli.note", "--timer.summary=false"]
+    cli = make("fit", *quiet, "--trainer.max_epochs=1", *args, cli=WithTimer)
+    timer = timer_of(cli)
+    assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert timer._options.modules == ["net"]
+
+
+def test_the_file_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manual = (Path(__file__).parent.parent / "examples/README.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)
+    Path("config.yaml").write_text(text)
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    timer = timer_of(make("fit", "--config", "config.yaml", *quiet))
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert isinstance(timer._options.on_step, PhaseTimeMetric)
+    assert timer._options.on_slow_step is print

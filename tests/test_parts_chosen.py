@@ -1,0 +1,285 @@
+"""The option `modules` as a depth, as patterns and as all, and the table of many modules."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from torch import Tensor, nn
+from torchmetrics.classification import BinaryAccuracy
+
+from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._boundaries.resolve import resolve
+
+
+class Work(nn.Module):
+    """A module that takes a known time, and has none inside."""
+
+    def __init__(self, gpu: FakeGPU, forward_ms: float, backward_ms: float) -> None:
+        super().__init__()
+        self.times = (gpu, forward_ms, backward_ms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return work(x, *self.times)
+
+
+class Block(nn.Module):
+    def __init__(self, gpu: FakeGPU, ms: float) -> None:
+        super().__init__()
+        self.attn, self.mlp = Work(gpu, ms, 1.0), Work(gpu, 2.0, 4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mlp(self.attn(x))
+        return result
+
+
+class GPT(nn.Module):
+    """Layers whose time grows with their number; the head is held first, and called last."""
+
+    def __init__(self, gpu: FakeGPU, layers: int = 3) -> None:
+        super().__init__()
+        self.accuracy = BinaryAccuracy()
+        self.head, self.emb = Work(gpu, 3.0, 6.0), Layer(gpu, 1.0, 2.0)
+        self.layers = nn.ModuleList(Block(gpu, number) for number in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def train(gpu: FakeGPU, model: nn.Module, modules: Any) -> GPUPhaseHooks:
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    bare = installed(*model.modules())
+    with GPUPhaseHooks(model, optimizer, clock=gpu, modules=modules, warmup_steps=0) as timer:
+        for x in timer.steps(batches(gpu, 3)):
+            model(x).sum().backward()
+            optimizer.step()
+    assert installed(*model.modules()) == bare
+    return timer
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (1, ["head", "emb", *LAYERS]),
+        ("*", ["head", "emb"]),
+        ("layers.*", LAYERS),
+        (["layers.*", "head"], ["head", *LAYERS]),
+        (("layers.[02]", "layers.1"), LAYERS),
+        ("layers.?.attn", [f"{layer}.attn" for layer in LAYERS]),
+        ("**.mlp", [f"{layer}.mlp" for layer in LAYERS]),
+        ("**.layers.1.**", ["layers.1", "layers.1.attn", "layers.1.mlp"]),
+        ("head", ["head"]),
+        (["emb", "e*"], ["emb"]),
+    ],
+)
+def test_depths_and_patterns_mean_modules_in_the_order_of_the_model(
+    gpu: FakeGPU, modules: Any, names: list[str]
+) -> None:
+    assert [*resolve(modules, GPT(gpu))] == names
+
+
+@pytest.mark.parametrize("modules", [2, 100, "all", "**", ["all"]])
+def test_all_are_those_that_can_be_called_and_no_metrics(gpu: FakeGPU, modules: Any) -> None:
+    of_layers = [f"{layer}{part}" for layer in LAYERS for part in ("", ".attn", ".mlp")]
+    assert [*resolve(modules, GPT(gpu))] == ["head", "emb", "emb.linear", *of_layers]
+
+
+def test_the_names_of_wrappers_are_left_out(gpu: FakeGPU) -> None:
+    net = nn.Sequential(Block(gpu, 1.0))
+    compiled: Any = torch.compile(net[0], backend="eager")
+    net[0] = compiled
+    found = resolve("all", net)
+    assert [*found] == ["0", "0.attn", "0.mlp"]
+    assert found["0"] is compiled
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_scripted_modules_and_those_with_a_forward_of_their_own_can_be_called(
+    gpu: FakeGPU,
+) -> None:
+    held = nn.ModuleList([nn.Linear(2, 2)])
+    held.forward = held[0].forward
+    net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), held)
+    assert [*resolve("all", net)] == ["0", "1", "1.0"]
+
+
+def test_what_is_no_name_of_a_phase_is_made_one(gpu: FakeGPU) -> None:
+    net = nn.ModuleDict({"a/b": Work(gpu, 1.0, 1.0), "<c>": Work(gpu, 1.0, 1.0)})
+    net["comm"] = Work(gpu, 1.0, 1.0)
+    assert [*resolve("all", net)] == ["a_b", "_c_", "comm_"]
+
+
+def test_what_means_no_modules_is_refused_with_those_that_there_are(gpu: FakeGPU) -> None:
+    model = GPT(gpu, 1)
+    with pytest.raises(ValueError, match=r"matches 'tail\.\*' .* has head, emb, emb\.linear, lay"):
+        GPUPhaseHooks(model, modules=["layers.*", "tail.*"])
+    with pytest.raises(ValueError, match=r"matches 1 .* it has none inside"):
+        GPUPhaseHooks(Work(gpu, 1.0, 1.0), modules=1)
+    with pytest.raises(ValueError, match=r"'layers' only holds modules.* give 'layers\.\*'"):
+        GPUPhaseHooks(model, modules="layers")
+    with pytest.raises(ValueError, match=r"modules must be 1 or more .* got 0"):
+        GPUPhaseHooks(model, modules=0)
+
+
+def test_more_than_a_hundred_modules_are_refused_with_a_depth_that_means_fewer(
+    gpu: FakeGPU,
+) -> None:
+    model = GPT(gpu, 33)
+    assert len(resolve("**.layers.**", model)) == 99
+    with pytest.raises(
+        ValueError, match=r"'all' means 102 modules .* give modules=1, which mea.*35"
+    ):
+        GPUPhaseHooks(model, modules="all")
+    names = [name for name, _ in model.named_modules() if name.count(".")]
+    assert len(resolve([*names, "head", "emb"], model)) == 102
+
+
+def test_the_table_indents_what_is_inside_and_repeats_no_name(gpu: FakeGPU) -> None:
+    timer = train(gpu, GPT(gpu, 2), ["head", "emb", "layers.0", "layers.0.*", "layers.1.mlp"])
+    lines = str(timer.summary()).splitlines()
+    rows = [line.partition(".000")[0].rsplit(maxsplit=1) for line in lines]
+    at = [line.split(" ")[0] for line in lines].index("forward")
+    # As they are called.
+    assert rows[at : at + 7] == [
+        ["forward", "9"],
+        ["  emb", "1"],
+        ["  layers.0", "2"],
+        ["    .attn", "0"],
+        ["    .mlp", "2"],
+        ["  layers.1.mlp", "2"],
+        ["  head", "3"],
+    ]
+    at = [line.split(" ")[0] for line in lines].index("backward")
+    assert [name for name, _ in rows[at : at + 7]] == [
+        "backward",
+        *("  emb", "  layers.0", "    .attn", "    .mlp", "  layers.1.mlp", "  head"),
+    ]
+
+
+def test_the_table_shows_the_ten_longest_and_the_rest_as_one_row(gpu: FakeGPU) -> None:
+    timer = train(gpu, GPT(gpu, 12), "layers.*")
+    text = str(timer.summary())
+    assert text.index("layers.2 ") < text.index("layers.9 ") < text.index("layers.10 ")
+    assert "layers.0 " not in text
+    assert "layers.1 " not in text
+    # 0 + 2 and 1 + 2 ms.
+    assert "  2 others     5.000" in text
+    assert "  2 others    10.000" in text
+    assert len([name for name in timer.summary().rows if "layers" in name]) == 24
+    assert np_names(timer) >= {f"forward/layers.{number}_ms" for number in range(12)}
+
+
+def np_names(timer: GPUPhaseHooks) -> set[str]:
+    return {*(timer.history().dtype.names or ())}
+
+
+def test_eleven_modules_are_all_shown(gpu: FakeGPU) -> None:
+    text = str(train(gpu, GPT(gpu, 11), "layers.*").summary())
+    assert text.count("  layers.") == 22
+    assert "others" not in text
+
+
+def others(timer: GPUPhaseHooks) -> list[list[str]]:
+    return [line.split() for line in str(timer.summary()).splitlines() if "others" in line]
+
+
+def test_the_row_of_the_others_has_no_time_that_is_in_another_row(gpu: FakeGPU) -> None:
+    timer = train(gpu, GPT(gpu, 10), "layers.**")
+    # Shown are eight layers, and inside of two of these `attn`. Not in these rows are the other two
+    # layers, of 2 + 3 ms, and `mlp` inside of the two: what is inside of the other six is.
+    assert others(timer) == [
+        ["20", "others", "9.000", "7.0%", "0.000", "3"],
+        ["20", "others", "18.000", "14.0%", "0.000", "3"],
+    ]
+    timer = train(gpu, GPT(gpu, 10), ["layers.*", "layers.*.mlp"])
+    assert others(timer) == [["10", "others"]] * 2
+    assert timer.summary().rows["forward/layers.9/layers.9.mlp"].mean_ms == 2.0
+
+
+class Node(nn.Module):
+    """Modules inside modules at random, some called twice in a row, with glue between them."""
+
+    def __init__(self, gpu: FakeGPU, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.gpu = gpu
+        inside = [
+            Node(gpu, rng, depth - 1)
+            if depth > 1 and rng.random() < 0.7
+            else Work(gpu, rng.randint(1, 9), rng.randint(1, 9))
+            for _ in range(rng.randint(1, 3))
+        ]
+        self.inside = nn.ModuleList(inside)
+        self.calls = [one for one in inside for _ in range(rng.choice((1, 1, 1, 2)))]
+        self.glue = [
+            (rng.choice((0, rng.randint(1, 9))), rng.choice((0, rng.randint(1, 9))))
+            for _ in range(len(self.calls) + 1)
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
+            x = one(x)
+            if any(glue):
+                x = work(x, self.gpu, *glue)
+        return x
+
+
+def add_times(
+    module: nn.Module, names: dict[nn.Module, str], found: dict[str, float], path: str = ""
+) -> None:
+    """Adds up what each of the named modules takes, with all that is inside it."""
+    if module in names:
+        path = f"{path}/{names[module]}"
+    own = module.glue if isinstance(module, Node) else [module.times[1:]]  # type: ignore[index]
+    for forward_ms, backward_ms in own:
+        for i in range(path.count("/") + 1):
+            above = "/".join(path.split("/")[: i + 1])
+            found[f"forward{above}"] = found.get(f"forward{above}", 0.0) + forward_ms
+            found[f"backward{above}"] = found.get(f"backward{above}", 0.0) + backward_ms
+    if isinstance(module, Node):
+        for one in module.calls:
+            add_times(one, names, found, path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_modules_inside_modules_are_timed_exactly_whichever_are_chosen(
+    gpu: FakeGPU, seed: int
+) -> None:
+    rng = random.Random(seed)
+    root = Node(gpu, rng, 3)
+    net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
+    part = rng.random()
+    called = [(name, one) for name, one in net.named_modules() if isinstance(one, Node | Work)]
+    # That before the others ends them in backward.
+    names: dict[nn.Module, str] = {
+        one: name for name, one in called if name == "1" or rng.random() < part
+    }
+    expected: dict[str, float] = {}
+    for module in (net[1], root):
+        add_times(module, names, expected)
+    timer = train(gpu, net, [*names.values()])
+    assert timer.last is not None
+    found = timer.last.phase_ms
+    assert {key: ms for key, ms in found.items() if key.startswith(("forw", "backw"))} == expected
+
+
+def test_many_modules_are_not_taken_for_a_step_that_never_ends(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = GPT(gpu, 20)
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    options: Any = {"clock": gpu, "modules": 2, "accumulate_grad_batches": 16}
+    with GPUPhaseHooks(model, optimizer, **options) as timer:
+        for x in timer.steps(batches(gpu, 16)):
+            model(x).sum().backward()
+        optimizer.step()
+    assert "boundaries" not in caplog.text
+    assert len(timer.history()) == 1
