@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
-from processes import run
+from processes import finish, run, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -315,6 +315,11 @@ def test_a_trace_of_a_slow_step_has_its_kernels_and_no_others(tmp_path: Path) ->
         }
         assert {event["args"]["correlation"] for event in kernels} <= launches
         assert f"step {slow.step}" in {event["name"] for event in events}
+
+
+@pytest.mark.parametrize("way", ["alone", "scheduled", "begun_inside", "inside_and_around", "nvtx"])
+def test_traces_beside_a_profiler_of_the_users_on_a_gpu(way: str, tmp_path: Path) -> None:
+    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, "cuda"))
 
 
 def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:

@@ -319,6 +319,30 @@ def test_an_error_ends_the_window(loop: Loop, tmp_path: Path) -> None:
     assert Profile.running == 0
 
 
+def test_an_error_after_which_the_device_hangs_is_raised_all_the_same(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+
+    def stop(self: Profile) -> None:
+        hangs.wait()
+        Profile.running -= 1
+
+    def fails(number: int, timer: GPUPhaseHooks) -> None:
+        if number == 60:
+            monkeypatch.setattr(Profile, "stop", stop)
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(tracer, "_PATIENCE_S", 0.1)
+    threads = {*threading.enumerate()}
+    with pytest.raises(ZeroDivisionError):
+        train(loop, FIRST, 100, tmp_path, fails)
+    assert Profile.running == 1
+    hangs.set()
+    for thread in {*threading.enumerate()} - threads:
+        thread.join()
+
+
 def test_remove_and_loss_end_the_window(loop: Loop, tmp_path: Path) -> None:
     for end in ("remove", "lose"):
         timer = hooks(loop, trace_slow_steps=tmp_path).attach()

@@ -1,6 +1,6 @@
 """Traces of slow steps with torch's own profiler, beside those of a user; run by a test.
 
-Usage: trace_run.py WAY FOLDER
+Usage: trace_run.py WAY FOLDER [DEVICE]
 """
 
 import gzip
@@ -23,18 +23,21 @@ from lightning_gputime._causes import capture
 
 STEPS = 300
 capture._COOL_DOWN = 20
-CPU = [ProfilerActivity.CPU]
+DEVICE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+ACTIVITIES = [ProfilerActivity.CPU]
+if DEVICE == "cuda":
+    ACTIVITIES.append(ProfilerActivity.CUDA)
 Way = Callable[[int], Any]
 
 
 def train(way: Way, folder: Path | None, n: int = STEPS) -> tuple[GPUPhaseHooks, list[float]]:
     """Trains with a sleep in every seventh step; `way` is called in each, before the forward."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with GPUPhaseHooks(model, optimizer, warmup_steps=0, trace_slow_steps=folder) as timer:
-        for number, x in enumerate(timer.steps([torch.randn(8, 16) for _ in range(n)])):
+        for number, x in enumerate(timer.steps([torch.randn(8, 16).to(DEVICE) for _ in range(n)])):
             with way(number) or nullcontext():
                 loss = model(x).square().mean()
                 if number % 7 == 6:
@@ -73,7 +76,7 @@ def alone(folder: Path) -> None:
     assert sum(slow.step % 7 == 6 for slow in traced) >= 2, traced
     assert all(Path(slow.trace or "").exists() for slow in traced)
     assert timer.summary().steps < STEPS - 30
-    with profile(activities=CPU) as after:
+    with profile(activities=ACTIVITIES) as after:
         torch.ones(2) + 1
     assert any(event.name == "aten::add" for event in after.events())
 
@@ -85,7 +88,7 @@ class User:
         self.ready = 0
         self.added = 0
         self.profile = profile(
-            activities=CPU, schedule=schedule(**plan), on_trace_ready=self._is_ready
+            activities=ACTIVITIES, schedule=schedule(**plan), on_trace_ready=self._is_ready
         )
 
     def _is_ready(self, one: Any) -> None:
@@ -135,18 +138,29 @@ def inside_and_around(folder: Path) -> None:
         if number % 11 != 5:
             return None
         stack = ExitStack()
-        stack.enter_context(record_function("around it"))
-        found.append(stack.enter_context(profile(activities=CPU)))
+        for _ in range(200):
+            stack.enter_context(record_function("around it"))
+        found.append(stack.enter_context(profile(activities=ACTIVITIES)))
         return stack
 
     train(way, folder)
     for one in found:
         assert sum(event.name == "aten::linear" for event in one.events()) == 2
     kept = traces(folder)
-    with profile(activities=CPU) as around:
+    with profile(activities=ACTIVITIES) as around:
         train(lambda number: None, folder)
     assert traces(folder) == kept
     assert sum(event.name == "aten::linear" for event in around.events()) == 2 * STEPS
+
+
+def nvtx(folder: Path) -> None:
+    """Ranges for Nsight, in some steps."""
+
+    def way(number: int) -> Any:
+        return torch.autograd.profiler.emit_nvtx() if number % 11 == 5 else None
+
+    train(way, folder)
+    traces(folder)
 
 
 def across_steps(folder: Path) -> None:
@@ -173,7 +187,7 @@ def in_threads(folder: Path) -> None:
     def profiles() -> None:
         nonlocal done
         while not is_over:
-            with profile(activities=CPU) as one:
+            with profile(activities=ACTIVITIES) as one:
                 torch.ones(3).cos()
             assert any(event.name == "aten::cos" for event in one.events())
             done += 1
@@ -259,7 +273,7 @@ def workers(folder: Path) -> None:
 
 def _in_child() -> None:
     assert not torch.autograd.profiler._is_profiler_enabled
-    with profile(activities=CPU) as one:
+    with profile(activities=ACTIVITIES) as one:
         torch.ones(3).cos()
     assert any(event.name == "aten::cos" for event in one.events())
 
@@ -287,6 +301,7 @@ WAYS = (
     scheduled,
     begun_inside,
     inside_and_around,
+    nvtx,
     across_steps,
     in_threads,
     lightning,

@@ -6,8 +6,7 @@ import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._causes.cutting import cut
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._causes.tracer import Tracer
+from lightning_gputime._causes.window import Window
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
@@ -50,28 +50,6 @@ _PATIENCE = 100
 _RANGE = "lightning_gputime step"
 
 
-@dataclass
-class _Window:
-    """Some steps under one profiler."""
-
-    opened_ns: int
-    begins_ns: list[int] = field(default_factory=list)  # of the range around each step
-    closing_ns: int | None = None  # just before the profiler was stopped
-    profile: Any = None  # from then on
-    steps: list[StepRecord] = field(default_factory=list)  # those that were read, whole ones
-    waited: int = 0
-
-    @property
-    def until_ns(self) -> float:
-        return inf if self.closing_ns is None else self.closing_ns
-
-    @property
-    def is_read(self) -> bool:
-        # The last range may hold no whole step.
-        ended = sum(begin <= self.until_ns for begin in self.begins_ns[1:])
-        return len(self.steps) >= ended or self.waited > _LEAD_IN
-
-
 @untraced
 class Capture:
     """Profiles some steps, and keeps the traces of the slow ones alone.
@@ -103,7 +81,7 @@ class Capture:
         """Whether `turn` must be called between two steps."""
         self._turns = False
         self._is_over = False
-        self._window: _Window | None = None
+        self._window: Window | None = None
         # When the profiler ran, and when it was started, stopped or exported: from and to.
         self._spoiled_ns: deque[tuple[int, int]] = deque()
         self._slow: list[SlowStep] = []
@@ -187,6 +165,11 @@ class Capture:
         except Exception as error:
             self._give_up(error)
 
+    def drop(self) -> None:
+        """Stops the profiler where the loop may have raised, and does not wait for the device."""
+        self._tracer.try_to_stop()
+        self.close()
+
     def settle(self, recorder: Recorder) -> None:
         """Keeps the slow steps of a window that is closed, once all were read."""
         window = self._window
@@ -217,7 +200,7 @@ class Capture:
         self._is_over, self.is_due, self._window = True, False, None
 
     def _open(self) -> None:
-        window = _Window(self._now_ns())
+        window = Window(self._now_ns())
         if why_not := self._tracer.start():
             self._tell_once("Slow steps are not traced now, because %s.", why_not)
             self._rest(self._slow[-1].step, [])
@@ -225,7 +208,7 @@ class Capture:
         self._window = window
         self._next_range(window)
 
-    def _next_range(self, window: _Window) -> None:
+    def _next_range(self, window: Window) -> None:
         self._tracer.range(f"{_RANGE} {len(window.begins_ns)}")
         window.begins_ns.append(self._now_ns())
 
@@ -236,7 +219,7 @@ class Capture:
         self.is_due, self._window, self._slow = False, None, []
         self._is_over |= self._files >= _FILES
 
-    def _keep(self, window: _Window) -> list[SlowStep]:
+    def _keep(self, window: Window) -> list[SlowStep]:
         """Writes the traces of the slowest steps, and returns those with their files."""
         excess_ms = min(one.excess_ms for one in self._slow) / 2
         steps = window.steps[_LEAD_IN:]

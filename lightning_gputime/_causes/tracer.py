@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from threading import RLock, get_ident
+from threading import RLock, Thread, get_ident
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from lightning_gputime._untraced import untraced
 
 # What prepares a profiler of torch, and what starts one, in whichever way it was asked for.
 _BEGINS = ("_prepare_profiler", "_enable_profiler")
+
+# After an error the device may never finish.
+_PATIENCE_S = 5.0
 
 # Those that run. Module state, because a fork happens to no timer in particular.
 _running: "weakref.WeakSet[Tracer]" = weakref.WeakSet()
@@ -77,6 +80,8 @@ class Tracer:
 
     def stop(self) -> Any:
         """Stops it. Returns what was profiled, or None if it did not run. Safe to call twice."""
+        if self._profile is None:
+            return None  # Or a thread of `try_to_stop` hangs with the lock.
         with self._lock:
             profile, self._profile = self._profile, None
             if profile is None:
@@ -88,9 +93,17 @@ class Tracer:
             self._entered = [
                 weakref.ref(one)
                 for one in _living(torch.autograd.profiler.record_function)
-                if one.record is not None
+                if getattr(one, "record", None) is not None
             ]
             return profile
+
+    def try_to_stop(self) -> None:
+        """Stops it, and drops what was profiled, where the device may never finish its work."""
+        if self.is_running:
+            # To stop it is to wait for the device.
+            thread = Thread(target=self.stop, daemon=True)
+            thread.start()
+            thread.join(_PATIENCE_S)
 
     def forget(self) -> None:
         """Forgets it in a process that was forked off: it is the parent's."""
@@ -121,7 +134,7 @@ class Tracer:
         if os.environ.get("KINETO_USE_DAEMON"):
             return "a daemon may profile this process (KINETO_USE_DAEMON)"
         # Nothing else tells of one that warms up.
-        if any(one.entered and one.kineto_results is None for one in _living(profiler.profile)):
+        if any(map(_is_begun, _living(profiler.profile))):
             return "another profiler warms up"
         if any(one() is not None for one in self._entered):
             return "a record_function is entered across steps: leave it before the step ends"
@@ -135,6 +148,11 @@ def _new_profile() -> Any:
     # entered under it may be left under a profiler of the user's.
     config = _ExperimentalConfig(profile_all_threads=True)
     return torch.profiler.profile(experimental_config=config)
+
+
+def _is_begun(profile: Any) -> bool:
+    # Another thread may be making one just now.
+    return getattr(profile, "entered", False) and getattr(profile, "kineto_results", 0) is None
 
 
 def _living(kind: type) -> list[Any]:

@@ -202,7 +202,8 @@ class Session(Asked):
         """
         if get_ident() != self.thread:
             return False
-        self._stop_tracing()
+        if self._capture is not None:
+            self._capture.drop()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
             has_ended = self._recorder.end_at(last, number)
@@ -255,6 +256,8 @@ class Session(Asked):
 
         After an error, after which the device may never finish the rest.
         """
+        if self._capture is not None:
+            self._capture.drop()
         self.drain()
         self.remove()
 
@@ -286,7 +289,8 @@ class Session(Asked):
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
-        self._stop_tracing()
+        if self._capture is not None:
+            self._capture.drop()
         self.abandon()
         lifetimes.lost(self)
 
