@@ -381,16 +381,11 @@ def test_no_step_is_traced_while_a_graph_is_captured(loop: Loop, tmp_path: Path)
     gpu = loop.gpu
 
     def captures(number: int, timer: GPUPhaseHooks) -> None:
+        started.append(Profile.started)
         gpu.capturing = 45 < number < 60
 
-    started = []
-    train(
-        loop,
-        FIRST,
-        100,
-        tmp_path,
-        lambda number, timer: (started.append(Profile.started), captures(number, timer)),
-    )
+    started: list[int] = []
+    train(loop, FIRST, 100, tmp_path, captures)
     assert started[59] == 0
     assert not gpu.capture_broken
 

@@ -91,6 +91,9 @@ class User:
             activities=ACTIVITIES, schedule=schedule(**plan), on_trace_ready=self._is_ready
         )
 
+    def steps(self, number: int) -> None:
+        self.profile.step()
+
     def _is_ready(self, one: Any) -> None:
         self.ready += 1
         self.added += sum(event.name == "aten::linear" for event in one.events())
@@ -105,7 +108,7 @@ def scheduled(folder: Path) -> None:
     ):
         user = User(**plan)
         with user.profile:
-            train(lambda number, user=user: user.profile.step(), folder)
+            train(user.steps, folder)
         cycles = (STEPS + 1) // sum(plan.values())
         assert user.ready >= cycles - 1, (plan, user.ready)
         assert user.added >= (cycles - 1) * 2 * (plan["active"] - 1), (plan, user.added)
@@ -221,7 +224,8 @@ def lightning(folder: Path) -> None:
             if batch_idx % 7 == 6:
                 with record_function("asleep"):
                     time.sleep(0.02)
-            return self.layers(batch).square().mean()
+            loss: Tensor = self.layers(batch).square().mean()
+            return loss
 
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.layers(batch)
@@ -230,7 +234,7 @@ def lightning(folder: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(to: Path, **options: Any) -> None:
-        data = [torch.randn(16) for _ in range(800)]
+        data: Any = [torch.randn(16) for _ in range(800)]
         pl.Trainer(
             max_epochs=2,
             val_check_interval=45,
