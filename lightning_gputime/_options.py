@@ -1,5 +1,6 @@
 """The options that all timers share, checked once: they fail at once, with value and fix."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +40,7 @@ class Options:
     sync_ranks: SyncRanks = True
     on_step: Any = None
     on_slow_step: Any = None
+    trace_slow_steps: str | os.PathLike[str] | None = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -63,8 +65,26 @@ class Options:
             raise TypeError(
                 f"on_slow_step must be a function of a SlowStep, got {self.on_slow_step!r}"
             )
+        self._check_traces()
         _check_clock(self.clock)
         _check_modules(self.modules)
+
+    def _check_traces(self) -> None:
+        folder = self.trace_slow_steps
+        if folder is None:
+            return
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise TypeError(f"trace_slow_steps must be a folder such as 'traces', got {folder!r}")
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise ValueError(
+                f"trace_slow_steps must be a folder such as 'traces', and {os.fspath(folder)!r} is"
+                " a file: name a folder, which is made where it is missing"
+            )
+        if self.every_n_steps > 1 or self.probe_every_n_steps:
+            raise ValueError(
+                "trace_slow_steps needs every step to be timed alike: leave every_n_steps and"
+                " probe_every_n_steps out"
+            )
 
     @property
     def timed_warmup_steps(self) -> int:

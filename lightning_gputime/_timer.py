@@ -186,7 +186,7 @@ class Timer:
         seen the cause of is unexplained.
 
         Args:
-            n: How many, those first that exceed the usual step most.
+            n: How many, those first that exceed the usual step most; 1,000 are kept.
 
         Returns:
             A sequence of `SlowStep`; `print` shows it as a table.

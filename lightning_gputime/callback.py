@@ -69,6 +69,8 @@ class GPUPhaseTimer(TrainerTimer):
             torchmetrics, which is updated with them.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
+        trace_slow_steps: A folder. Where slow steps recur, `torch.profiler` watches some more, and
+            the traces of the slow ones go there, five a run. Steps it watches count nowhere.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
         save: The file that the run is saved to, such as "run.json.gz", see `save`: on rank zero, at
             the end of epochs and of training, also after an error.
@@ -100,6 +102,7 @@ class GPUPhaseTimer(TrainerTimer):
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        trace_slow_steps: str | Path | None = None,
         log_figure: bool = False,
         save: str | Path | None = None,
         clock: Clock | None = None,
@@ -119,6 +122,7 @@ class GPUPhaseTimer(TrainerTimer):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                trace_slow_steps=trace_slow_steps,
                 clock=clock,
             ),
             Reports(summary=summary, log_figure=log_figure, save=save),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -66,6 +67,8 @@ class GPUPhaseHooks(Timer):
             torchmetrics, which is updated with them.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
+        trace_slow_steps: A folder. Where slow steps recur, `torch.profiler` watches some more, and
+            the traces of the slow ones go there, five a run. Steps it watches count nowhere.
         wrap_backward: Whether to stand in for what runs torch's autograd engine. Without it, say
             `with timer.phase("backward")` yourself.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
@@ -110,6 +113,7 @@ class GPUPhaseHooks(Timer):
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        trace_slow_steps: str | Path | None = None,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -127,6 +131,7 @@ class GPUPhaseHooks(Timer):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                trace_slow_steps=trace_slow_steps,
                 clock=clock,
             )
         )

@@ -1,8 +1,10 @@
 """Lightning's loggers for real, each read back with its own reader."""
 
+import copy
 import csv
 import importlib
 import json
+import pickle
 import re
 import struct
 import zipfile
@@ -329,3 +331,18 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last part
             yield record
             record = b""
+
+
+def test_a_logger_is_copied_and_pickled_while_a_timer_looks_at_it(
+    loop: Loop, tmp_path: Path
+) -> None:
+    logger = CSVLogger(tmp_path / "own")
+    with hooks(loop, logger=logger):
+        assert "log_metrics" in vars(logger)
+        copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
+    assert "log_metrics" not in vars(logger)
+    for one in copies:
+        # It logs to itself.
+        one.log_metrics({"loss": 1.0}, step=0)
+        assert one.experiment.metrics == [{"loss": 1.0, "step": 0}]
+    assert logger.experiment.metrics == []

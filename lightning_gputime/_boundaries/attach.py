@@ -187,6 +187,29 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
     return announced
 
 
+class _Method:
+    """What is called in place of a method of an object, of which a copy has its own."""
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, call)
+        self._owner, self._name, self._call = owner, name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    @property
+    def _stand_in(self) -> Any:
+        return getattr(self._call, "_stand_in", None)
+
+    @_stand_in.setter
+    def _stand_in(self, stand_in: StandIn) -> None:
+        self._call._stand_in = stand_in  # type: ignore[attr-defined]  # where `announced` has it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy of the object is there by then, and has nothing but what its class has.
+        return getattr, (self._owner, self._name)
+
+
 def _lose(listener: Any, listeners: list[Any], error: Exception) -> None:
     """Tells a listener no more, because it raised: its error must not reach the training."""
     if listener in listeners:
@@ -206,3 +229,12 @@ def listen(owner: Any, name: str, listener: Any, announce: Announce = _announced
     stand_in = getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name, announce)
     stand_in.listeners.append(listener)
     return stand_in
+
+
+def listen_uncopied(owner: Any, name: str, listener: Any) -> StandIn:
+    """As `listen`, where the owner is an object that may be copied, or pickled, meanwhile."""
+
+    def announce(call: Callable[..., Any], listeners: list[Any]) -> Any:
+        return _Method(owner, name, _announced(call, listeners))
+
+    return listen(owner, name, listener, announce)

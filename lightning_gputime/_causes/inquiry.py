@@ -64,6 +64,8 @@ class Inquiry:
         ]
         """In the order in which they are asked."""
         self._usual = Usual()
+        # Those under a profiler, which take longer.
+        self._usual_traced = Usual()
         # The first steps, until there are enough to judge them by.
         self._unjudged: list[StepRecord] = []
         self._unjudged_ms: list[float] = []
@@ -133,13 +135,28 @@ class Inquiry:
             self._give_up(error)
             return []
 
+    def judge_traced(
+        self, steps: Sequence[StepRecord], each_ms: Sequence[float]
+    ) -> list[tuple[StepRecord, SlowStep]]:
+        """Judges steps that a profiler made longer by each other, and returns the slow ones.
+
+        Args:
+            steps: What was read, in order.
+            each_ms: How long each of them took (in milliseconds).
+        """
+        self._usual_traced.add(steps, each_ms)
+        return self._judge_by(self._usual_traced, steps, each_ms)
+
     def reading_begins(self) -> None:
         """Must be told where the timer begins to read steps."""
         self._reads_since = self._now_ns()
 
     def reading_ends(self) -> None:
         """Must be told where it has, before it calls loggers and functions of the user's."""
-        self._readings.append((self._reads_since, self._now_ns()))
+        now = self._now_ns()
+        self._readings.append((self._reads_since, now))
+        # What is read together may be handed over in parts.
+        self._reads_since = now
 
     def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         usual = self._usual
@@ -164,9 +181,14 @@ class Inquiry:
         return found
 
     def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
-        limit_ms = self._usual.limit_ms
+        return [slow for _, slow in self._judge_by(self._usual, steps, each_ms)]
+
+    def _judge_by(
+        self, usual: Usual, steps: Sequence[StepRecord], each_ms: Sequence[float]
+    ) -> list[tuple[StepRecord, SlowStep]]:
+        limit_ms = usual.limit_ms
         return [
-            self._explain(step, ms)
+            (step, self._explain(step, ms, usual))
             for step, ms in zip(steps, each_ms, strict=True)
             if ms > limit_ms and ms - self._read_ms(step) > limit_ms
         ]
@@ -176,13 +198,13 @@ class Inquiry:
         begin, end = step.host_ns[0], step.host_ns[-1]
         return sum(max(min(end, b) - max(begin, a), 0) for a, b in self._readings) / 1e6
 
-    def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
-        scene = Scene(step, step_ms, self._usual, [*self._waits])
+    def _explain(self, step: StepRecord, step_ms: float, usual: Usual) -> SlowStep:
+        scene = Scene(step, step_ms, usual, [*self._waits])
         for one in self.witnesses:
             one.testify(scene)
         causes = scene.causes()
         return SlowStep(
-            step.number, step_ms, self._usual.step_ms, scene.phase, causes, scene.unexplained_ms
+            step.number, step_ms, usual.step_ms, scene.phase, causes, scene.unexplained_ms
         )
 
     def _give_up(self, error: Exception) -> None:

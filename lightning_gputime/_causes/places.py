@@ -8,7 +8,7 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._boundaries.attach import StandIn, listen_uncopied
 from lightning_gputime._causes.scene import Scene
 from lightning_gputime._causes.witness import Spans
 from lightning_gputime._phases import (
@@ -125,7 +125,7 @@ class _Calls:
     def attach(self) -> None:
         # One may have no attributes of its own, or refuse them.
         with contextlib.suppress(Exception):
-            self._stand_in = listen(self._logger, "log_metrics", self)
+            self._stand_in = listen_uncopied(self._logger, "log_metrics", self)
 
     def remove(self) -> None:
         stand_in, self._stand_in = self._stand_in, None

@@ -16,7 +16,7 @@ from lightning_gputime._results import columns
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.slow import SlowLog, SlowStep, SlowSteps
+from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
@@ -100,15 +100,26 @@ class Results:
             self.sums.merge(Sums(measured) if warmup or sums is None else sums)
         return measured
 
-    def add_slow(self, steps: Sequence[SlowStep]) -> None:
-        """Takes those of the steps that were slow."""
+    def add_slow(self, steps: Sequence[SlowStep], *, known: bool) -> None:
+        """Takes those of the steps that were slow.
+
+        Args:
+            steps: These steps.
+            known: Whether any step was judged yet.
+        """
         with self._lock:
+            self.slow.is_known = known
             self.slow.add(steps)
+
+    def add_traced(self, steps: Sequence[SlowStep]) -> None:
+        """Takes slow steps that have a trace; they are in no other statistics."""
+        with self._lock:
+            self.slow.add_traced(steps)
 
     def slowest(self, n: int) -> SlowSteps:
         """Returns the slow steps with the largest excess."""
         with self._lock:
-            return SlowSteps(self.slow.slowest(n))
+            return SlowSteps(self.slow.slowest(n), hint="" if self.slow.is_known else NOT_JUDGED)
 
     def add_probed(self, step: StepRecord) -> None:
         """Takes a step that was probed; it is in no other statistics.

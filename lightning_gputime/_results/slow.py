@@ -29,6 +29,9 @@ _WORDS: Mapping[str, str] = {
 # So many slow steps are kept, those with the largest excess; the others are only added up.
 _MOST = 1_000
 
+NOT_JUDGED = "No step was judged yet: that takes ten after the warm-up."
+"""What `slowest` says then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -67,6 +70,8 @@ class SlowStep:
         phase: The phase, or the part of one, that grew most.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
+        trace: The file with its trace, None if there is none. A step with a trace took longer
+            because of the profiler, as did those that it is compared with.
     """
 
     step: int
@@ -75,6 +80,7 @@ class SlowStep:
     phase: str
     causes: tuple[Cause, ...]
     unexplained_ms: float
+    trace: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts, ready for JSON, with the names of the causes and the sentence."""
@@ -90,9 +96,10 @@ class SlowStep:
         grounds = [_of_cause(cause) for cause in self.causes]
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{self.unexplained_ms:.3g} ms unexplained")
+        trace = f"; its trace: {self.trace}" if self.trace else ""
         return (
             f"step {self.step} took {self.step_ms:.3g} ms, usually {self.usual_ms:.3g}, and grew"
-            f" in `{self.phase}`: {', '.join(grounds)}"
+            f" in `{self.phase}`: {', '.join(grounds)}{trace}"
         )
 
 
@@ -106,10 +113,12 @@ class SlowSteps(Sequence[SlowStep]):
 
     Args:
         steps: The steps, in the order in which they are shown.
+        hint: Why there are none, where that is known.
     """
 
-    def __init__(self, steps: Sequence[SlowStep]) -> None:
+    def __init__(self, steps: Sequence[SlowStep], hint: str = "") -> None:
         self._steps = tuple(steps)
+        self._hint = hint
 
     @overload
     def __getitem__(self, index: int) -> SlowStep: ...
@@ -119,7 +128,7 @@ class SlowSteps(Sequence[SlowStep]):
 
     def __getitem__(self, index: int | slice) -> "SlowStep | SlowSteps":
         if isinstance(index, slice):
-            return SlowSteps(self._steps[index])
+            return SlowSteps(self._steps[index], self._hint)
         return self._steps[index]
 
     def __len__(self) -> int:
@@ -141,7 +150,7 @@ class SlowSteps(Sequence[SlowStep]):
 
     def _table(self) -> Table:
         if not self._steps:
-            return Table("No step was slow.", [], [])
+            return Table(self._hint or "No step was slow.", [], [])
         header = ("step", "took", "usual", "phase", "cause", "host", "reached", "detail")
         lines = [line for step in self._steps for line in _lines(step)]
         took, usual, unexplained = (
@@ -149,7 +158,8 @@ class SlowSteps(Sequence[SlowStep]):
             for name in ("step_ms", "usual_ms", "unexplained_ms")
         )
         whole = ("all", took, usual, "", "unexplained", "", unexplained, "")
-        return Table("Slow steps, times in ms", [header, *lines, whole], [], left=(0, 3, 4, 7))
+        traces = [f"trace of step {one.step}: {one.trace}" for one in self._steps if one.trace]
+        return Table("Slow steps, times in ms", [header, *lines, whole], traces, left=(0, 3, 4, 7))
 
 
 def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
@@ -173,6 +183,8 @@ class SlowSummary:
         cause_shares: How much of that each cause has, by its name, the largest first.
         unexplained_share: How much of that has no known cause.
         worst: The slow step with the largest excess.
+        traces: The files with the traces of slow steps. These took longer because of the profiler,
+            and are in none of the other numbers.
     """
 
     n: int
@@ -181,10 +193,11 @@ class SlowSummary:
     cause_shares: Mapping[str, float]
     unexplained_share: float
     worst: SlowStep
+    traces: tuple[str, ...] = ()
 
     @property
-    def sentences(self) -> tuple[str, str]:
-        """What a person should know: what they cost, and the worst."""
+    def sentences(self) -> tuple[str, ...]:
+        """What a person should know: what they cost, the worst, and where traces are."""
         known = self.cause_shares.items()
         shares = [f"{name} {share:.1%}" for name, share in known if share >= 0.0005]
         if not shares or self.unexplained_share >= 0.0005:
@@ -194,6 +207,7 @@ class SlowSummary:
             f"{self.n:,} of {self.steps:,} steps {was} slow and cost {self.share:.1%} of the time:"
             f" {', '.join(shares)}",
             f"the worst: {self.worst}",
+            *([f"traces of slow steps: {', '.join(self.traces)}"] if self.traces else ()),
         )
 
 
@@ -202,6 +216,9 @@ class SlowLog:
 
     def __init__(self) -> None:
         self.n = 0
+        self.is_known = False
+        """Whether any step was judged yet."""
+        self._traced: list[SlowStep] = []
         self._excess_ms = self._unexplained_ms = 0.0
         self._cause_ms: dict[str, float] = {}
         self._worst: list[SlowStep] = []
@@ -217,17 +234,22 @@ class SlowLog:
                 self._cause_ms[cause.name] = ms + cause.reached_ms
         self._worst.extend(steps)
         if len(self._worst) > 2 * _MOST:
-            self._worst = self.slowest(_MOST)
+            self._worst = _largest(self._worst)[:_MOST]
+
+    def add_traced(self, steps: Sequence[SlowStep]) -> None:
+        """Takes slow steps that have a trace, which are not added up."""
+        self._traced += steps
 
     def copy(self) -> "SlowLog":
         """Returns what there is now."""
         copied = SlowLog()
-        copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, _worst=[*self._worst])
+        lists = {"_worst": [*self._worst], "_traced": [*self._traced]}
+        copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, **lists)
         return copied
 
     def slowest(self, n: int) -> list[SlowStep]:
         """Returns those with the largest excess, the largest first."""
-        return sorted(self._worst, key=lambda step: step.excess_ms, reverse=True)[:n]
+        return _largest([*self._worst, *self._traced])[: min(n, _MOST)]
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Returns what they cost a run; None if there are none.
@@ -245,48 +267,10 @@ class SlowLog:
             share=self._excess_ms / all_ms,
             cause_shares={name: ms / all_ms for name, ms in causes},
             unexplained_share=self._unexplained_ms / all_ms,
-            worst=self.slowest(1)[0],
+            worst=_largest(self._worst)[0],
+            traces=tuple(step.trace for step in self._traced if step.trace),
         )
 
 
-class SlowWindow:
-    """The slow steps that are not logged yet."""
-
-    def __init__(self) -> None:
-        self._steps: list[SlowStep] = []
-        self._is_known = False
-        # The kinds that were logged once: loggers such as CSV want a constant set of keys.
-        self._kinds: list[str] = []
-
-    def add(self, steps: Sequence[SlowStep], *, known: bool) -> None:
-        """Takes slow steps.
-
-        Args:
-            steps: The steps, in order.
-            known: Whether any step was judged yet.
-        """
-        self._steps += steps
-        self._is_known = known
-
-    def means(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
-        """Returns their excess a step, and of that the part of each kind of cause.
-
-        Args:
-            newest: The number of the last step of the window.
-            n: How many steps it has.
-            keep: Whether the next window has them, too.
-        """
-        if not self._is_known:
-            return {}
-        due = [step for step in self._steps if step.step <= newest]
-        if not keep:
-            self._steps = [step for step in self._steps if step.step > newest]
-        causes = [cause for step in due for cause in step.causes]
-        self._kinds += dict.fromkeys(
-            cause.kind for cause in causes if cause.kind not in self._kinds
-        )
-        means = {"slow": sum(step.excess_ms for step in due) / n}
-        for kind in self._kinds:
-            ms = sum(cause.reached_ms for cause in causes if cause.kind == kind)
-            means[f"slow/{kind}"] = ms / n
-        return means
+def _largest(steps: Sequence[SlowStep]) -> list[SlowStep]:
+    return sorted(steps, key=lambda step: step.excess_ms, reverse=True)

@@ -3,9 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
+from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
@@ -51,6 +53,8 @@ class Delivery:
         self._on_slow_step = options.on_slow_step
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
+        self.capture: Capture | None = None
+        """Traces slow steps, where that is asked for; steps that it has spoiled count nowhere."""
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
@@ -95,12 +99,35 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
+        if self.capture is None:
+            self._add(steps)
+        else:
+            for is_spoiled, some in groupby(steps, self.capture.is_spoiled):
+                if is_spoiled:
+                    self._pass_over([*some])
+                else:
+                    self._add([*some])
+
+    def add_traced(self, slow: Sequence[SlowStep]) -> None:
+        """Takes slow steps that have a trace; their times count nowhere."""
+        self._results.add_traced(slow)
+        self._inquiry.own.begin()
+        self._call_slow(slow)
+        self._inquiry.own.end("on_slow_step")
+
+    def _pass_over(self, steps: Sequence[StepRecord]) -> None:
+        if self._means.pass_over(steps):
+            self._owes_log = False
+
+    def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
         self._comparison.add(measured)
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
-        self._results.add_slow(slow)
+        self._results.add_slow(slow, known=self._inquiry.judges)
+        if self.capture is not None:
+            self.capture.saw(slow)
         self._means.slow.add(slow, known=self._inquiry.judges)
         self._inquiry.reading_ends()
         if self._means.add(steps, sums):

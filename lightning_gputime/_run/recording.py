@@ -1,18 +1,31 @@
-"""The recorder of a session: with the marks' peaks of memory, or without."""
+"""The recorder of a session: with the marks' peaks of memory, with a profiler, or without."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_gputime._causes.capture import Capture
+from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.memory import meter_for
 from lightning_gputime._record.metered import MeteredRecorder
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.results import Results
+from lightning_gputime._run.delivery import Delivery
+
+
+def capture_for(
+    options: Options, clock: Clock, inquiry: Inquiry, delivery: Delivery
+) -> Capture | None:
+    """Returns what traces slow steps, where that is wanted; it gets the steps that are read."""
+    folder = options.trace_slow_steps
+    if folder is None:
+        return None
+    delivery.capture = Capture(folder, clock, inquiry, delivery.add_traced)
+    return delivery.capture
 
 
 def recorder_for(
@@ -20,10 +33,9 @@ def recorder_for(
     clock: Clock,
     results: Results,
     means: MeanLog,
-    *,
-    emit: Callable[[list[StepRecord]], object],
-    batch: int,
-    reading_begins: Callable[[], object],
+    inquiry: Inquiry,
+    delivery: Delivery,
+    capture: Capture | None,
 ) -> Recorder:
     """Returns a recorder; what it reads of memory goes to the results and to the log.
 
@@ -32,17 +44,17 @@ def recorder_for(
         clock: Where events and host times come from.
         results: Get the peaks of memory.
         means: Log them.
-        emit: As that of `Recorder`.
-        batch: As that of `Recorder`.
-        reading_begins: As that of `Recorder`.
+        inquiry: Is told when steps are read.
+        delivery: Gets the steps.
+        capture: Is told the labels, where there is one.
     """
-    annotate = Annotator() if options.annotate else None
+    annotate: Callable[[str | None], None] | None = Annotator() if options.annotate else None
     known: Mapping[str, Any] = {
         "lag": options.lag,
-        "emit": emit,
-        "batch": batch,
-        "reading_begins": reading_begins,
-        "annotate": annotate,
+        "emit": delivery.add,
+        "batch": delivery.batch,
+        "annotate": annotate if capture is None else capture.watch(annotate),
+        "reading_begins": inquiry.reading_begins,
     }
     meter = meter_for(clock) if options.memory else None
     if meter is None:

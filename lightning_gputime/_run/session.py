@@ -1,12 +1,12 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections.abc import Callable, Sequence
-from threading import Thread, current_thread, get_ident
+from threading import current_thread, get_ident
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
+from lightning_gputime._boundaries.named import deactivate
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
@@ -24,16 +24,17 @@ from lightning_gputime._record.state import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
+from lightning_gputime._run.asked import Asked
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.recording import recorder_for
+from lightning_gputime._run.recording import capture_for, recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 
 
-class Session:
+class Session(Asked):
     """What a timer holds while it is attached. Its methods are what a loop tells it.
 
     `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
@@ -70,22 +71,14 @@ class Session:
         self._delivery = Delivery(
             results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
+        self._capture = capture_for(options, clock, self._inquiry, self._delivery)
         self._recorder = recorder_for(
-            options,
-            clock,
-            results,
-            means,
-            emit=self._delivery.add,
-            batch=self._delivery.batch,
-            reading_begins=self._inquiry.reading_begins,
+            options, clock, results, means, self._inquiry, self._delivery, self._capture
         )
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._is_plain = schedule.is_plain
-        self.thread = -1
-        """The thread that is timed; -1 before the first step."""
-        # The same, to ask whether it still lives: while it does, no other thread may read.
-        self._runner: Thread | None = None
+        super().__init__(self._recorder)
         # The number of the last step that ended.
         self._newest: int | None = None
         self._tried_update = False
@@ -111,6 +104,7 @@ class Session:
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
+        self._stop_tracing()
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
@@ -183,6 +177,8 @@ class Session:
             recorder.pause()
             self._comparison.pay()
             recorder.resume()
+        if self._capture is not None and self._capture.is_due:
+            self._capture.turn(recorder)
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
@@ -195,6 +191,8 @@ class Session:
         """
         if get_ident() != self.thread:
             return False
+        if self._capture is not None:
+            self._capture.drop()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
             has_ended = self._recorder.end_at(last, number)
@@ -225,6 +223,7 @@ class Session:
 
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
+        self._stop_tracing()
         if self._comparison.is_on:
             self.flush()
             self._comparison.sync(self._newest)
@@ -233,7 +232,10 @@ class Session:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
         if not self._may_read():
             self._recorder.rest()  # The loop goes on beside this thread, without marks.
+        self._stop_tracing()
         self._recorder.flush()
+        if self._capture is not None:
+            self._capture.settle(self._recorder)
         # Before `remove`, which tells the other ranks that this one leaves.
         self.compare_ranks()
         self.remove()
@@ -243,6 +245,8 @@ class Session:
 
         After an error, after which the device may never finish the rest.
         """
+        if self._capture is not None:
+            self._capture.drop()
         self.drain()
         self.remove()
 
@@ -251,6 +255,8 @@ class Session:
         lifetimes.detached(self)
         self._boundaries.remove()
         self._inquiry.remove()
+        if self._capture is not None:
+            self._capture.remove()
         self._recorder.rest()
         if self.is_attached:
             self.is_attached = False
@@ -265,36 +271,18 @@ class Session:
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
         self._inquiry.remove()
+        if self._capture is not None:
+            self._capture.forget()
         self._recorder.abandon()
         self._comparison.abandon()
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
+        if self._capture is not None:
+            self._capture.drop()
         self.abandon()
         lifetimes.lost(self)
 
-    # What a user asks
-
-    def phase(self, name: str) -> NamedPhase:
-        """Returns the context manager of a phase that is named by hand."""
-        return NamedPhase(name, [self._recorder])
-
-    def paused(self) -> Paused:
-        """Returns the context manager of a pause by hand."""
-        return Paused([self._recorder])
-
-    def flush(self) -> None:
-        """Waits for the steps that have ended, and reads them; not beside the thread that runs."""
-        if self._may_read():
-            self._recorder.flush()
-
-    def drain(self) -> None:
-        """Reads what the device has finished, without a wait; not beside the thread that runs."""
-        if self._may_read():
-            self._recorder.drain()
-
-    def _may_read(self) -> bool:
-        """Tells whether steps can be read here: else two threads would, in no order."""
-        if get_ident() == self.thread:
-            return True
-        return self._runner is None or not self._runner.is_alive()
+    def _stop_tracing(self) -> None:
+        if self._capture is not None:
+            self._capture.close()

@@ -1,0 +1,280 @@
+"""Traces of slow steps: where some have been, the next ones are caught with `torch.profiler`."""
+
+import gzip
+import os
+import tempfile
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._causes.cutting import cut
+from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.tracer import Tracer
+from lightning_gputime._causes.window import Window
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import OPEN
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._untraced import untraced
+
+_RECUR, _WITHIN = 2, 500
+"""So many slow steps within so many steps let it catch the next ones."""
+
+_WINDOW = 30
+"""For so many steps."""
+
+_LEAD_IN = 2
+"""The first of them still feel that the profiler has started, and are not judged."""
+
+_COOL_DOWN, _LONGEST_COOL_DOWN = 300, 10_000
+"""For so many steps after that it rests, and twice as long after each window without a trace."""
+
+_AT_ONCE, _FILES = 2, 5
+"""It keeps so many traces of a window, and of a run."""
+
+_MOST_READ, _MOST_BYTES = 500_000_000, 20_000_000
+"""It reads no window, and keeps no trace, that is larger."""
+
+_PATIENCE = 100
+"""So many steps after a window its own must have been read."""
+
+_RANGE = "lightning_gputime step"
+
+
+@untraced
+class Capture:
+    """Profiles some steps, and keeps the traces of the slow ones alone.
+
+    A step under the profiler takes longer, and so does the one after it: they are in no statistics,
+    and are judged by each other. Nothing here raises: after an error no step is traced any more.
+
+    Args:
+        folder: Where the traces go.
+        clock: That of the steps.
+        inquiry: Says which steps were slow, and why.
+        deliver: Gets the slow steps that have a trace.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        clock: Clock,
+        inquiry: Inquiry,
+        deliver: Callable[[Sequence[SlowStep]], None],
+    ) -> None:
+        self._folder = Path(folder)
+        self._now_ns, self._is_capturing = clock.host_ns, clock.is_capturing
+        self._inquiry = inquiry
+        self._deliver = deliver
+        self._tracer = Tracer()
+        self._tell_once = TellOnce()
+        self.is_due = False
+        """Whether `turn` must be called between two steps."""
+        self._turns = False
+        self._is_over = False
+        self._window: Window | None = None
+        # When the profiler ran, and when it was started, stopped or exported: from and to.
+        self._spoiled_ns: deque[tuple[int, int]] = deque()
+        self._slow: list[SlowStep] = []
+        self._rests_until = -1
+        self._cool_down = _COOL_DOWN
+        self._files = 0
+
+    def saw(self, slow: Sequence[SlowStep]) -> None:
+        """Must be told of slow steps without a profiler. Where they recur, a window begins."""
+        if self._is_over or self.is_due or not slow:
+            return
+        newest = slow[-1].step
+        self._slow = [one for one in [*self._slow, *slow] if one.step > newest - _WITHIN]
+        self.is_due = len(self._slow) >= _RECUR and newest >= self._rests_until
+
+    def is_spoiled(self, step: StepRecord) -> bool:
+        """Tells whether a step that was read felt the profiler, and keeps it for its window."""
+        begin_ns, end_ns = step.host_ns[0], step.host_ns[-1]
+        window = self._window
+        if window is not None and window.opened_ns < end_ns <= window.until_ns:
+            window.steps.append(step)
+            return True
+        # Steps are read in their order.
+        while self._spoiled_ns and self._spoiled_ns[0][1] <= begin_ns:
+            self._spoiled_ns.popleft()
+        return any(end_ns > begun and begin_ns < ended for begun, ended in self._spoiled_ns)
+
+    def turn(self, recorder: Recorder) -> None:
+        """Must be called after the end of a step, where it `is_due`.
+
+        Args:
+            recorder: Is paused while a profiler starts or stops, and reads what it may.
+        """
+        if recorder.state is not OPEN or self._is_capturing():
+            return
+        try:
+            window = self._window
+            if window is not None and self._tracer.is_running and len(window.begins_ns) < _WINDOW:
+                self._next_range(window)
+                return
+            begun_ns = self._now_ns()
+            self._turns = True
+            recorder.pause()
+            if window is None:
+                self._open()
+            else:
+                self.close()
+                self.settle(recorder)
+            self._spoiled_ns.append((begun_ns, self._now_ns()))
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._turns = False
+            recorder.resume()
+
+    def watch(self, also: Callable[[str | None], None] | None) -> Callable[[str | None], None]:
+        """Returns what a recorder must tell its labels: at a pause the window ends.
+
+        Args:
+            also: Who wants to know them, too.
+        """
+
+        @untraced
+        def tell(label: str | None) -> None:
+            if self._tracer.must_stop or (label is None and not self._turns):
+                self.close()
+            if also is not None:
+                also(label)
+
+        return tell
+
+    def close(self) -> None:
+        """Stops the profiler, if it runs: what follows is no step, or not one of this loop."""
+        window = self._window
+        if window is None or window.closing_ns is not None:
+            return
+        try:
+            window.closing_ns = self._now_ns()
+            window.profile = self._tracer.stop()
+            self._spoiled_ns.append((window.opened_ns, self._now_ns()))
+        except Exception as error:
+            self._give_up(error)
+
+    def drop(self) -> None:
+        """Stops the profiler where the loop may have raised, and does not wait for the device."""
+        self._tracer.try_to_stop()
+        self.close()
+
+    def settle(self, recorder: Recorder) -> None:
+        """Keeps the slow steps of a window that is closed, once all were read."""
+        window = self._window
+        if window is None or window.closing_ns is None:
+            return
+        try:
+            # The profiler has waited for the device: they can be read.
+            recorder.drain()
+            window.waited += 1
+            is_lost = window.profile is None or window.waited > _PATIENCE
+            if self._window is not window or not (is_lost or window.is_read):
+                return
+            kept = [] if is_lost else self._keep(window)
+            self._rest(window.steps[-1].number if window.steps else self._slow[-1].step, kept)
+            if kept:
+                self._deliver(kept)
+        except Exception as error:
+            self._give_up(error)
+
+    def remove(self) -> None:
+        """Stops what runs, for good. Safe to call twice."""
+        self.close()
+        self._is_over, self.is_due, self._window = True, False, None
+
+    def forget(self) -> None:
+        """Forgets what runs, in a process that was forked off."""
+        self._tracer.forget()
+        self._is_over, self.is_due, self._window = True, False, None
+
+    def _open(self) -> None:
+        window = Window(self._now_ns())
+        if why_not := self._tracer.start():
+            self._tell_once("Slow steps are not traced now, because %s.", why_not)
+            self._rest(self._slow[-1].step, [])
+            return
+        self._window = window
+        self._next_range(window)
+
+    def _next_range(self, window: Window) -> None:
+        self._tracer.range(f"{_RANGE} {len(window.begins_ns)}")
+        window.begins_ns.append(self._now_ns())
+
+    def _rest(self, number: int, kept: Sequence[SlowStep]) -> None:
+        if not kept:
+            self._cool_down = min(2 * self._cool_down, _LONGEST_COOL_DOWN)
+        self._rests_until = number + self._cool_down
+        self.is_due, self._window, self._slow = False, None, []
+        self._is_over |= self._files >= _FILES
+
+    def _keep(self, window: Window) -> list[SlowStep]:
+        """Writes the traces of the slowest steps, and returns those with their files."""
+        excess_ms = min(one.excess_ms for one in self._slow) / 2
+        steps = window.steps[_LEAD_IN:]
+        judged = self._inquiry.judge_traced(steps, Sums(steps).each_ms)
+        slow = [(step, found) for step, found in judged if found.excess_ms >= excess_ms]
+        slow.sort(key=lambda one: one[1].excess_ms, reverse=True)
+        kept: list[SlowStep] = []
+        if slow:
+            text = _exported(window.profile)
+            for step, found in slow[: min(_AT_ONCE, _FILES - self._files)] if text else ():
+                place = bisect_left(window.begins_ns, step.host_ns[-1]) - 1
+                trace = cut(text, f"{_RANGE} {place}", f"step {step.number}")
+                if path := self._write(trace, step.number):
+                    kept.append(replace(found, trace=path))
+            if not text:
+                self._tell_once("%d steps have too large a trace, which is not kept.", _WINDOW)
+        return kept
+
+    def _write(self, trace: str, number: int) -> str:
+        content = gzip.compress(trace.encode(), 6)
+        if len(content) > _MOST_BYTES:
+            self._tell_once("A trace of %d MB is not kept.", len(content) // 1_000_000)
+            return ""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rank = f"-rank-{torch.distributed.get_rank()}" if is_distributed() else ""
+        # Of another fit, or another run, none is overwritten.
+        for again in range(1, 1_000):
+            path = self._folder / f"step-{number}{rank}{f'-{again}' * (again > 1)}.json.gz"
+            try:
+                with path.open("xb") as file:
+                    try:
+                        file.write(content)
+                        file.flush()
+                    except OSError:
+                        path.unlink()
+                        raise
+            except FileExistsError:
+                continue
+            self._files += 1
+            return str(path)
+        raise FileExistsError(f"{self._folder} has a thousand traces of step {number}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_over, self.is_due, self._window = True, False, None
+        self._tell_once("Slow steps are no longer traced: %r", error)
+        try:
+            self._tracer.stop()
+        except Exception:
+            self._tracer.forget()
+
+
+def _exported(profile: Any) -> str:
+    """Returns a trace as JSON; empty if it is too large."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        # What tools write into it, such as names of files, need not be UTF-8.
+        return path.read_text(errors="replace") if path.stat().st_size <= _MOST_READ else ""

@@ -1,0 +1,48 @@
+"""What slow steps cost the steps of one log."""
+
+from collections.abc import Sequence
+
+from lightning_gputime._results.slow import SlowStep
+
+
+class SlowWindow:
+    """The slow steps that are not logged yet."""
+
+    def __init__(self) -> None:
+        self._steps: list[SlowStep] = []
+        self._is_known = False
+        # The kinds that were logged once: loggers such as CSV want a constant set of keys.
+        self._kinds: list[str] = []
+
+    def add(self, steps: Sequence[SlowStep], *, known: bool) -> None:
+        """Takes slow steps.
+
+        Args:
+            steps: The steps, in order.
+            known: Whether any step was judged yet.
+        """
+        self._steps += steps
+        self._is_known = known
+
+    def means(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
+        """Returns their excess a step, and of that the part of each kind of cause.
+
+        Args:
+            newest: The number of the last step of the window.
+            n: How many steps it has.
+            keep: Whether the next window has them, too.
+        """
+        if not self._is_known:
+            return {}
+        due = [step for step in self._steps if step.step <= newest]
+        if not keep:
+            self._steps = [step for step in self._steps if step.step > newest]
+        causes = [cause for step in due for cause in step.causes]
+        self._kinds += dict.fromkeys(
+            cause.kind for cause in causes if cause.kind not in self._kinds
+        )
+        means = {"slow": sum(step.excess_ms for step in due) / n}
+        for kind in self._kinds:
+            ms = sum(cause.reached_ms for cause in causes if cause.kind == kind)
+            means[f"slow/{kind}"] = ms / n
+        return means
