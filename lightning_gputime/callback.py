@@ -60,7 +60,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             there when it ends.
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
-        prog_bar: Whether to show the times of the newest step on the progress bar.
+        prog_bar: Whether to show the newest step's time, and what bounds training, on the bar.
         summary: Whether to print the table of the summary when training ends.
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
             `backward/<name>`: dotted names, or a mapping from names to modules.
@@ -159,7 +159,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
             _lightning.clock_of(trainer, self._options.clock),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix),
-            [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
+            [functools.partial(_lightning.show_on_bar, trainer, lambda: self._results)]
+            if self._prog_bar
+            else [],
             **_lightning.known_of(trainer),
         )
         self._know_batch(trainer.train_dataloader)
