@@ -20,6 +20,11 @@ Module = pl.LightningModule
 Callback = pl.Callback
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
+_NO_INSTANCE = (
+    "callbacks must be instances, got the class of a timer: write"
+    " Trainer(callbacks=[GPUPhaseTimer()])"
+)
+
 
 def never_raises(hook: Hook) -> Hook:
     """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
@@ -29,6 +34,9 @@ def never_raises(hook: Hook) -> Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:
+            if not hasattr(self, "_give_up"):
+                # A trainer has called the function of the class itself.
+                raise TypeError(_NO_INSTANCE) from None
             self._give_up(error)
 
     # A step that is compiled calls some of them.

@@ -13,7 +13,7 @@ from lightning_gputime._books import FitBooks, turns
 from lightning_gputime._evaluations import Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._options import Options, SyncRanks, by_name, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
@@ -89,6 +89,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 
+    @by_name(0, "such as GPUPhaseTimer(save='run.json')")
     def __init__(
         self,
         *,

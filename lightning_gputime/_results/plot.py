@@ -60,7 +60,7 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
         ax.stackplot(edges, drawn, labels=names, colors=colours, step="post")
         tops = [*np.add.reduce(heights)]
         if len(bins) < len(history):
-            title = f"Median phases of {len(history) // len(bins)} steps each"
+            title = f"Median phases of {bins[-1] - bins[-2]} steps each"
             p95 = [np.percentile(part, 95) for part in np.split(history["step_ms"], bins[1:])]
             line = [*p95, p95[-1]]
             label = "step, 95th\npercentile"
