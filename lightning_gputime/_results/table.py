@@ -84,9 +84,11 @@ class Table:
             *(self._row(line, "td") for line in body),
             self._row(whole, "th"),
         ]
-        first, *more = [html.escape(sentence) for sentence in (*self.lead, "")][:-1] or [""]
-        lead = "<br>".join([f"<strong>{first}</strong>", *more]) if first else ""
-        sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences)
+        lead = "".join(
+            f"<br>{_marked(sentence)}" if i else f"<strong>{_marked(sentence)}</strong>"
+            for i, sentence in enumerate(self.lead)
+        )
+        sentences = "".join(f"<p>{_marked(sentence)}</p>" for sentence in self.sentences)
         return (
             f"{f'<p>{lead}</p>' if lead else ''}"
             f'<table><caption style="text-align:left">{html.escape(self.title)}</caption>'
@@ -193,6 +195,11 @@ def _escaped(text: str) -> str:
     """Returns a text as Markdown shows it: no name of a user's may end the cell, or be HTML."""
     escaped = re.sub(r"([\\|*_\[\]])", r"\\\1", html.escape(text, quote=False))
     return escaped.replace("  ", "&emsp;").replace("\n", " ")
+
+
+def _marked(sentence: str) -> str:
+    """Returns a sentence as HTML, with its names in the type of code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(sentence))
 
 
 def _wrapped(sentence: str, width: int | None) -> str:
