@@ -9,7 +9,7 @@ import sys
 import termios
 from pathlib import Path
 
-import pyte  # type: ignore[import-untyped]  # has no types
+import pyte
 
 ROWS = 60
 

@@ -88,7 +88,7 @@ def test_whatever_python_iterates_over_is_a_loader(loop: Loop, loader: Any) -> N
 
 def test_an_option_by_position_is_answered_with_its_name() -> None:
     with pytest.raises(TypeError) as error:
-        GPUPhaseTimer("run.json")  # type: ignore[misc]  # the mistake
+        GPUPhaseTimer("run.json")  # type: ignore[call-arg]  # the mistake
     assert str(error.value) == (
         "GPUPhaseTimer takes its options by name, got 'run.json' by position: such as"
         " GPUPhaseTimer(save='run.json')"

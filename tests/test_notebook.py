@@ -34,7 +34,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     # It would ask more of the shell than the fake has.
     monkeypatch.setattr(plt, "install_repl_displayhook", lambda: None)
-    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]  # a fake
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     return displayed
 
 
@@ -100,7 +100,7 @@ def test_a_plot_in_a_notebook_is_shown_once(shown: list[Any]) -> None:
 def test_a_plot_on_axes_of_ones_own_is_shown_by_whose_they_are(shown: list[Any]) -> None:
     figure, ax = plt.subplots()
     assert type(plot.plot_steps(many(20), ax)) is tuple
-    assert plt.get_fignums() == [figure.number]  # type: ignore[attr-defined]
+    assert plt.get_fignums() == [figure.number]
     plt.close("all")
 
 

@@ -2,8 +2,8 @@
 
 import io
 import re
+import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from fake_gpu import raw
 
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.show import show
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Table
 from lightning_gputime._results.units import duration, unit_of
@@ -151,19 +152,12 @@ def test_sentences_wrap_between_words_on_a_terminal_alone() -> None:
 def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lightning_gputime._results import show
-
-    monkeypatch.setitem(show.sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(show.sys.stdout, "isatty", lambda: True, raising=False)
-    show.show(of_ranks())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show(of_ranks())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
-    monkeypatch.setattr(show.sys.stdout, "isatty", lambda: False, raising=False)
-    show.show(of_ranks())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    show(of_ranks())
     assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
-
-
-def test_the_pictures_of_terminals_are_there() -> None:
-    images = Path(__file__).parent.parent / "examples/images"
-    assert all(path.stat().st_size < 150_000 for path in images.glob("terminal*.png"))
