@@ -109,10 +109,15 @@ def notebook(folder: str) -> str:
     book = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(book, timeout=600, kernel_name="python3").execute(cwd=folder)
     for cell in book.cells:
-        # Lightning's own lines are not the subject here.
-        cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
+        # The lines of others are not the subject here.
+        cell.outputs = [one for one in cell.outputs if _is_shown(one)]
     text, _ = nbconvert.HTMLExporter().from_notebook_node(book)
     return str(text)
+
+
+def _is_shown(output: Any) -> bool:
+    data = output.get("data", {})
+    return "image/png" in data or "<table>" in data.get("text/html", "")
 
 
 def photograph(text: str, path: Path, width: int, height: int) -> None:

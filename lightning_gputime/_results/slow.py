@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, overload
 
 from lightning_gputime._results.table import Table, Tabular
-from lightning_gputime._results.units import duration, unit_of
+from lightning_gputime._results.units import Unit, unit_of
 
 Kind = Literal[
     "garbage",
@@ -88,19 +88,19 @@ class SlowStep:
         return self.step_ms - self.usual_ms
 
     def __str__(self) -> str:
-        grounds = [_of_cause(cause) for cause in self.causes]
-        if self.unexplained_ms >= 0.05 * self.excess_ms:
-            grounds.append(f"{duration(self.unexplained_ms)} unexplained")
         unit = unit_of(self.usual_ms)
+        grounds = [_of_cause(cause, unit) for cause in self.causes]
+        if self.unexplained_ms >= 0.05 * self.excess_ms:
+            grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
         return (
             f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
             f" and grew in `{self.phase}`: {', '.join(grounds)}"
         )
 
 
-def _of_cause(cause: Cause) -> str:
+def _of_cause(cause: Cause, unit: Unit) -> str:
     detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-    return f"{duration(cause.reached_ms)} {cause.name}{detail}"
+    return f"{unit.of(cause.reached_ms)} {cause.name}{detail}"
 
 
 class SlowSteps(Tabular, Sequence[SlowStep]):
