@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,13 @@ from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._results import plot
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.show import in_notebook
+
+
+@pytest.fixture(autouse=True)
+def _no_figures() -> Iterator[None]:
+    plt.close("all")
+    yield
+    plt.close("all")
 
 
 @pytest.fixture
@@ -101,13 +109,11 @@ def test_a_plot_on_axes_of_ones_own_is_shown_by_whose_they_are(shown: list[Any])
     figure, ax = plt.subplots()
     assert type(plot.plot_steps(many(20), ax)) is tuple
     assert plt.get_fignums() == [figure.number]
-    plt.close("all")
 
 
 def test_a_plot_outside_of_a_notebook_is_shown_by_pyplot() -> None:
     figure, _ = plot.plot_steps(many(20))
     assert plt.get_fignums() == [figure.number]
-    plt.close("all")
 
 
 def test_many_steps_are_drawn_in_bins_with_their_medians_and_a_line() -> None:
@@ -129,7 +135,6 @@ def test_many_steps_are_drawn_in_bins_with_their_medians_and_a_line() -> None:
     assert [text.get_text() for text in legend.get_texts()] == [
         "warm-up", "step, 95th\npercentile", "backward", "forward",
     ]  # fmt: skip
-    plt.close("all")
     assert took < 5  # About half a second, on a machine that does nothing else.
 
 
@@ -140,7 +145,6 @@ def test_the_warm_up_is_shaded_and_shares_no_bin(steps: int, warmup: int, end: i
     assert (shade.get_x(), shade.get_x() + shade.get_width()) == (0, end)
     edges = np.unique(np.asarray(ax.collections[0].get_paths()[0].vertices)[:, 0])
     assert end in edges
-    plt.close("all")
 
 
 def test_without_a_gpu_no_lane_is_called_so(loop: Loop) -> None:
@@ -149,7 +153,6 @@ def test_without_a_gpu_no_lane_is_called_so(loop: Loop) -> None:
     assert step.timeline is not None
     _, ax = plot.plot_step(results, 1)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["CPU", "host"]
-    plt.close("all")
 
 
 def test_a_real_notebook_shows_each_once(tmp_path: Path) -> None:

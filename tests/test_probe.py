@@ -115,7 +115,7 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
     assert summary.gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
     assert f"{summary.gap_share:.0%} of this step is launch gaps" in str(summary)
     assert summary.advice[-3:] == ("a larger batch", "torch.compile", "CUDA graphs")
-    header = str(summary).splitlines()[2].split()
+    header = str(summary).splitlines()[5].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert summary.to_dict()["rows"]["forward"]["busy_mean_ms"] == BUSY["forward"]
 
