@@ -15,10 +15,11 @@ from lightning_gputime import load
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._runs.setup import _unfused, known_of_loader
 
 CORES = 16
 WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
-CHEAPER = "cheaper transforms, or a torch DataLoader with workers"
+CHEAPER = "cheaper transforms, or workers that load ahead"
 
 
 def advice(setup: Setup, *, wait_ms: float = 0.0, **phases: float) -> tuple[str, ...]:
@@ -203,6 +204,24 @@ def test_a_plain_loops_loader_is_known_by_what_it_says(loop: Loop) -> None:
     assert (setup.batch_size, setup.prefetch_factor, setup.has_loader) == (4, None, True)
 
 
+@pytest.mark.parametrize(
+    ("loaders", "workers", "pinned"),
+    [
+        ({"a": loader(), "b": loader()}, 0, False),
+        ([loader(), loader(num_workers=2)], None, False),
+        ([torch.zeros(1)] * 3, None, None),
+        ([torch.zeros(1)] * 1000, None, None),
+        ((), None, None),
+        (loader(num_workers=2), 2, False),
+    ],
+)
+def test_of_several_loaders_what_all_say_is_known(
+    loaders: Any, workers: int | None, pinned: bool | None
+) -> None:
+    known = known_of_loader(loaders)
+    assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
+
+
 class Odd:
     """A loader of a user's own, with an attribute that raises."""
 
@@ -245,8 +264,6 @@ def test_advice_is_saved_with_the_run_and_read_back(loop: Loop, tmp_path: Any) -
 
 
 def test_an_optimizer_that_cannot_be_fused_is_not_advised_to_be() -> None:
-    from lightning_gputime._runs.setup import _unfused
-
     parameters = [nn.Parameter(torch.zeros(1))]
     assert _unfused([torch.optim.AdamW(parameters)]) == "AdamW"
     assert _unfused([torch.optim.AdamW(parameters, fused=True)]) == ""

@@ -101,11 +101,10 @@ def _load_faster(found: Findings) -> Iterator[str]:
     setup = found.setup
     workers, cores = setup.num_workers, setup.cores
     if workers is None:
-        cheaper = "cheaper transforms"
         if not setup.has_loader and found.verdict.phases == (DATA,):
             # Without parts nothing says that it is the loader.
             yield "iterate over timer.steps(loader), so that `data` is the loader's time alone"
-        yield f"{cheaper}, or a torch DataLoader with workers"
+        yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         enough = min(_ENOUGH_WORKERS, cores or _ENOUGH_WORKERS)
         yield f"num_workers={enough} (now 0)"

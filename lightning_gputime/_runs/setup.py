@@ -12,6 +12,9 @@ from lightning_gputime._messages import messages
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._runs.environment import Environment
 
+_MOST_LOADERS = 10
+"""More side by side are no loaders, but the batches themselves."""
+
 
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
     """Returns what is known before a loader is seen.
@@ -37,18 +40,31 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setu
 
 
 def known_of_loader(loader: object) -> dict[str, Any]:
-    """Returns the fields of a `Setup` that a loader tells, which may be any iterable."""
-    workers, prefetch = attribute(loader, "num_workers"), attribute(loader, "prefetch_factor")
-    size = attribute(loader, "batch_size")
-    pinned, persistent = attribute(loader, "pin_memory"), attribute(loader, "persistent_workers")
-    return {
-        "has_loader": True,
-        "num_workers": workers if type(workers) is int else None,
-        "pin_memory": pinned if type(pinned) is bool else None,
-        "persistent_workers": persistent if type(persistent) is bool else None,
-        "prefetch_factor": prefetch if type(prefetch) is int else None,
-        "batch_size": size if type(size) is int else None,
+    """Returns the fields of a `Setup` that a loader tells: any iterable, or several."""
+    loaders = _several(loader)
+    kinds = {
+        "num_workers": int,
+        "pin_memory": bool,
+        "persistent_workers": bool,
+        "prefetch_factor": int,
+        "batch_size": int,
     }
+    told = {name: _alike([attribute(one, name) for one in loaders], kinds[name]) for name in kinds}
+    return {"has_loader": True, **told}
+
+
+def _several(loader: object) -> list[object]:
+    """Returns the loaders of a trainer that has some side by side; else the one."""
+    inside = [*loader.values()] if isinstance(loader, dict) else loader
+    if isinstance(inside, list | tuple) and 0 < len(inside) <= _MOST_LOADERS:
+        return [*inside]
+    return [loader]
+
+
+def _alike(values: Sequence[Any], kind: type) -> Any:
+    """Returns the value that all have, if it is of this kind; else None."""
+    first = values[0]
+    return first if all(type(one) is kind and one == first for one in values) else None
 
 
 def _cores() -> int | None:
