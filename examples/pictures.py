@@ -125,12 +125,13 @@ def hero(
 
 
 def draw_terminal(timer: GPUPhaseHooks, title: str) -> Figure:
-    """Draws what bounds the training, the lanes of a usual step, and the table, as a terminal."""
+    """Draws what bounds the training, what to do, the lanes of a usual step, and the table."""
     summary = timer.summary()
-    header, table, *sentences = str(summary).split("\n\n")
+    lead, header, table, *sentences = str(summary).split("\n\n")
+    verdict, *advice = lead.splitlines()
     said = [
-        (line, sentence is sentences[0])
-        for sentence in sentences
+        (line, sentence is verdict)
+        for sentence in (verdict, *advice, *sentences)
         for line in textwrap.wrap(sentence, COLUMNS)
     ]
     rows = table.splitlines()
@@ -187,8 +188,6 @@ def draw_lanes(ax: Any, timer: GPUPhaseHooks, on_host_clock: bool) -> dict[str, 
     ax.set_title("")
     note = " (no GPU here: both lanes are the host's)" if on_host_clock else ""
     ax.set_xlabel(f"ms since step {step} began{note}", color=DIM, family="monospace", size=9)
-    if on_host_clock:
-        ax.set_yticks(ax.get_yticks(), ["CPU", "host"])
     ax.set_facecolor(BACKGROUND)
     ax.spines[:].set_visible(False)
     ax.tick_params(colors=DIM, length=0, labelsize=9, labelfontfamily="monospace")

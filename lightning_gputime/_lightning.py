@@ -9,15 +9,22 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.units import unit_of
 from lightning_gputime._untraced import untraced
 
 Trainer = pl.Trainer
 Module = pl.LightningModule
 Callback = pl.Callback
 Hook = TypeVar("Hook", bound=Callable[..., None])
+
+_NO_INSTANCE = (
+    "callbacks must be instances, got the class of a timer: write"
+    " Trainer(callbacks=[GPUPhaseTimer()])"
+)
 
 
 def never_raises(hook: Hook) -> Hook:
@@ -28,6 +35,9 @@ def never_raises(hook: Hook) -> Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:
+            if not hasattr(self, "_give_up"):
+                # A trainer has called the function of the class itself.
+                raise TypeError(_NO_INSTANCE) from None
             self._give_up(error)
 
     # A step that is compiled calls some of them.
@@ -144,12 +154,15 @@ def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
-def show_on_bar(trainer: pl.Trainer, times: StepTimes) -> None:
-    """Shows the phases of a step on the progress bar."""
+def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: StepTimes) -> None:
+    """Shows how long a step took on the progress bar, and what bounds the training."""
     # Not by `log`, which copies each number to the device and back.
-    shown = (name for name in in_order(list(times.phase_ms)) if "/" not in name)
     bar: dict[str, Any] = trainer.progress_bar_metrics
-    bar["phase_ms"] = " ".join(f"{name} {times.phase_ms[name]:.3g}" for name in shown)
+    unit = unit_of(times.step_ms)
+    verdict = results().in_short()
+    # One short entry: tqdm's bar takes what it has no room for from the bar itself.
+    took = f"{unit.number(times.step_ms)}{unit.name}"
+    bar["step"] = f"{took} ({verdict})" if verdict else took
 
 
 def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:

@@ -1,9 +1,10 @@
 """The options that all timers share, checked once: they fail at once, with value and fix."""
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from lightning_gputime._record.clock import Clock
 
 SyncRanks = bool | Literal["log"]
 Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
+Init = TypeVar("Init", bound=Callable[..., None])
 
 ALL = "all"
 """The option `modules` for all modules inside the model."""
@@ -90,6 +92,29 @@ class Options:
     def timed_warmup_steps(self) -> int:
         """How many of the timed steps belong to the warm-up."""
         return self.warmup_steps // self.every_n_steps
+
+
+def by_name(most: int, hint: str) -> Callable[[Init], Init]:
+    """Makes a constructor answer options that are given by position.
+
+    Args:
+        most: How many arguments may be, besides `self`.
+        hint: What to do instead.
+    """
+
+    def decorate(init: Init) -> Init:
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            if len(args) > most:
+                raise TypeError(
+                    f"{type(self).__name__} takes its options by name, got {args[most]!r:.60} by"
+                    f" position: {hint}"
+                )
+            init(self, *args, **options)
+
+        return cast("Init", checked)
+
+    return decorate
 
 
 def check_bools(**options: Any) -> None:

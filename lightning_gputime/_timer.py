@@ -12,7 +12,6 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.resolve import resolve
-from lightning_gputime._causes.places import attribute
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
@@ -26,6 +25,7 @@ from lightning_gputime._run.session import Session
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment, environment_of
 from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.setup import known_of_loader, setup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,12 +83,12 @@ class Timer:
             known: Fields of the `Environment` that the front end knows better; None if not.
         """
         options = self._options
-        self._results = Results(
-            options.history, options.timed_warmup_steps, isinstance(clock, HostClock)
-        )
+        on_host = isinstance(clock, HostClock)
+        self._results = Results(options.history, options.timed_warmup_steps, on_host)
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
+        self._results.setup = setup_of(self._environment, loop, "precision" in known)
         own = () if options.on_step is None else (options.on_step,)
         self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
 
@@ -114,10 +114,11 @@ class Timer:
         self._evaluated.append({"stage": stage, "step": step, **means})
 
     def _know_batch(self, loader: object) -> None:
-        """Takes the number of items in a batch from a loader, if it says that."""
-        size = attribute(loader, "batch_size")
-        if type(size) is int:
-            self._environment = replace(self._environment, batch_size=size)
+        """Takes from a loader what it says of itself, such as the number of items in a batch."""
+        known = known_of_loader(loader)
+        self._results.setup = replace(self._results.setup, **known)
+        if known["batch_size"] is not None:
+            self._environment = replace(self._environment, batch_size=known["batch_size"])
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Returns the option `modules`, looked up in a model.
@@ -178,6 +179,10 @@ class Timer:
         """Returns the statistics of the steps read so far, warm-up left out."""
         return self._read().summary()
 
+    def _repr_html_(self) -> str:
+        """Returns the table of the summary, for a notebook."""
+        return self._read().summary_to_print()._repr_html_()
+
     def slowest(self, n: int = 10) -> SlowSteps:
         """Returns the slowest steps since the warm-up, and why they were slow.
 
@@ -224,12 +229,15 @@ class Timer:
     def plot(self, step: int | None = None, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
         """Draws the phases of each step, stacked, or one step with its GPU and its host lane.
 
+        More than 500 steps are drawn in bins: the medians of their phases, stacked, and a line for
+        the 95th percentile of their steps.
+
         Args:
             step: The number of one step in the history; by default all are drawn.
             ax: The matplotlib axes to draw on; by default of a new figure.
 
         Returns:
-            The matplotlib figure and axes.
+            The matplotlib figure and axes. A notebook shows what is returned, once.
 
         Raises:
             ImportError: If matplotlib is not installed (extra `plot`).
@@ -237,13 +245,8 @@ class Timer:
         """
         from lightning_gputime._results import plot
 
-        steps = self._read().newest()
-        if step is None:
-            return plot.plot_steps(steps, ax)
-        for times in steps:
-            if times.step == step:
-                return plot.plot_step(times, ax)
-        raise ValueError(f"step {step} is not in the history of {len(steps)} steps")
+        results = self._read()
+        return plot.plot_steps(results, ax) if step is None else plot.plot_step(results, step, ax)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
         """Writes the newest steps as a trace that Perfetto and chrome://tracing open.

@@ -79,7 +79,9 @@ class TrainerTimer(Timer, pl.Callback):
             _lightning.clock_of(trainer, self._options.clock),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, beside=epochs.row),
-            [functools.partial(_lightning.show_on_bar, trainer)] if self._prog_bar else [],
+            [functools.partial(_lightning.show_on_bar, trainer, lambda: self._results)]
+            if self._prog_bar
+            else [],
             **_lightning.known_of(trainer),
         )
         self._know_batch(trainer.train_dataloader)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._options import Options, SyncRanks, by_name, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
@@ -51,7 +51,7 @@ class GPUPhaseTimer(TrainerTimer):
             there when it ends.
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
-        prog_bar: Whether to show the times of the newest step on the progress bar.
+        prog_bar: Whether to show the newest step's time, and what bounds training, on the bar.
         summary: Whether to print the table of the summary when training ends.
         modules: Modules of the LightningModule that are sub-phases, `forward/<name>` and
             `backward/<name>`: a depth such as 2, "all", dotted names, patterns such as "layers.*",
@@ -85,6 +85,7 @@ class GPUPhaseTimer(TrainerTimer):
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 
+    @by_name(0, "such as GPUPhaseTimer(save='run.json')")
     def __init__(
         self,
         *,

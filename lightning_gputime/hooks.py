@@ -10,9 +10,16 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.loop import Loop, check_model, check_optimizers
+from lightning_gputime._boundaries.arguments import (
+    check_loader,
+    check_model,
+    check_optimizers,
+    tell_devices,
+    tell_what_is_odd,
+)
+from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
+from lightning_gputime._options import Options, SyncRanks, by_name, check_bools, check_int
 from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
 from lightning_gputime._results.loggers import MetricsLogger, check_loggers
 from lightning_gputime._results.means import MeanLog
@@ -91,6 +98,7 @@ class GPUPhaseHooks(Timer):
         "The timer was never attached: call attach(), or use 'with GPUPhaseHooks(...) as timer:'."
     )
 
+    @by_name(2, "give several optimizers as a list, and the loader to timer.steps(loader)")
     def __init__(
         self,
         model: nn.Module,
@@ -139,12 +147,13 @@ class GPUPhaseHooks(Timer):
         check_int("first_step", first_step, 0, "the number of the first step after attach()")
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._loop = Loop(
-            check_model(model),
+            check_model(model, optimizers),
             check_optimizers(optimizers),
             pause_evaluation=optimizers is not None,
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
         )
+        tell_what_is_odd(model, self._loop.optimizers)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
         if self._device is not None and clock is None:
@@ -160,6 +169,8 @@ class GPUPhaseHooks(Timer):
         """Puts the hooks on and starts a new measurement. Safe to call twice."""
         if not self._session.is_attached:
             device = self._device or device_of(self._loop.model)
+            if self._device is None:
+                tell_devices(self._loop.model, device)
             clock = self._options.clock or clock_for(device, tell=True)
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step, self._micro_batches = self._first_step, 0
@@ -212,7 +223,9 @@ class GPUPhaseHooks(Timer):
 
         Raises:
             RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
+            TypeError: If it is no loader, but the model, say.
         """
+        check_loader(iterable)
         return Steps(self._iterate(iterable), iterable)
 
     def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:

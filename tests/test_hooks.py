@@ -320,7 +320,7 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"model": [nn.Linear(1, 1)]}, "for several models give torch.nn.ModuleList"),
         ({"optimizers": 0.1}, "optimizers must be None, a torch.optim.Optimizer .* got 0.1"),
         ({"optimizers": [None]}, r"optimizers must be .* got \[None\]"),
-        ({"optimizers": torch.optim.SGD}, "optimizers must be .* got <class"),
+        ({"optimizers": torch.optim.SGD}, "optimizers must be .* got the class SGD"),
         ({"lag": -1}, "lag must be 0 or more .* got -1"),
         ({"lag": True}, "lag must be an integer .* got True"),
         ({"warmup_steps": -1}, "warmup_steps must be 0 or more .* got -1"),

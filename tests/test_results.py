@@ -97,6 +97,10 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
     step = {"other": 0.5, "backward": 5.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
     text = str(filled(raw(0, 1.5, **step)).summary())
     assert text.splitlines() == [
+        "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
+        "Next: a larger batch; torch.compile; CUDA graphs;"
+        " probe_every_n_steps=100 tells how much there is to win",
+        "",
         "Time per step in ms over 1 step (0 warm-up steps left out)",
         "",
         "phase        mean   share      p50      p95      max     host  steps",
@@ -108,8 +112,6 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "other       0.500    0.4%    0.500    0.500    0.500    0.500      1",
         "--------------------------------------------------------------------",
         "step      130.000  100.0%  130.000  130.000  130.000  130.000      1",
-        "",
-        "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
     ]
 
 
@@ -169,18 +171,23 @@ def test_where_the_host_hardly_waits_the_probed_steps_tell_whether_the_gpu_idles
     assert results.summary().verdict.startswith(verdict)
 
 
-def test_there_is_no_verdict_on_the_gpu_without_one() -> None:
+def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> None:
     results = Results(10, 0, on_host_clock=True)
-    results.add([raw(0, forward=2.0)])
-    assert results.summary().verdict == ""
-    assert "bound" not in str(results.summary())
+    results.add([raw(0, forward=2.0, backward=6.0, optimizer=2.0)])
+    summary = results.summary()
+    assert summary.verdict == "longest phase: 60% of the step is `backward`"
+    assert summary.advice == ("split `backward`, 60% of the step, by module: modules=[...]",)
+    assert results.in_short() == "backward"
+    assert "bound" not in str(summary)
+    assert "GPU" not in str(summary)
 
 
 def test_a_notebook_shows_a_table_with_every_number() -> None:
     text = filled(raw(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
     assert text.count("<tr>") == 4
-    assert "<td>forward</td><td>2.000</td>" in text
-    assert "<th>step</th><th>2.250</th>" in text
+    left, right = "text-align:left", "text-align:right"
+    assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in text
+    assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in text
     assert "GPU-bound" in text
 
 

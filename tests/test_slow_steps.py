@@ -215,9 +215,9 @@ def test_the_slowest_come_first_and_print_as_a_table(loop: Loop) -> None:
         "------------------------------------------------------------------------",
         "all   108.750  31.250         unexplained            0.000",
     ]
-    assert "<td>generation 2</td>" in found._repr_html_()
-    assert found.__rich__().columns[7].justify == "left"
-    assert found.__rich__().row_count == 3
+    assert ">generation 2</td>" in found._repr_html_()
+    assert 7 in found._table().left
+    assert found._table()._rich().row_count == 3
     assert repr(found).startswith("SlowSteps([SlowStep(step=30, ")
 
 

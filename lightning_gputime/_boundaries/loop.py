@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -51,41 +50,3 @@ class Loop:
     def called(self) -> nn.Module:
         """What the trainer calls to run a training step."""
         return self.model if self.wrapper is None else self.wrapper
-
-
-def check_model(model: Any) -> nn.Module:
-    """Returns what a user gave as the model.
-
-    Raises:
-        TypeError: If it is none.
-        ValueError: If it runs in several threads.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module, got {model!r}; for several models give"
-            " torch.nn.ModuleList([...])"
-        )
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise ValueError(
-            "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
-            " several devices: use torch.nn.parallel.DistributedDataParallel"
-        )
-    return model
-
-
-def check_optimizers(optimizers: Any) -> list[Any]:
-    """Returns the optimizers that a user gave: none, one or several.
-
-    Raises:
-        TypeError: If one of them is none.
-    """
-    if optimizers is None:
-        return []
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
-                f" {optimizers!r}"
-            )
-    return list(dict.fromkeys(several))

@@ -232,8 +232,10 @@ def check_device(device: Any) -> torch.device:
 
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device that a model is on; one that is nowhere runs on the accelerator."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    # One that is partly on the CPU, such as its embeddings, does the work on the accelerator.
+    for device in (*(one for one in devices if one.type not in ("cpu", "meta")), *devices):
+        return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

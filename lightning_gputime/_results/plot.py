@@ -1,12 +1,16 @@
 """Pictures of what was measured, with matplotlib."""
 
+import io
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_gputime._phases import PHASES, StepTimes, Timeline, in_order
+from lightning_gputime._phases import PHASES, Timeline, in_order
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.show import in_notebook
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 _COLOURS = {
@@ -20,37 +24,99 @@ _COLOURS = {
 _MISSING = "plots need matplotlib: python -m pip install 'lightning-gputime[plot]'"
 _USERS = ("#D55E00", "#F0E442", "#000000")
 
+_MOST_STEPS = 500
+"""Of more, single steps cannot be seen: they are drawn in bins."""
 
-def plot_steps(steps: Sequence[StepTimes], ax: Any = None) -> tuple[Any, Any]:
-    """Draws the phases of each step, stacked. Returns figure and axes."""
-    names = in_order(list({name for step in steps for name in step.phase_ms if "/" not in name}))
-    ax = _axes(ax)
-    if steps:
-        # The last step is drawn as wide as the others, up to where a next one would begin.
-        drawn = [*steps, steps[-1]]
-        numbers = [*(step.step for step in steps), steps[-1].step + 1]
-        heights = [[step.phase_ms.get(name, 0.0) for step in drawn] for name in names]
+_BINS = 200
+
+
+class Drawing(NamedTuple):
+    """A figure and its axes, which a notebook shows where they are a cell's result."""
+
+    figure: Any
+    axes: Any
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.figure.savefig(image, format="png", dpi=100, bbox_inches="tight")
+        return image.getvalue()
+
+
+def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
+    """Draws the phases of each step, stacked; those of many steps in bins."""
+    history, warmup = results.history_and_warmup()
+    fields = [name for name in history.dtype.names or () if name.endswith("_ms")]
+    known = [name.removesuffix("_ms") for name in fields]
+    names = in_order([name for name in known if name not in _WHOLE and "/" not in name])
+    drawing, ax = _axes(ax)
+    title = "Phases of each step"
+    if len(history):
+        bins = _bins(len(history), warmup)
+        edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
+        heights = [_medians(history[f"{name}_ms"], bins) for name in names]
         colours = [colour(name, names) for name in names]
-        ax.stackplot(numbers, heights, labels=names, colors=colours, step="post")
+        # The last is drawn as wide as the others, up to where a next one would begin.
+        drawn = [[*height, height[-1]] for height in heights]
+        ax.stackplot(edges, drawn, labels=names, colors=colours, step="post")
+        tops = [*np.add.reduce(heights)]
+        if len(bins) < len(history):
+            title = f"Median phases of {bins[-1] - bins[-2]} steps each"
+            p95 = [np.percentile(part, 95) for part in np.split(history["step_ms"], bins[1:])]
+            line = [*p95, p95[-1]]
+            label = "step, 95th\npercentile"
+            ax.step(edges, line, where="post", color="#444444", linewidth=0.8, label=label)
+            tops += p95
+        if warmup:
+            end = edges[-1] if warmup >= len(history) else int(history["step"][warmup])
+            ax.axvspan(edges[0], end, color="#000000", alpha=0.12, linewidth=0, label="warm-up")
         # A first step of a second would flatten all others.
-        totals = [step.step_ms for step in steps]
-        ax.set_ylim(0, 1.1 * min(max(totals), 3 * float(np.median(totals))) or 1.0)
-    ax.set(xlabel="step", ylabel="time per step (ms)", title="Phases of each step")
+        usual = float(np.median(history["step_ms"]))
+        ax.set_ylim(0, 1.1 * min(max(tops), 3 * usual) or 1.0)
+        ax.set_xlim(edges[0], edges[-1])
+    ax.set(xlabel="step", ylabel="time per step (ms)", title=title)
     handles, labels = ax.get_legend_handles_labels()
-    if steps:
+    if len(history):
         ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax.figure, ax
+    return drawing
 
 
-def plot_step(step: StepTimes, ax: Any = None) -> tuple[Any, Any]:
-    """Draws one step, on the device's clock and on the host's. Returns figure and axes."""
+_WHOLE = ("step", "host_wait")
+"""What stands beside the phases in a history."""
+
+
+def _bins(steps: int, warmup: int) -> list[int]:
+    """Returns the first step of each bin, by its place; no bin has steps of the warm-up, too."""
+    if steps <= _MOST_STEPS:
+        return [*range(steps)]
+    each = -(-steps // _BINS)
+    warm = range(0, min(warmup, steps), each)
+    return [*warm, *range(min(warmup, steps), steps, each)]
+
+
+def _medians(times_ms: npt.NDArray[Any], bins: Sequence[int]) -> list[float]:
+    # A phase that did not run took no time.
+    parts = np.split(np.nan_to_num(times_ms), bins[1:])
+    return [float(np.median(part)) for part in parts]
+
+
+def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
+    """Draws one step, on the device's clock and on the host's.
+
+    Raises:
+        ValueError: If the history has no such step.
+    """
+    steps = results.newest()
+    step = next((one for one in steps if one.step == number), None)
+    if step is None:
+        raise ValueError(f"step {number} is not in the history of {len(steps)} steps")
     line = step.timeline
     if line is None:
         raise ValueError(f"step {step.step} has no timeline to draw")
     names = in_order([name for name in step.phase_ms if "/" not in name])
-    ax = _axes(ax, height=2.4)
+    drawing, ax = _axes(ax, height=2.4)
     host_ms = [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns]
-    lanes = {"GPU": list(accumulate(line.device_ms, initial=0.0)), "host": host_ms}
+    device = "CPU" if results.on_host_clock else "GPU"
+    lanes = {device: list(accumulate(line.device_ms, initial=0.0)), "host": host_ms}
     for y, times in enumerate(lanes.values()):
         _draw_lane(ax, y, line, times, names)
     ax.set_yticks(range(len(lanes)), list(lanes))
@@ -63,7 +129,7 @@ def plot_step(step: StepTimes, ax: Any = None) -> tuple[Any, Any]:
         loc="center left",
         bbox_to_anchor=(1, 0.5),
     )
-    return ax.figure, ax
+    return drawing
 
 
 def _draw_lane(
@@ -96,11 +162,21 @@ def new_axes() -> Any:
     return Figure(figsize=(9, 4), layout="constrained").add_subplot()
 
 
-def _axes(ax: Any, height: float = 4.0) -> Any:
+def _axes(ax: Any, height: float = 4.0) -> tuple[tuple[Any, Any], Any]:
+    """Returns what a plot returns, and the axes to draw on.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
     if ax is not None:
-        return ax
+        # Whose figure this is shows it.
+        return (ax.figure, ax), ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(_MISSING) from error
-    return plt.subplots(figsize=(9, height), layout="constrained")[1]
+    figure, ax = plt.subplots(figsize=(9, height), layout="constrained")
+    if in_notebook():
+        # At the end of a cell pyplot shows the figures that it keeps, besides the cell's result.
+        plt.close(figure)
+    return Drawing(figure, ax), ax

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait
 from lightning_gputime._results.noise import SCALES
 from lightning_gputime._results.totals import STAGE, STEP, Totals, host, is_phase, noise
+from lightning_gputime._results.units import duration, unit_of
 
 LOCAL = "local"
 
@@ -197,14 +198,15 @@ def _sentence(slow: _Group, stage: int | None, rows: Mapping[str, RankStats]) ->
             where += " compute"
     if stage is None:
         return (
-            f"rank {slow.slowest} is {slow.behind_ms:.3g} ms a step slower than the median,"
+            f"rank {slow.slowest} is {duration(slow.behind_ms)} a step slower than the median,"
             f" in {where}"
         )
     waiting = [str(one) for one in slow.waiting]
     which = f"stage {waiting[0]} waits" if len(waiting) == 1 else "the others wait"
+    unit = unit_of(slow.step_ms)
     return (
-        f"stage {stage} works {slow.local_ms:.3g} of {slow.step_ms:.3g} ms a step,"
-        f" {slow.behind_ms:.3g} ms more than the median, in {where}: {which}"
+        f"stage {stage} works {unit.number(slow.local_ms)} of {unit.of(slow.step_ms)} a step,"
+        f" {unit.of(slow.behind_ms)} more than the median, in {where}: {which}"
     )
 
 

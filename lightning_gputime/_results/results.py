@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results import columns
+from lightning_gputime._results.advice import Findings, Setup, advise
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
@@ -58,6 +59,8 @@ class Results:
         """The ledger of a fit, where a trainer tells it."""
         self.peaks = Peaks()
         """The memory of phases."""
+        self.setup = Setup()
+        """How the training is set up."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -152,7 +155,7 @@ class Results:
         measured = newest[max(self._warmup_steps - forgotten, 0) :]
         times = columns.history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
-        return PhaseSummary(
+        summary = PhaseSummary(
             rows={
                 name: _stats(
                     sums.phases[name],
@@ -178,6 +181,36 @@ class Results:
             ledger=self.books.ledger() if self.books is not None else None,
             memory=self.peaks.summary(),
         )
+        found = Findings(
+            summary._judged(),
+            summary.rows,
+            summary.step,
+            summary.gap_share,
+            summary.ranks,
+            self.setup,
+        )
+        return replace(summary, advice=advise(found))
+
+    def in_short(self) -> str:
+        """Returns the mean verdict so far in some words, for a progress bar; it costs little."""
+        with self._lock:
+            sums, busy = self.sums.copy(), self._busy.copy()
+        if not sums.step.n:
+            return ""
+        step_ms = sums.step.device_ms
+        bare = PhaseSummary(
+            rows={
+                name: _stats(one, (), step_ms, busy.phases.get(name))
+                for name, one in sums.phases.items()
+            },
+            step=_stats(sums.step, (), step_ms),
+            steps=sums.step.n,
+            warmup_steps=0,
+            host_wait_mean_ms=sums.wait_ms / sums.step.n,
+            on_host_clock=self.on_host_clock,
+            probed_steps=busy.step.n,
+        )
+        return bare._judged().in_short
 
     def summary_to_print(self) -> PhaseSummary:
         """Returns the summary, or that of the warm-up where there was nothing else."""

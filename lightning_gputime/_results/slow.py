@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, overload
 
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.units import Unit, unit_of
 
 Kind = Literal[
     "garbage",
@@ -93,22 +94,23 @@ class SlowStep:
         return self.step_ms - self.usual_ms
 
     def __str__(self) -> str:
-        grounds = [_of_cause(cause) for cause in self.causes]
+        unit = unit_of(self.usual_ms)
+        grounds = [_of_cause(cause, unit) for cause in self.causes]
         if self.unexplained_ms >= 0.05 * self.excess_ms:
-            grounds.append(f"{self.unexplained_ms:.3g} ms unexplained")
+            grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
         trace = f"; its trace: {self.trace}" if self.trace else ""
         return (
-            f"step {self.step} took {self.step_ms:.3g} ms, usually {self.usual_ms:.3g}, and grew"
-            f" in `{self.phase}`: {', '.join(grounds)}{trace}"
+            f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
+            f" and grew in `{self.phase}`: {', '.join(grounds)}{trace}"
         )
 
 
-def _of_cause(cause: Cause) -> str:
+def _of_cause(cause: Cause, unit: Unit) -> str:
     detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-    return f"{cause.reached_ms:.3g} ms {cause.name}{detail}"
+    return f"{unit.of(cause.reached_ms)} {cause.name}{detail}"
 
 
-class SlowSteps(Sequence[SlowStep]):
+class SlowSteps(Tabular, Sequence[SlowStep]):
     """Slow steps, which `print` shows as a table.
 
     Args:
@@ -134,19 +136,8 @@ class SlowSteps(Sequence[SlowStep]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __str__(self) -> str:
-        return self._table().text()
-
     def __repr__(self) -> str:
         return f"SlowSteps({list(self._steps)!r})"
-
-    def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        """Returns the table for rich."""
-        return self._table().rich()
 
     def _table(self) -> Table:
         if not self._steps:

@@ -5,19 +5,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
-from lightning_gputime._results.cells import busy, cells, of_ranks, peak
+from lightning_gputime._results.advice import sentence
+from lightning_gputime._results.cells import DROPS, PEAK, RANKS, busy, cells, of_ranks, peak
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.rows import shown
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.totals import STEP
+from lightning_gputime._results.units import unit_of
 from lightning_gputime._results.verdict import (
-    MANY_GAPS,
+    Verdict,
     held_up_between_batches,
     held_up_by_ranks,
+    longest,
     pace,
     wait_sentence,
 )
@@ -27,7 +30,7 @@ _LONG_CALLBACK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseSummary:
+class PhaseSummary(Tabular):
     """Statistics of a run; `print` shows them as a table.
 
     Attributes:
@@ -51,6 +54,7 @@ class PhaseSummary:
         ledger: Where the whole of a fit went, where a trainer tells it.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
+        advice: What to do next, the most promising first; nothing where no number backs it.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -70,13 +74,21 @@ class PhaseSummary:
     ledger: Ledger | None = None
     memory: MemorySummary | None = None
     stage: str = ""
+    advice: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        held_up = held_up_between_batches(self.rows) or held_up_by_ranks(self.rows)
-        if held_up or self.on_host_clock or not self.steps:
-            return held_up
+        return str(self._judged())
+
+    def _judged(self) -> Verdict:
+        if not self.steps:
+            return Verdict()
+        for held_up in (held_up_between_batches(self.rows), held_up_by_ranks(self.rows)):
+            if held_up.bound:
+                return held_up
+        if self.on_host_clock:
+            return longest(self.rows)
         return pace(self.rows, self.step, self.host_wait_mean_ms, self.gap_share)
 
     @property
@@ -98,54 +110,45 @@ class PhaseSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
-        return asdict(self, dict_factory=_without_nan)
-
-    def __str__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        """Returns the table for rich."""
-        return self._table().rich()
+        return {**asdict(self, dict_factory=_without_nan), "verdict": self.verdict}
 
     def _table(self) -> Table:
         if not self.steps:
             return Table(self._title(), [], [])
-        return Table(self._title(), self._cells(), self._sentences())
+        lead = [] if self.is_warmup else [self.verdict, sentence(self.advice)]
+        told = [one for one in lead if one]
+        return Table(self._title(), self._cells(), self._sentences(), lead=told, drops=DROPS)
 
     def _title(self) -> str:
         left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
         if not self.steps:
             return f"No step was timed ({left_out}). {self.hint}".rstrip()
+        unit = unit_of(self.step.mean_ms).name
+        of = f"Time per {self.stage} step" if self.stage else "Time per step"
+        over = f"{of} in {unit} over {self.steps} step{'s' * (self.steps != 1)}"
         if self.is_warmup:
             are = "is" if self.steps == 1 else "are"
-            return (
-                f"Time per step in ms over {self.steps} step{'s' * (self.steps != 1)}, which {are}"
-                " warm-up: no other was timed"
-            )
+            return f"{over}, which {are} warm-up: no other was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
             skipped = f"; {self.skipped_updates} have no update"
-        of = f"Time per {self.stage} step" if self.stage else "Time per step"
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
-        return f"{of} in ms over {steps} ({left_out}){skipped}"
+        return f"{over} ({left_out}){skipped}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
+        unit = unit_of(self.step.mean_ms)
         rows = {name: (title, row) for name, title, row in shown(self.rows)}
-        body = [cells(title, row) for title, row in rows.values()]
-        lines = [header, *body, cells("step", self.step)]
+        body = [cells(title, row, unit) for title, row in rows.values()]
+        lines = [header, *body, cells("step", self.step, unit)]
         columns: list[list[str]] = []
+        stats = [*(row for _, row in rows.values()), self.step]
         if self.probed_steps:
-            columns.append(["busy", *(busy(row) for _, row in rows.values()), busy(self.step)])
+            columns.append(["busy", *(busy(row, unit) for row in stats)])
         if self.memory is not None:
-            columns.append(["peak MiB", *(peak(row) for _, row in rows.values()), peak(self.step)])
+            columns.append([PEAK, *map(peak, stats)])
         if self.ranks is not None:
-            bounds = [of_ranks(self.ranks.rows.get(name)) for name in (*rows, STEP)]
-            columns.append(["min - max (rank)", *bounds])
+            bounds = [of_ranks(self.ranks.rows.get(name), unit) for name in (*rows, STEP)]
+            columns.append([RANKS, *bounds])
         return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
 
     def _sentences(self) -> list[str]:
@@ -156,7 +159,6 @@ class PhaseSummary:
         return [
             sentence
             for sentence in (
-                self.verdict,
                 self._callback_sentence(),
                 wait_sentence(self.rows, self.step),
                 self._lead_sentence(),
@@ -179,21 +181,19 @@ class PhaseSummary:
         if not took:
             return ""
         callback, row = max(took.items(), key=lambda one: one[1].share)
-        ms = row.share * self.step.mean_ms
-        return f"another callback takes {ms:.3g} of {self.step.mean_ms:.3g} ms: `{callback}`"
+        unit = unit_of(self.step.mean_ms)
+        ms = unit.number(row.share * self.step.mean_ms)
+        return f"another callback takes {ms} of {unit.of(self.step.mean_ms)}: `{callback}`"
 
     def _lead_sentence(self) -> str:
         lead_ms = self.run_ahead_mean_ms
         if lead_ms is None or self.on_host_clock or lead_ms < 0.05 * self.step.mean_ms:
             return ""
-        return f"the host runs {lead_ms:.3g} ms ahead of the GPU"
+        return f"the host runs {unit_of(self.step.mean_ms).of(lead_ms)} ahead of the GPU"
 
     def _gap_sentence(self) -> str:
         share = self.gap_share
-        if share is None:
-            return ""
-        advice = ": batch more, use CUDA graphs or torch.compile" if share >= MANY_GAPS else ""
-        return f"{share:.0%} of this step is launch gaps{advice}"
+        return "" if share is None else f"{share:.0%} of this step is launch gaps"
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,19 +1,20 @@
 """What bounds a training, judged by the statistics of its phases."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait
 from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.units import unit_of
 
 Rows = Mapping[str, PhaseStats]
 
-_HOLDS_UP = {
-    DATA: "input-bound",
-    FETCH: "input-bound",
-    COPY: "copy-bound",
-    CALLBACKS: "callback-bound",
-    WAIT: "rank-bound",
-}
+INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "rank-bound"
+COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
+LONGEST = "longest phase"
+"""What is told where there is no device."""
+
+_HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
 """What a training is called that waits in a part of `data`."""
 
 # From this part of a step on something holds it up.
@@ -26,7 +27,30 @@ MANY_GAPS = 0.1
 """From this part of a step on, launch gaps are worth an advice."""
 
 
-def held_up_between_batches(rows: Rows) -> str:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What bounds a training.
+
+    Attributes:
+        bound: Such as "GPU-bound"; empty if nothing is known.
+        grounds: Why it is called so.
+        phases: Where it is held up, or what takes longest, the worst first.
+    """
+
+    bound: str = ""
+    grounds: str = ""
+    phases: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.bound}: {self.grounds}" if self.bound else ""
+
+    @property
+    def in_short(self) -> str:
+        """A word for a progress bar."""
+        return self.phases[0] if self.bound == LONGEST else self.bound
+
+
+def held_up_between_batches(rows: Rows) -> Verdict:
     """Names the part of `data` that is 30 % of the step or more, or `data` itself."""
     # Where the parts are known, the whole says nothing about the loader.
     shares = {name: row.share for name, row in rows.items() if name in _HOLDS_UP}
@@ -34,20 +58,32 @@ def held_up_between_batches(rows: Rows) -> str:
         shares.pop(DATA, None)
     name = max(shares, key=shares.__getitem__, default=DATA)
     share = shares.get(name, 0.0)
-    return f"{_HOLDS_UP[name]}: {share:.0%} of the step is `{name}`" if share >= _HELD_UP else ""
+    if share < _HELD_UP:
+        return Verdict()
+    return Verdict(_HOLDS_UP[name], f"{share:.0%} of the step is `{name}`", (name,))
 
 
-def held_up_by_ranks(rows: Rows) -> str:
+def held_up_by_ranks(rows: Rows) -> Verdict:
     """Says it if waits for other ranks are 30 % of the step or more."""
     waits = {name: row.share for name, row in rows.items() if is_wait(name)}
     share = sum(waits.values())
     if share < _HELD_UP:
-        return ""
+        return Verdict()
     most = max(waits, key=waits.__getitem__)
-    return f"communication-bound: {share:.0%} of the step is waits, most of it `{most}`"
+    grounds = f"{share:.0%} of the step is waits, most of it `{most}`"
+    return Verdict(COMMUNICATION, grounds, (most,))
 
 
-def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | None) -> str:
+def longest(rows: Rows) -> Verdict:
+    """Names the longest phase, which is all that a clock of the host tells."""
+    shares = {name: row.share for name, row in rows.items() if "/" not in name}
+    if not shares:
+        return Verdict()
+    name = max(shares, key=shares.__getitem__)
+    return Verdict(LONGEST, f"{shares[name]:.0%} of the step is `{name}`", (name,))
+
+
+def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | None) -> Verdict:
     """Says who sets the pace, the device or its host.
 
     Args:
@@ -56,9 +92,12 @@ def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | N
         host_wait_ms: How long the host waits for the device in a step (in milliseconds).
         gap_share: The part of the step in which the device waits for launches, if it is known.
     """
-    waited = f"waited {host_wait_ms:.3g} of {step.mean_ms:.3g} ms a step"
+    unit = unit_of(step.mean_ms)
+    whole = f"{unit.of(step.mean_ms)} a step"
+    waited = f"waited {unit.number(host_wait_ms)} of {whole}"
+    of_gpu = longest(rows).phases
     if host_wait_ms >= 0.1 * step.mean_ms:
-        return f"GPU-bound: the host {waited} for the GPU"
+        return Verdict(GPU, f"the host {waited} for the GPU", of_gpu)
     # What the device takes longer for than the host is queued behind the host. Where the host
     # takes longer, it works (a fetch) or waits inside the step (a copy, `.item()`).
     behind = {
@@ -68,23 +107,24 @@ def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | N
     }
     ahead = sum(ms for ms in behind.values() if ms > 0)
     if ahead >= 0.2 * step.mean_ms:
-        grounds = f"for {ahead:.3g} of {step.mean_ms:.3g} ms a step the GPU ran behind the host"
+        grounds = f"for {unit.number(ahead)} of {whole} the GPU ran behind the host"
         late = [name for name, ms in behind.items() if -ms >= 0.05 * step.mean_ms]
         if not late:
-            return f"GPU-bound: {grounds}"
-        named = ", ".join(f"`{_part(name, rows)}`" for name in late)
-        return f"mixed: {grounds}, which worked or waited in {named}"
+            return Verdict(GPU, grounds, of_gpu)
+        parts = tuple(_part(name, rows) for name in late)
+        named = ", ".join(f"`{part}`" for part in parts)
+        return Verdict(MIXED, f"{grounds}, which worked or waited in {named}", parts)
     if gap_share is not None and gap_share < MANY_GAPS:
-        return "GPU-bound: the GPU hardly waited for launches"
-    return f"launch-bound: the GPU waited for the host, which {waited} for the GPU"
+        return Verdict(GPU, "the GPU hardly waited for launches", of_gpu)
+    return Verdict(LAUNCH, f"the GPU waited for the host, which {waited} for the GPU")
 
 
 def _part(name: str, rows: Rows) -> str:
     """Returns the part of `data` in which the host was for most of it; else the name."""
     parts = [part for part in rows if name == DATA and part in _HOLDS_UP and part != DATA]
     took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
-    longest = max(took, key=took.__getitem__, default=name)
-    return longest if 2 * took.get(longest, 0.0) >= rows[name].n * rows[name].host_mean_ms else name
+    most = max(took, key=took.__getitem__, default=name)
+    return most if 2 * took.get(most, 0.0) >= rows[name].n * rows[name].host_mean_ms else name
 
 
 def wait_sentence(rows: Rows, step: PhaseStats) -> str:
@@ -93,12 +133,14 @@ def wait_sentence(rows: Rows, step: PhaseStats) -> str:
     all_ms = sum(waits.values())
     if all_ms < _LONG_WAITS * step.mean_ms or not waits:
         return ""
-    longest = sorted(waits, key=lambda name: -waits[name])
-    parts = [f"`{name}` {waits[name]:.3g}" for name in longest if 10 * waits[name] >= all_ms]
+    unit = unit_of(step.mean_ms)
+    long = [name for name, ms in waits.items() if 10 * ms >= all_ms]
+    long.sort(key=lambda name: -waits[name])
+    parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
     # Only a trainer tells of the parts of `data`.
     asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
     why = ", in which Lightning asks all ranks before each batch" if asks else ""
     return (
-        f"{all_ms:.3g} of {step.mean_ms:.3g} ms a step are waits for other ranks and their"
-        f" collectives: {', '.join(parts)}{why}"
+        f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
+        f" their collectives: {', '.join(parts)}{why}"
     )

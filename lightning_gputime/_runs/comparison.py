@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, Tabular
 
 # A part of a phase is named in place of it from this part of its difference on.
 _MOST = 0.8
@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class RunComparison:
+class RunComparison(Tabular):
     """What differs between two sides of one run or several each; `print` shows it as a table.
 
     The times of `step` and `rows` are those of a typical step, the mean over the middle half of the
@@ -133,20 +133,9 @@ class RunComparison:
             "sentence": self.sentence,
         }
 
-    def __str__(self) -> str:
-        return self._table().text()
-
     def markdown(self) -> str:
         """Returns it for a pull request."""
         return self._table().markdown()
-
-    def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        """Returns the table for rich."""
-        return self._table().rich()
 
     def _table(self) -> Table:
         explains = self.explains

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.table import Table
+from lightning_gputime._results.units import duration
 from lightning_gputime._runs import charts
 from lightning_gputime._runs.comparison import RunComparison
 from lightning_gputime._runs.run import Run
@@ -61,9 +63,10 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
         return comparison.sentence, [*filter(None, (comparison.mean_sentence,)), *comparison.notes]
     [run] = runs
     step = run.summary.step
-    took = f"a step takes {step.mean_ms:.3g} ms" if run.summary.steps else "no step was timed"
+    took = f"a step takes {duration(step.mean_ms)}" if run.summary.steps else "no step was timed"
     ledger = run.ledger.sentence if run.ledger is not None else ""
-    return run.summary.verdict or took, [one for one in (ledger,) if one]
+    told = (sentence(run.summary.advice), ledger)
+    return run.summary.verdict or took, [one for one in told if one]
 
 
 def _view(run: Run) -> dict[str, Any]:

@@ -1,0 +1,226 @@
+"""What to do next, as far as the numbers back it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_gputime._phases import (
+    BACKWARD,
+    COPY,
+    DATA,
+    FETCH,
+    FORWARD,
+    OPTIMIZER,
+    of_one_callback,
+)
+from lightning_gputime._results import verdict
+from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.units import duration
+
+_WORTH_IT = 0.1
+"""From this part of the step on, something is worth an advice."""
+
+_ENOUGH_WORKERS = 4
+"""More are not advised at once where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a training is set up, as far as its timer knows. What it does not know is None.
+
+    Attributes:
+        has_loader: Whether it was told what the batches come from.
+        num_workers: How many workers load.
+        pin_memory: Whether batches are in pinned memory.
+        persistent_workers: Whether workers outlive an epoch.
+        prefetch_factor: How many batches each worker loads ahead.
+        cores: How many cores of the CPU there are for each rank.
+        batch_size: How many items a batch has.
+        precision: Such as "32-true", where a trainer tells.
+        has_bf16: Whether the device multiplies bfloat16 faster than float32.
+        compiled: Whether anything of the model is compiled by torch.
+        unfused: The class of the optimizers that could be fused, and are not; else empty.
+    """
+
+    has_loader: bool = False
+    num_workers: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    prefetch_factor: int | None = None
+    cores: int | None = None
+    batch_size: int | None = None
+    precision: str = ""
+    has_bf16: bool = False
+    compiled: bool = False
+    unfused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What advice goes by.
+
+    Attributes:
+        verdict: What bounds the training.
+        rows: The phases.
+        step: Whole steps.
+        gap_share: The part of the step in which the device waits for launches, if it is known.
+        ranks: All ranks beside each other, if there are several.
+        setup: How the training is set up.
+    """
+
+    verdict: verdict.Verdict
+    rows: Mapping[str, PhaseStats]
+    step: PhaseStats
+    gap_share: float | None
+    ranks: RankSummary | None
+    setup: Setup
+
+    def share(self, name: str) -> float:
+        """The part of the step that a phase is, from 0 to 1."""
+        return self.rows[name].share if name in self.rows else 0.0
+
+
+def advise(found: Findings) -> tuple[str, ...]:
+    """Returns what to do next, the most promising first; nothing where nothing is known to help."""
+    advice = [*_BY_BOUND.get(found.verdict.bound, _nothing)(found)]
+    if found.gap_share is not None and found.gap_share >= verdict.MANY_GAPS:
+        advice += _fewer_launches(found)
+    return tuple(dict.fromkeys(advice))
+
+
+def sentence(advice: Sequence[str]) -> str:
+    """Returns advice as one sentence; empty if there is none."""
+    return f"Next: {'; '.join(advice)}" if advice else ""
+
+
+def _nothing(found: Findings) -> Iterator[str]:
+    yield from ()
+
+
+def _load_faster(found: Findings) -> Iterator[str]:
+    setup = found.setup
+    workers, cores = setup.num_workers, setup.cores
+    if workers is None:
+        if not setup.has_loader and found.verdict.phases == (DATA,):
+            # Without parts nothing says that it is the loader.
+            yield "iterate over timer.steps(loader), so that `data` is the loader's time alone"
+        yield "cheaper transforms, or workers that load ahead"
+    elif workers == 0:
+        enough = min(_ENOUGH_WORKERS, cores or _ENOUGH_WORKERS)
+        yield f"num_workers={enough} (now 0)"
+    elif cores is None or workers < cores:
+        of = f", of {cores} CPU cores" if cores is not None else ""
+        yield f"more workers (num_workers is {workers}{of})"
+        yield "cheaper transforms"
+    else:
+        yield f"cheaper transforms (num_workers is {workers}, of {cores} CPU cores)"
+    if workers and _is_uneven(found):
+        if setup.persistent_workers is False:
+            yield "persistent_workers=True (now False), as few fetches take most of the time"
+        if setup.prefetch_factor is not None:
+            twice = 2 * setup.prefetch_factor
+            yield f"prefetch_factor={twice} (now {setup.prefetch_factor}), as fetches are uneven"
+    if found.share(COPY) >= _WORTH_IT:
+        yield from _copy_faster(found)
+
+
+def _is_uneven(found: Findings) -> bool:
+    """Tells whether most steps hardly wait for the loader, but some for long."""
+    name = FETCH if FETCH in found.rows else DATA
+    row = found.rows.get(name)
+    return row is not None and row.p50_ms < 0.5 * row.mean_ms
+
+
+def _copy_faster(found: Findings) -> Iterator[str]:
+    if found.setup.pin_memory is False:
+        yield "pin_memory=True (now False)"
+    elif found.verdict.bound == verdict.COPIES:
+        yield "copy less: smaller types (uint8, bfloat16), which the device converts"
+
+
+def _call_back_less(found: Findings) -> Iterator[str]:
+    took = {one: row for name, row in found.rows.items() if (one := of_one_callback(name))}
+    name, row = max(took.items(), key=lambda one: one[1].share, default=("", None))
+    if row is not None and row.share >= _WORTH_IT:
+        ms = row.share * found.step.mean_ms
+        yield f"run `{name}` less often, or make it cheaper ({duration(ms)} a step)"
+    else:
+        yield "log less often: a larger log_every_n_steps"
+
+
+def _meet_the_ranks(found: Findings) -> Iterator[str]:
+    ranks = found.ranks
+    if ranks is not None and ranks.slowest is not None:
+        yield f"look at rank {ranks.slowest} first, in `{ranks.phase}`: the others wait for it"
+    elif found.verdict.bound == verdict.COMMUNICATION:
+        yield "more work between collectives: larger batches, or accumulation under no_sync()"
+
+
+def _work_less(found: Findings) -> Iterator[str]:
+    setup = found.setup
+    compute = found.share(FORWARD) + found.share(BACKWARD)
+    if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
+        yield 'precision="bf16-mixed" (now "32-true")'
+    yield from _fuse(found)
+    yield from _look_inside(found)
+
+
+def _look_inside(found: Findings) -> Iterator[str]:
+    [longest] = found.verdict.phases or ("",)
+    parts = {name: row.share for name, row in found.rows.items() if name.startswith(f"{longest}/")}
+    parts = {name: share for name, share in parts.items() if not name.endswith("/comm")}
+    if parts:
+        most = max(parts, key=parts.__getitem__)
+        if parts[most] >= _WORTH_IT:
+            yield f"look at `{most}`, {parts[most]:.0%} of the step"
+    elif longest in (FORWARD, BACKWARD):
+        share = found.share(longest)
+        yield f"split `{longest}`, {share:.0%} of the step, by module: modules=[...]"
+
+
+def _fuse(found: Findings) -> Iterator[str]:
+    share = found.share(OPTIMIZER)
+    if found.setup.unfused and share >= _WORTH_IT:
+        yield f"{found.setup.unfused}(fused=True), as `optimizer` is {share:.0%} of the step"
+
+
+def _fewer_launches(found: Findings) -> Iterator[str]:
+    setup = found.setup
+    now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
+    yield f"a larger batch{now}"
+    yield 'torch.compile(mode="reduce-overhead")' if setup.compiled else "torch.compile"
+    yield "CUDA graphs"
+    yield from _fuse(found)
+
+
+def _launch_faster(found: Findings) -> Iterator[str]:
+    yield from _fewer_launches(found)
+    if found.gap_share is None:
+        yield "probe_every_n_steps=100 tells how much there is to win"
+
+
+def _let_the_host_go(found: Findings) -> Iterator[str]:
+    for name in found.verdict.phases:
+        if name == FETCH:
+            yield from _load_faster(found)
+        elif name == COPY:
+            yield from _copy_faster(found)
+    others = [name for name in found.verdict.phases if name not in (FETCH, COPY)]
+    if others:
+        named = ", ".join(f"`{name}`" for name in others)
+        pinned = "copies from unpinned memory"
+        waits = ".item(), prints" if found.setup.pin_memory else f".item(), prints and {pinned}"
+        yield f"no {waits} in {named}"
+
+
+_BY_BOUND: Mapping[str, Callable[[Findings], Iterator[str]]] = {
+    verdict.INPUT: _load_faster,
+    verdict.COPIES: _copy_faster,
+    verdict.CALLBACK: _call_back_less,
+    verdict.RANK: _meet_the_ranks,
+    verdict.COMMUNICATION: _meet_the_ranks,
+    verdict.GPU: _work_less,
+    verdict.LAUNCH: _launch_faster,
+    verdict.MIXED: _let_the_host_go,
+    verdict.LONGEST: _look_inside,
+}

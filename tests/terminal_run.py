@@ -1,0 +1,48 @@
+"""Trains a small net on a terminal, with a progress bar and the timer's table below it."""
+
+import sys
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gputime import GPUPhaseTimer
+
+BARS: dict[str, Any] = {"tqdm": pl.callbacks.TQDMProgressBar, "rich": pl.callbacks.RichProgressBar}
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 256), nn.Linear(256, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.head(self.body(x).relu()), y)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+if __name__ == "__main__":
+    bar, *without = sys.argv[1:]
+    if without:
+        # As where rich is not installed.
+        sys.modules["rich"] = None  # type: ignore[assignment]
+    warnings.simplefilter("ignore")
+    data = TensorDataset(torch.randn(160, 8), torch.randn(160, 1))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[GPUPhaseTimer(prog_bar=True), BARS[bar]()],
+    )
+    trainer.fit(Net(), DataLoader(data, batch_size=4))
+    print("training is over")

@@ -1,0 +1,271 @@
+"""What to do next is said where the numbers back it, and only there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGPU, raw
+from fake_lightning import Model, fit
+from fake_loop import Loop, hooks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gputime import load
+from lightning_gputime._results.advice import Setup
+from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.results import Results
+from lightning_gputime._runs.setup import _unfused, known_of_loader
+
+CORES = 16
+WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
+CHEAPER = "cheaper transforms, or workers that load ahead"
+
+
+def advice(setup: Setup, *, wait_ms: float = 0.0, **phases: float) -> tuple[str, ...]:
+    results = Results(100, 0)
+    results.setup = setup
+    results.add([raw(i, wait_ms, **phases) for i in range(3)])
+    return results.summary().advice
+
+
+def fetching(**phases: float) -> dict[str, float]:
+    return {"data/fetch": 8.0, "forward": 4.0, "backward": 8.0, **phases}
+
+
+@pytest.mark.parametrize(
+    ("setup", "phases", "expected"),
+    [
+        (replace(WORKERS, num_workers=0), fetching(), ["num_workers=4 (now 0)"]),
+        (replace(WORKERS, num_workers=0, cores=2), fetching(), ["num_workers=2 (now 0)"]),
+        (
+            WORKERS,
+            fetching(),
+            ["more workers (num_workers is 2, of 16 CPU cores)", "cheaper transforms"],
+        ),
+        (
+            replace(WORKERS, num_workers=16),
+            fetching(),
+            ["cheaper transforms (num_workers is 16, of 16 CPU cores)"],
+        ),
+        (Setup(has_loader=True), fetching(), [CHEAPER]),
+        (
+            Setup(),
+            {"data": 8.0, "forward": 4.0},
+            [
+                "iterate over timer.steps(loader), so that `data` is the loader's time alone",
+                CHEAPER,
+            ],
+        ),
+        # Pinned memory helps the copy: it is told where that is long.
+        (
+            replace(WORKERS, num_workers=0),
+            fetching(**{"data/copy": 3.0}),
+            ["num_workers=4 (now 0)", "pin_memory=True (now False)"],
+        ),
+        (
+            replace(WORKERS, num_workers=0, pin_memory=True),
+            fetching(**{"data/copy": 3.0}),
+            ["num_workers=4 (now 0)"],
+        ),
+        (WORKERS, {"data/copy": 8.0, "forward": 8.0}, ["pin_memory=True (now False)"]),
+        (
+            replace(WORKERS, pin_memory=True),
+            {"data/copy": 8.0, "forward": 8.0},
+            ["copy less: smaller types (uint8, bfloat16), which the device converts"],
+        ),
+        (
+            WORKERS,
+            {"data/callbacks": 2.0, "data/callbacks/Save.on_train_batch_end": 6.0, "forward": 8.0},
+            ["run `Save.on_train_batch_end` less often, or make it cheaper (6 ms a step)"],
+        ),
+        (
+            WORKERS,
+            {"data/callbacks": 8.0, "forward": 8.0},
+            ["log less often: a larger log_every_n_steps"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_holds_up_the_loader_is_advised_against(
+    setup: Setup, phases: dict[str, float], expected: list[str]
+) -> None:
+    assert advice(setup, **phases) == tuple(expected)
+
+
+def test_few_long_fetches_are_advised_against_by_what_is_off() -> None:
+    uneven = replace(WORKERS, persistent_workers=False, prefetch_factor=2)
+    for setup, expected in (
+        (uneven, 4),
+        (replace(uneven, persistent_workers=True), 3),
+        (replace(uneven, num_workers=0), 1),
+    ):
+        results = Results(100, 0)
+        results.setup = setup
+        steps = [{"data/fetch": 90.0 * (i % 10 == 0), "forward": 5.0} for i in range(50)]
+        results.add([raw(i, 0.0, **step) for i, step in enumerate(steps)])
+        assert len(results.summary().advice) == expected
+    assert not any("prefetch" in one for one in advice(uneven, **fetching()))
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (
+            Setup(precision="32-true", has_bf16=True),
+            [
+                'precision="bf16-mixed" (now "32-true")',
+                "split `backward`, 50% of the step, by module: modules=[...]",
+            ],
+        ),
+        (
+            Setup(precision="bf16-mixed", has_bf16=True, unfused="AdamW"),
+            [
+                "AdamW(fused=True), as `optimizer` is 25% of the step",
+                "split `backward`, 50% of the step, by module: modules=[...]",
+            ],
+        ),
+        (
+            Setup(precision="32-true"),
+            ["split `backward`, 50% of the step, by module: modules=[...]"],
+        ),
+    ],
+)
+def test_a_busy_gpu_is_advised_less_work(setup: Setup, expected: list[str]) -> None:
+    phases = {"forward": 4.0, "backward": 8.0, "optimizer": 4.0}
+    assert advice(setup, wait_ms=8.0, **phases) == tuple(expected)
+
+
+def test_where_modules_are_told_the_longest_is_named() -> None:
+    phases = {"forward": 4.0, "backward/body": 9.0, "backward/head": 1.0, "backward/comm": 2.0}
+    found = advice(Setup(), wait_ms=8.0, **phases)
+    assert found == ("look at `backward/body`, 56% of the step",)
+
+
+def test_launches_are_advised_against_by_batch_compilation_and_graphs() -> None:
+    known = Setup(batch_size=16, compiled=True)
+    assert advice(known, forward=16.0) == (
+        "a larger batch (now 16)",
+        'torch.compile(mode="reduce-overhead")',
+        "CUDA graphs",
+        "probe_every_n_steps=100 tells how much there is to win",
+    )
+
+
+def test_where_the_gaps_are_known_no_probe_is_advised() -> None:
+    results = Results(100, 0)
+    results.add([raw(i, 0.0, forward=16.0) for i in range(3)])
+    results.add_probed(raw(4, forward=4.0))
+    summary = results.summary()
+    assert summary.advice == ("a larger batch", "torch.compile", "CUDA graphs")
+    assert "Next: a larger batch; torch.compile; CUDA graphs" in str(summary).splitlines()
+
+
+def test_a_held_up_host_is_told_what_it_should_not_do_where() -> None:
+    device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
+    host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
+    results = Results(100, 0)
+    results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
+    [told] = results.summary().advice
+    assert told == "no .item(), prints and copies from unpinned memory in `loss`"
+    results.setup = Setup(pin_memory=True)
+    assert results.summary().advice == ("no .item(), prints in `loss`",)
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    results = Results(100, 0)
+    results.add([raw(0, 0.0, forward=4.0, **{"backward/comm": 8.0})])
+    assert results.summary().advice == (
+        "more work between collectives: larger batches, or accumulation under no_sync()",
+    )
+    results.ranks = RankSummary({}, (0, 1), 1, 5.0, "forward")
+    assert results.summary().advice == (
+        "look at rank 1 first, in `forward`: the others wait for it",
+    )
+
+
+def test_nothing_is_advised_where_nothing_was_timed_or_only_the_warm_up() -> None:
+    results = Results(100, 5)
+    assert results.summary().advice == ()
+    results.add([raw(0, 0.0, forward=4.0)])
+    assert "Next" not in str(results.summary_to_print())
+
+
+def loader(**options: Any) -> Any:
+    return DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4, **options)
+
+
+def test_a_plain_loops_loader_is_known_by_what_it_says(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in timer.steps(loader()):
+            loop.gpu.host_work(50.0)
+            loop.train(torch.zeros(1, 2))
+    setup = timer._results.setup
+    assert (setup.num_workers, setup.pin_memory, setup.persistent_workers) == (0, False, False)
+    assert (setup.batch_size, setup.prefetch_factor, setup.has_loader) == (4, None, True)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "workers", "pinned"),
+    [
+        ({"a": loader(), "b": loader()}, 0, False),
+        ([loader(), loader(num_workers=2)], None, False),
+        ([torch.zeros(1)] * 3, None, None),
+        ([torch.zeros(1)] * 1000, None, None),
+        ((), None, None),
+        (loader(num_workers=2), 2, False),
+    ],
+)
+def test_of_several_loaders_what_all_say_is_known(
+    loaders: Any, workers: int | None, pinned: bool | None
+) -> None:
+    known = known_of_loader(loaders)
+    assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
+
+
+class Odd:
+    """A loader of a user's own, with an attribute that raises."""
+
+    num_workers = "many"
+
+    @property
+    def pin_memory(self) -> bool:
+        raise RuntimeError("not yet")
+
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(1, 2)] * 3)
+
+
+def test_of_any_other_loader_nothing_is_known_and_nothing_fails(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(Odd()):
+            loop.train(x)
+    setup = timer._results.setup
+    assert (setup.num_workers, setup.pin_memory, setup.has_loader) == (None, None, True)
+    assert timer.summary().steps == 3
+
+
+def test_under_lightning_the_precision_is_told_by_the_trainer(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu))
+    assert timer._results.setup.precision == "32-true"
+    assert not timer._results.setup.has_bf16
+
+
+def test_advice_is_saved_with_the_run_and_read_back(loop: Loop, tmp_path: Any) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(8)):
+            loop.train(x)
+    timer.save(tmp_path / "run.json")
+    summary = timer.summary()
+    assert summary.advice
+    found = load(tmp_path / "run.json").summary
+    assert (found.advice, found.verdict) == (summary.advice, summary.verdict)
+    assert summary.to_dict()["verdict"] == summary.verdict
+    assert summary.to_dict()["advice"] == summary.advice
+
+
+def test_an_optimizer_that_cannot_be_fused_is_not_advised_to_be() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert _unfused([torch.optim.AdamW(parameters)]) == "AdamW"
+    assert _unfused([torch.optim.AdamW(parameters, fused=True)]) == ""
+    assert _unfused([torch.optim.LBFGS(parameters)]) == ""
+    assert _unfused([]) == ""

@@ -1,0 +1,128 @@
+"""Mistakes are answered with the likely fix."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_lightning import Loader, Model, trainer
+from fake_loop import Loop, hooks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._boundaries.arguments import tell_devices
+
+NET = nn.Linear(2, 1)
+SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
+LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((SGD, NET), "got the optimizer SGD: the arguments are swapped, write GPUPhaseHooks(model"),
+        ((nn.Linear, SGD), "got the class Linear: give an instance, such as Linear(...)"),
+        ((LOADER, NET), "the model comes first, write GPUPhaseHooks(model, optimizer); the loader"),
+        ((LOADER, SGD), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and give the"),
+        ((SGD,), "SGD"),
+        (([NET, NET], SGD), "for several models give torch.nn.ModuleList([...])"),
+        ((pl.Trainer, SGD), "got the class Trainer"),
+        ((NET, NET.parameters()), "got parameters: give the optimizer that updates them"),
+        ((NET, list(NET.parameters())), "got parameters: give the optimizer that updates them"),
+        ((NET, torch.optim.Adam), "got the class Adam: give an instance, such as Adam(...)"),
+        (
+            (NET, torch.optim.lr_scheduler.StepLR(SGD, 1)),
+            "got a StepLR: give the optimizer inside, its attribute `optimizer`",
+        ),
+        ((NET, LOADER), "got a DataLoader: give the loader to timer.steps(loader)"),
+        ((NET, NET), "got a Linear: for several models give torch.nn.ModuleList([...])"),
+        ((NET, {"a": SGD}), "got a mapping: give the list of its values"),
+        ((NET, "adam"), "got 'adam'"),
+        ((NET, SGD, LOADER), "by position: give several optimizers as a list, and the loader to"),
+        ((NET, SGD, SGD), "GPUPhaseHooks takes its options by name, got SGD"),
+    ],
+)
+def test_wrong_arguments_of_a_plain_loop_are_answered_with_the_likely_mistake(
+    arguments: Any, said: str
+) -> None:
+    with pytest.raises(TypeError) as error:
+        GPUPhaseHooks(*arguments)
+    assert said in str(error.value)
+
+
+def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None:
+    with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"):
+        GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (SGD, "got the optimizer SGD, which goes to GPUPhaseHooks(model, optimizer)"),
+        (NET, "got the model Linear, which goes to GPUPhaseHooks(model, optimizer)"),
+        (nn.Sequential(NET), "got the model Sequential"),
+        (100, "(or over range(100)); got 100, which has no items"),
+        (DataLoader, "got <class 'torch.utils.data.dataloader.DataLoader'>"),
+        (None, "got None"),
+    ],
+)
+def test_what_is_no_loader_is_told_from_one_when_the_loop_is_written(
+    loop: Loop, loader: Any, said: str
+) -> None:
+    with hooks(loop) as timer:
+        with pytest.raises(TypeError) as error:
+            timer.steps(loader)
+        assert said in str(error.value)
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert len(timer.history()) == 2
+
+
+@pytest.mark.parametrize("loader", [LOADER, TensorDataset(torch.zeros(4, 2)), range(2), iter([1])])
+def test_whatever_python_iterates_over_is_a_loader(loop: Loop, loader: Any) -> None:
+    with hooks(loop) as timer:
+        timer.steps(loader)
+
+
+def test_an_option_by_position_is_answered_with_its_name() -> None:
+    with pytest.raises(TypeError) as error:
+        GPUPhaseTimer("run.json")  # type: ignore[call-arg]  # the mistake
+    assert str(error.value) == (
+        "GPUPhaseTimer takes its options by name, got 'run.json' by position: such as"
+        " GPUPhaseTimer(save='run.json')"
+    )
+
+
+def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) -> None:
+    with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"):
+        trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model_is_told_and_timed(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    GPUPhaseHooks(loop.model, loop.optimizer, clock=loop.gpu)
+    assert not caplog.records
+    image = nn.Parameter(torch.zeros(2))
+    GPUPhaseHooks(NET, torch.optim.LBFGS([image]), clock=loop.gpu)
+    assert "None of the parameters that LBFGS updates is one of the model's" in caplog.text
+
+
+def test_a_model_on_two_devices_is_told_with_the_one_that_is_timed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(3, 1, device="meta"))
+    tell_devices(model[0], torch.device("cpu"))
+    assert not caplog.records
+    with GPUPhaseHooks(model):
+        pass
+    assert (
+        "The model is on several devices: cpu (3 parameters), meta (4 parameters). Its phases are"
+        " timed on cpu; for another one give device=."
+    ) in caplog.text
+    caplog.clear()
+    with GPUPhaseHooks(model, device="cpu"):
+        pass
+    assert "several devices" not in caplog.text

@@ -1,0 +1,164 @@
+"""What stands on a terminal when training ends, and how tables fit its width."""
+
+import io
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_gpu import raw
+
+from lightning_gputime._results.ranks import RankStats, RankSummary
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.show import show
+from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.table import Table
+from lightning_gputime._results.units import duration, unit_of
+
+NUMBER = re.compile(r"\d+(\.\d+)?%?")
+
+
+def of_ranks(scale: float = 1.0) -> PhaseSummary:
+    """A summary whose table is too wide for 80 columns."""
+    results = Results(10, 0)
+    phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
+    results.add([raw(i, 4.0 * scale, **phases, **{"backward/comm": scale}) for i in range(4)])
+    results.add_probed(raw(5, **phases))
+    row = RankStats(21.125 * scale, 22.5 * scale, 1322.75 * scale, 11)
+    names = [*phases, "backward/comm", "step"]
+    ranks = RankSummary(dict.fromkeys(names, row), (0, 1), 1, 5.0, "forward", sentence="a " * 90)
+    return replace(results.summary(), ranks=ranks)
+
+
+def on_console(table: Any, width: int) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(table)
+    file: Any = console.file
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def header(lines: list[str]) -> list[str]:
+    [found] = [line for line in lines if line.startswith("phase ")]
+    return re.split(r"\s{2,}", found)
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_the_whole_table_is_on_the_terminal_when_training_ends(
+    bar: str, columns: int, with_rich: bool
+) -> None:
+    terminals = pytest.importorskip("terminals", reason="needs pyte")
+    if bar == "rich" and not with_rich:
+        pytest.skip("the bar needs rich")
+    screen = terminals.run("terminal_run.py", bar, *([] if with_rich else ["-"]), columns=columns)
+    lines = terminals.text(screen)
+    first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
+    # On a busy machine there is more advice, and it takes more lines.
+    verdict = r"(longest phase|input-bound|callback-bound): \d+% of the step"
+    assert any(re.match(verdict, line) for line in lines[max(first - 5, 0) : first])
+    rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
+    shown = [line.split() for line in lines[first + 1 :]]
+    assert {cells[0] for cells in shown if len(cells) == 8} >= {*rows, "other", "step", "phase"}
+    numbers = [cell for cells in shown if cells[:1] == ["step"] for cell in cells[1:]]
+    assert all(NUMBER.fullmatch(cell) for cell in numbers)
+    assert any("of the fit" in line for line in lines[first:])
+    # Nothing of it stands behind the bar, and the bar goes on below.
+    assert sum("Time per step in" in line for line in lines) == 1
+    assert lines[-1] == "training is over"
+    assert sum("40/40" in line for line in lines) >= 1
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_the_bars_entry_is_short(bar: str) -> None:
+    terminals = pytest.importorskip("terminals", reason="needs pyte")
+    lines = terminals.text(terminals.run("terminal_run.py", bar, columns=120))
+    begin = max(i for i, line in enumerate(lines) if "40/40" in line)
+    entry = " ".join(" ".join(lines[begin:-1]).split())
+    assert re.search(r"step(=|: )[\d.]+(ms|us|s) \(\S+\)", entry)
+    # Rich breaks its entries between words.
+    assert len(lines[begin:-1]) <= (1 if bar == "tqdm" else 2)
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_columns_are_left_out_in_order_and_no_number_is_ever_cut(width: int, scale: float) -> None:
+    summary = of_ranks(scale)
+    wide = header(str(summary).splitlines())
+    table = summary._table()
+    plain, rich = table.text(width).splitlines(), on_console(summary, width)
+    for lines in (plain, rich):
+        left_out = [name for name in wide if name not in header(lines)]
+        assert left_out == sorted(left_out, key=wide.index)
+        drops = [name for name in table.drops if name in wide]
+        assert {*left_out} == {*drops[: len(left_out)]}
+        assert not any("…" in line for line in lines)
+    cells = {cell for line in str(summary).splitlines() for cell in re.split(r"\s{2,}", line)}
+    body = plain[next(i for i, line in enumerate(plain) if line.startswith("phase ")) :]
+    rows = [line for line in body if line.startswith(("data", "forward", "step"))]
+    assert len(rows) == 3
+    assert all(cell in cells for row in rows for cell in re.split(r"\s{2,}", row))
+    if width >= 40:
+        assert max(map(len, plain)) <= width
+    assert max(map(len, rich)) <= width
+
+
+def test_a_table_that_is_written_to_a_file_has_all_columns() -> None:
+    names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
+    assert header(str(of_ranks()).splitlines()) == [*names, "min - max (rank)"]
+
+
+def test_what_80_columns_show_of_ranks() -> None:
+    assert header(of_ranks()._table().text(80).splitlines()) == [
+        "phase", "mean", "share", "p50", "p95", "busy", "min - max (rank)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ms", "title", "cell", "told"),
+    [
+        (0.05, "Time per step in us", "50.0", "50 us"),
+        (0.5, "Time per step in ms", "0.500", "0.5 ms"),
+        (999.5, "Time per step in ms", "999.500", "1000 ms"),
+        (22_375.0, "Time per step in s", "22.3750", "22.4 s"),
+    ],
+)
+def test_the_unit_goes_by_the_size_of_the_step(ms: float, title: str, cell: str, told: str) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, ms / 2, forward=ms)])
+    text = str(results.summary())
+    assert f"\n{title} over 1 step" in text
+    assert f" {cell} " in text
+    assert duration(ms) == told
+    assert f"of {told} a step" in text
+    assert results.summary().step.mean_ms == pytest.approx(ms)
+
+
+def test_a_number_has_no_exponent() -> None:
+    assert unit_of(5.0).of(123_456.0) == "123456 ms"
+
+
+def test_sentences_wrap_between_words_on_a_terminal_alone() -> None:
+    name = "input-bound"
+    table = Table("t", [("phase", "mean"), ("a", "1"), ("step", "1")], [f"{name} " * 12])
+    assert f"{name} " * 11 + name in table.text()
+    wrapped = table.text(30).splitlines()
+    assert max(map(len, wrapped)) <= 30
+    assert sum(line.split() == [name] * 2 for line in wrapped) == 6
+
+
+def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show(of_ranks())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    show(of_ranks())
+    assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
