@@ -16,14 +16,14 @@ MODULES = {
 }
 FLOORS = [
     {"_messages", "_phases", "_untraced"},
-    {"_record"},
+    {"_guard", "_record"},
     {"_options"},
     {"_boundaries", "_results"},
     {"_causes"},
     {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_books", "_evaluations", "_fit", "_reports"},
-    {"callback", "hooks", "metric"},
+    {"_books", "_evaluations", "_fit", "_huggingface", "_reports"},
+    {"callback", "hooks", "huggingface", "metric"},
     {"__init__"},
     {"__main__"},
 ]
