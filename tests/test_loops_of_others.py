@@ -61,7 +61,7 @@ def test_the_trainer_of_hugging_face_through_the_example(
     pytest.importorskip("transformers")
     main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
     timer: Any = main(max_steps=8, output_dir=str(tmp_path))
-    assert timer.history()["step"].tolist() == list(range(8))
+    assert timer.history()["step"].tolist() == list(range(1, 9))
     assert {"data", "forward", "loss", "backward", "optimizer"} <= set(timer.summary().rows)
     assert (timer.history()["backward_ms"] > 0).all()
     assert timer.summary().skipped_updates == 0

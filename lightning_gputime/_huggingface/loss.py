@@ -21,10 +21,12 @@ class LossFunction:
     def __init__(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
         self._phase = phase
         places = (one for one in model.modules() if is_compiled(one) or _has_loss_function(one))
-        self._model: Any = next(places, None)
-        self._given = self._found = vars(self._model or self).get("_loss_function")
-        if self._model is not None and not is_compiled(self._model):
+        model: Any = next(places, None)
+        self._model = None if model is None or is_compiled(model) else model
+        self._given = self._found = None
+        if self._model is not None:
             # The model prefers this to what it finds for its class.
+            self._given = self._found = vars(self._model).get("_loss_function")
             self._model.loss_function = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

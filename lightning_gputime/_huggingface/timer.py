@@ -10,10 +10,9 @@ from lightning_gputime._guard import never_raises
 from lightning_gputime._huggingface.evaluations import Evaluations
 from lightning_gputime._huggingface.loss import LossFunction
 from lightning_gputime._huggingface.trainer import (
-    Around,
     TrainerCallback,
-    has_callback,
     known_of,
+    listen,
     loop_of,
     stand_around,
     trainer_of,
@@ -27,6 +26,14 @@ from lightning_gputime._results.table import show
 from lightning_gputime._timer import Timer
 
 _NOT_FOUND = "Nothing is timed: the Trainer that calls PhaseTimeCallback was not found."
+
+# What is called before and after methods of the Trainer.
+_METHODS = {
+    "train": ("_nothing_begins", "_train_ends"),
+    "get_batch_samples": ("_fetch_begins", "_nothing_ends"),
+    "evaluation_loop": ("_evaluation_begins", "_evaluation_ends"),
+    "prediction_step": ("_prediction_begins", "_nothing_ends"),
+}
 
 
 class TrainerTimer(Timer, TrainerCallback):
@@ -125,10 +132,7 @@ class TrainerTimer(Timer, TrainerCallback):
         trainer = trainer_of(self)
         if trainer is not None:
             stand_around(trainer, self)
-            Around.put(trainer, "train", self, "_nothing_begins", "_train_ends")
-            Around.put(trainer, "get_batch_samples", self, "_fetch_begins", "_nothing_ends")
-            Around.put(trainer, "evaluation_loop", self, "_evaluation_begins", "_evaluation_ends")
-            Around.put(trainer, "prediction_step", self, "_prediction_begins", "_nothing_ends")
+            listen(trainer, _METHODS)
         return trainer
 
     def _nothing_begins(self, trainer: Any, *_: Any, **__: Any) -> None: ...
@@ -167,11 +171,10 @@ class TrainerTimer(Timer, TrainerCallback):
 
     @never_raises
     def _evaluation_begins(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if has_callback(trainer, self):
-            if self._training is not None:
-                self._training.evaluation_begins()
-            stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
-            self._evaluations.start(trainer, stage)
+        if self._training is not None:
+            self._training.evaluation_begins()
+        stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
+        self._evaluations.start(trainer, stage)
 
     @never_raises
     def _prediction_begins(self, trainer: Any, model: nn.Module, *_: Any, **__: Any) -> None:

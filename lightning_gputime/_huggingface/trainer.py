@@ -2,8 +2,7 @@
 
 import functools
 import sys
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 try:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback as TrainerCallback
 except ImportError as error:
     raise ImportError(
         "lightning_gputime.huggingface needs transformers and accelerate: python -m pip install"
@@ -98,57 +97,6 @@ class Back(TrainerCallback):
         self.timer._log_ends(logs)
 
 
-class Around:
-    """What a method of a Trainer is replaced by, on that Trainer alone.
-
-    A copy of the Trainer has the method itself. The Trainer lives no longer because of it.
-
-    Args:
-        trainer: The Trainer.
-        name: The name of its method.
-        timer: Is told of each call.
-        begins: The name of the timer's method that is called first, with the Trainer and what the
-            Trainer's method is called with.
-        ends: That of the one which is called last, with the error, if one was raised.
-    """
-
-    def __init__(self, trainer: Any, name: str, timer: Any, begins: str, ends: str) -> None:
-        self._trainer, self._name = weakref.ref(trainer), name
-        self.timer, self._begins, self._ends = timer, begins, ends
-        self.inner = vars(trainer).get(name)
-        """What somebody else, or another timer, has replaced the method by."""
-
-    @classmethod
-    def put(cls, trainer: Any, name: str, timer: Any, begins: str, ends: str) -> None:
-        """Puts one on a Trainer. Safe to call twice; does nothing if it has no such method."""
-        one = vars(trainer).get(name)
-        while isinstance(one, cls) and one.timer is not timer:
-            one = one.inner
-        if not isinstance(one, cls) and hasattr(trainer, name):
-            setattr(trainer, name, cls(trainer, name, timer, begins, ends))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        getattr(self.timer, self._begins)(self._trainer(), *args, **kwargs)
-        error: BaseException | None = None
-        try:
-            return self._method()(*args, **kwargs)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            getattr(self.timer, self._ends)(error)
-            error = None  # Its traceback holds this frame.
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._method(),)
-
-    def _method(self) -> Any:
-        if self.inner is not None:
-            return self.inner
-        trainer = self._trainer()
-        return functools.partial(getattr(type(trainer), self._name), trainer)
-
-
 def stand_around(trainer: Any, timer: TrainerCallback) -> None:
     """Puts `Front` and `Back` into the callbacks of a Trainer. Safe to call twice."""
     handler = trainer.callback_handler
@@ -162,10 +110,55 @@ def stand_around(trainer: Any, timer: TrainerCallback) -> None:
     handler.callbacks = [Front(timer), *before, Back(timer), *after]
 
 
-def has_callback(trainer: Any, callback: TrainerCallback) -> bool:
-    """Tells whether a Trainer has a callback: it may have been removed."""
-    return any(one is callback for one in trainer.callback_handler.callbacks)
+def listen(trainer: Any, methods: Mapping[str, tuple[str, str]]) -> None:
+    """Lets the timers among a Trainer's callbacks know of calls of its methods. Safe to call twice.
+
+    Args:
+        trainer: The Trainer.
+        methods: For the name of a method of the Trainer's the names of two of the timer's: one that
+            is called before it, with the Trainer and the arguments, and one that is called after
+            it, with the error, if one was raised.
+    """
+    cls: Any = type(trainer)
+    if "_tells" not in vars(cls):
+        # Its class is one that tells. What stands on the object itself would hold the Trainer, and
+        # its model with it, until the next garbage collection.
+        trainer.__class__ = _telling(cls, tuple(methods.items()))
 
 
-def _same(one: Any) -> Any:
-    return one
+@functools.cache
+def _telling(cls: Any, methods: tuple[tuple[str, tuple[str, str]], ...]) -> type:
+    telling = type(cls.__name__, (cls,), {"_tells": True})
+    for name in ("__doc__", "__module__", "__qualname__"):
+        setattr(telling, name, getattr(cls, name))
+    for name, (begins, ends) in methods:
+        if hasattr(cls, name):
+            setattr(telling, name, _told(getattr(cls, name), begins, ends))
+    return telling
+
+
+def _told(method: Callable[..., Any], begins: str, ends: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        timers = _timers_of(self)
+        for timer in timers:
+            getattr(timer, begins)(self, *args, **kwargs)
+        error: BaseException | None = None
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for timer in timers:
+                getattr(timer, ends)(error)
+            error = None  # Its traceback holds this frame.
+
+    return told
+
+
+def _timers_of(trainer: Any) -> list[Any]:
+    """Returns the timers that are a Trainer's callbacks: one may have been removed."""
+    callbacks = trainer.callback_handler.callbacks
+    timers = [one.timer for one in callbacks if isinstance(one, Front)]
+    return [timer for timer in timers if any(one is timer for one in callbacks)]
