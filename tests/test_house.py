@@ -22,8 +22,8 @@ FLOORS = [
     {"_causes"},
     {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_books", "_evaluations", "_fit", "_huggingface", "_reports"},
-    {"callback", "hooks", "huggingface", "metric"},
+    {"_books", "_evaluations", "_fabric", "_fit", "_huggingface", "_reports"},
+    {"callback", "fabric", "hooks", "huggingface", "metric"},
     {"__init__"},
     {"__main__"},
 ]

@@ -222,6 +222,18 @@ def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
         assert not phases(one)
 
 
+def test_an_evaluation_inside_a_step_belongs_to_no_step(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Evaluates(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer.evaluate()
+
+    trainer = fake([timer, Evaluates()])
+    trainer.train()
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+
+
 def test_evaluate_and_predict_alone_are_timed(fake: Make, timer: PhaseTimeCallback) -> None:
     reporter = Reporter()
     trainer = fake([reporter, timer], compute_loss_func=None)

@@ -2,7 +2,7 @@
 
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._huggingface.loss import LossFunction
-from lightning_gputime._phases import CALLBACKS, FETCH
+from lightning_gputime._phases import CALLBACKS, FETCH, OTHER
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
@@ -62,6 +62,8 @@ class Training:
 
     def evaluation_begins(self) -> None:
         """Says that an evaluation begins. What follows it until the next fetch is its, too."""
+        if self._batch.is_open:
+            self._session.part_begins(OTHER)  # Inside a step what was before is not its.
         self._session.pause()
 
     def evaluation_ends(self) -> None:
