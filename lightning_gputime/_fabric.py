@@ -56,7 +56,12 @@ class FabricTimer(Timer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
-        empty = {"_stand_in": None, "_models": [], "_optimizers": [], "_updated": []}
+        empty: dict[str, Any] = {
+            "_stand_in": None,
+            "_models": [],
+            "_optimizers": [],
+            "_updated": [],
+        }
         return {**super().__getstate__(), **empty}
 
     # Fabric's hooks
@@ -111,8 +116,11 @@ class FabricTimer(Timer):
         Returns:
             An iterator with the loader's length, if it has one.
         """
-        is_followed = isinstance(loader, wrappers._FabricDataLoader)
-        return Steps(iter(loader) if is_followed else self.follow(iter(loader), loader), loader)
+        if isinstance(loader, wrappers._FabricDataLoader):
+            items: Any = iter(loader)  # It is followed.
+        else:
+            items = self.follow(iter(loader), loader)
+        return Steps(items, loader)
 
     def remove(self) -> None:
         """Ends the measurement: reads and logs the last steps, and takes all hooks off."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import hooks_of
 from fake_gpu import Adder, FakeGPU, Layer, parts_of_data, steps, work
+from processes import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -279,13 +280,14 @@ def gpt() -> Any:
 
 def new(callbacks: list[Any], path: Path, train: bool = True, **others: Any) -> Any:
     rows = torch.arange(16).repeat(40, 1)
+    rows_to_evaluate = others.pop("eval_dataset", [{"input_ids": rows[0], "labels": rows[0]}] * 4)
     resume = others.pop("resume", None)
     own = {name: others.pop(name) for name in [*others] if name in OF_TRAINER}
     trainer = own.pop("trainer_class", transformers.Trainer)(
         others.pop("model", None) or gpt(),
         options(path, **{"logging_steps": 1, **others}),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        eval_dataset=[{"input_ids": row, "labels": row} for row in rows[:4]],
+        eval_dataset=rows_to_evaluate,
         callbacks=callbacks,
         **own,
     )
@@ -331,11 +333,14 @@ def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str
     assert "_loss_function" not in vars(trainer.model)
 
 
-def test_a_compiled_model_is_timed_and_not_compiled_anew(tmp_path: Path) -> None:
+def test_a_compiled_model_is_timed_and_not_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Transformers changes it for good.
     torch._dynamo.reset()
     counters: Any = torch._dynamo.utils.counters
     counters.clear()
-    compiles = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compiles: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
     new([], tmp_path, **compiles)
     graphs = counters["stats"]["unique_graphs"]
     timer = PhaseTimeCallback(summary=False, warmup_steps=0)
@@ -407,6 +412,32 @@ def test_after_ctrl_c_the_table_is_shown(
     assert "Time per step in ms over 3 steps" in capsys.readouterr().out
 
 
+def test_the_table_is_shown_once_when_progress_bars_are_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Last(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            print("the last callback")
+
+    trainer = new([PhaseTimeCallback(warmup_steps=0), Last()], tmp_path, disable_tqdm=False)
+    printed = capsys.readouterr().out
+    assert printed.count("Time per step in ms") == 1
+    assert printed.index("the last callback") < printed.index("Time per step in ms")
+    trainer.train()
+    assert capsys.readouterr().out.count("Time per step in ms") == 1
+
+
+def test_two_ranks_are_compared_in_the_table_and_in_the_log() -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "hf_trainer.py"
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    printed = run(*ranks, script, "--ddp", "--steps", 24)
+    assert "DistributedDataParallel" in printed
+    assert "min - max (rank)" in printed
+    assert "\n  comm " in printed
+    for name in ("backward/comm", "data/comm", "ranks/slowest"):
+        assert f"train/phase_time/{name}" in printed
+
+
 def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
     timer = PhaseTimeCallback(summary=False, warmup_steps=0)
     new(
@@ -431,6 +462,64 @@ def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
     mean = timer.history()["step_ms"][:2].mean()
     assert logged["step"][0].value == pytest.approx(mean, rel=1e-5)
     assert events.Scalars("eval/phase_time/forward_ms")[0].step == 4
+
+
+def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
+    timer, reporter = PhaseTimeCallback(summary=False, warmup_steps=0), Reporter()
+    trainer = transformers.Trainer(
+        model_init=lambda trial: gpt(),
+        args=options(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
+        train_dataset=rows,
+        eval_dataset={"one": rows, "two": rows},
+        callbacks=[reporter, timer],
+    )
+    for _ in range(2):
+        reporter.logs.clear()
+        trainer.train()
+        for name in ("one", "two"):
+            logs = [one for one in reporter.logs if f"eval_{name}_loss" in one]
+            assert [one["at"] for one in logs] == [4, 8]
+            assert all(phases(one, f"eval_{name}_phase_time")["forward"] > 0 for one in logs)
+        assert timer.history()["step"].tolist() == [*range(1, 9)]
+
+
+def test_an_evaluation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(summary=False)
+    trainer = new([timer], tmp_path, train=False)
+    before = hooks_of(trainer.model)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.evaluate([{"input_ids": torch.arange(16)}] * 2 + [Broken()])
+    assert hooks_of(trainer.model) == before
+    trainer.train()
+    with pytest.raises(ValueError, match="mine"):
+        new([timer], tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=[Broken()] * 2)
+    assert timer.history()["step"].tolist()[:1] == [1]
+
+
+class Broken(dict[str, Any]):
+    """A row that cannot be read."""
+
+    def keys(self) -> Any:
+        raise ValueError("mine")
+
+
+def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -> None:
+    class TooLarge(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self._train_batch_size > 2 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    new(
+        [timer],
+        tmp_path,
+        trainer_class=TooLarge,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=4,
+    )
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
 
 
 def test_a_wrong_module_name_fails_before_training(tmp_path: Path) -> None:

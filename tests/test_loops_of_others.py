@@ -69,7 +69,8 @@ def test_accelerate_says_itself_how_many_micro_batches_make_a_step(
         loop.gpu.work(1.0)
         return torch.ones(1, 2)
 
-    loader = DataLoader([torch.ones(2)] * 5, batch_size=1, collate_fn=collate)  # type: ignore[arg-type]  # a list will do
+    data: Any = [torch.ones(2)] * 5
+    loader: Any = DataLoader(data, batch_size=1, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(loop.model, loop.optimizer, loader)
     with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0, **given) as timer:
         for _ in range(2):

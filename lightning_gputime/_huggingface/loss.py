@@ -21,8 +21,8 @@ class LossFunction:
     def __init__(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
         self._phase = phase
         places = (one for one in model.modules() if is_compiled(one) or _has_loss_function(one))
-        model: Any = next(places, None)
-        self._model = None if model is None or is_compiled(model) else model
+        found = next(places, None)
+        self._model: Any = None if found is None or is_compiled(found) else found
         self._given = self._found = None
         if self._model is not None:
             # The model prefers this to what it finds for its class.

@@ -29,7 +29,7 @@ _NOT_FOUND = "Nothing is timed: the Trainer that calls PhaseTimeCallback was not
 
 # What is called before and after methods of the Trainer.
 _METHODS = {
-    "train": ("_nothing_begins", "_train_ends"),
+    "train": ("_train_is_called", "_train_ends"),
     "get_batch_samples": ("_fetch_begins", "_nothing_ends"),
     "evaluation_loop": ("_evaluation_begins", "_evaluation_ends"),
     "prediction_step": ("_prediction_begins", "_nothing_ends"),
@@ -56,6 +56,8 @@ class TrainerTimer(Timer, TrainerCallback):
         # Means for the Trainer's next log, and the keys of those that are in its present one.
         self._unlogged = dict[str, float]()
         self._added: list[str] = []
+        # Whether the end of `train` will be told, when progress bars are gone, and what is due then.
+        self._is_told = self._owes_table = self._is_first = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_training": None}
@@ -100,7 +102,9 @@ class TrainerTimer(Timer, TrainerCallback):
         if self._session.is_attached:
             self._leave_training()
             self._finish()
-            self._show()
+            self._owes_table = True
+            if not self._is_told:
+                self._show()
 
     # Called by `Front` and `Back`
 
@@ -135,7 +139,8 @@ class TrainerTimer(Timer, TrainerCallback):
             listen(trainer, _METHODS)
         return trainer
 
-    def _nothing_begins(self, trainer: Any, *_: Any, **__: Any) -> None: ...
+    def _train_is_called(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._is_told, self._owes_table = True, False
 
     def _nothing_ends(self, error: BaseException | None) -> None: ...
 
@@ -158,11 +163,12 @@ class TrainerTimer(Timer, TrainerCallback):
 
     @never_raises
     def _train_ends(self, error: BaseException | None) -> None:
-        # After an error no callback is called.
+        self._is_told = False
         if self._session.is_attached:
+            # After an error no callback is called.
             self._detach()
-            if isinstance(error, KeyboardInterrupt):
-                self._show()
+            self._owes_table = isinstance(error, KeyboardInterrupt)
+        self._show()
 
     @never_raises
     def _fetch_begins(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -192,8 +198,9 @@ class TrainerTimer(Timer, TrainerCallback):
     # The end
 
     def _show(self) -> None:
-        if self._summary and self._is_first:
+        if self._owes_table and self._summary and self._is_first:
             show(self._read().summary_to_print())
+        self._owes_table = False
 
     def _give_up(self, error: Exception) -> None:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)

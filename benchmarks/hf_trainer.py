@@ -1,8 +1,8 @@
 """Fine-tunes a small transformer with random weights by Hugging Face's Trainer, and checks it.
 
-    python benchmarks/huggingface.py --out benchmarks/results/huggingface.json
-    torchrun --nproc-per-node 2 benchmarks/huggingface.py --ddp
-    torchrun --nproc-per-node 2 benchmarks/huggingface.py --fsdp2
+    python benchmarks/hf_trainer.py --out benchmarks/results/hf_trainer.json
+    torchrun --nproc-per-node 2 benchmarks/hf_trainer.py --ddp
+    torchrun --nproc-per-node 2 benchmarks/hf_trainer.py --fsdp2
 
 On one device it trains in rounds with the callback and without it, in random order. It compares the
 losses bit by bit, what a step takes, and what the Trainer wrote for TensorBoard with the history
@@ -33,7 +33,7 @@ SETTLE, EVERY = 20, 10
 NONE, AGAIN, TIMER = "no timer", "no timer, again", "PhaseTimeCallback()"
 
 IS_CUDA, IS_SHARED = torch.cuda.is_available(), "LOCAL_RANK" in os.environ
-SIZE = (
+SIZE: dict[str, Any] = (
     {"n_layer": 8, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_size": 32_000}
     if IS_CUDA
     else {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64, "vocab_size": 256}
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--fsdp2", action="store_true")
     arguments = parser.parse_args()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # has no hints
     if arguments.ddp or arguments.fsdp2:
         on_several(arguments.steps, arguments.fsdp2)
         return
