@@ -77,7 +77,8 @@ class FabricTimer(Timer):
     @never_raises
     def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
         self._abort()
-        self._step, self._has_updated, self._has_batches = 0, False, False
+        self._step, self._loaders = 0, 0
+        self._has_updated = self._has_batches = False
         one, *others = self._models
         self._start(
             self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
@@ -189,7 +190,8 @@ class FabricTimer(Timer):
 
     @never_raises
     def _loader_ends(self, trains: bool) -> None:
-        self._loaders -= trains
+        # A loader may be given up after another measurement has begun.
+        self._loaders = max(self._loaders - trains, 0)
         if trains:
             if self._has_updated and self._session.is_left(self._step):
                 self._step += 1

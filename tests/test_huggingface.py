@@ -597,6 +597,17 @@ def test_parts_of_data_are_fetches_and_callbacks(
     assert parts_of_data(timer) == [{"data": 2.0, "data/fetch": 2.0}, part, part]
 
 
+def test_without_transformers_the_extra_is_named_and_lightning_is_not_imported() -> None:
+    assert "[huggingface]" in run(
+        "-c",
+        "import sys; sys.modules['transformers'] = None\n"
+        "try: import lightning_gputime.huggingface\n"
+        "except ImportError as error: print(error)",
+    )
+    imported = "import sys, lightning_gputime.huggingface; print('lightning' in sys.modules)"
+    assert run("-c", imported).strip() == "False"
+
+
 def test_a_bad_option_fails_at_once() -> None:
     with pytest.raises(ValueError, match="lag must be 0 or more"):
         PhaseTimeCallback(lag=-1)

@@ -21,7 +21,7 @@ class LossFunction:
     def __init__(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
         self._phase = phase
         places = (one for one in model.modules() if is_compiled(one) or _has_loss_function(one))
-        found = next(places, None)
+        found: Any = next(places, None)
         self._model: Any = None if found is None or is_compiled(found) else found
         self._given = self._found = None
         if self._model is not None:

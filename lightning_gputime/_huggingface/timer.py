@@ -56,7 +56,7 @@ class TrainerTimer(Timer, TrainerCallback):
         # Means for the Trainer's next log, and the keys of those that are in its present one.
         self._unlogged = dict[str, float]()
         self._added: list[str] = []
-        # Whether the end of `train` will be told, when progress bars are gone, and what is due then.
+        # Whether the end of `train` will be told, when progress bars are gone; if a table is due.
         self._is_told = self._owes_table = self._is_first = False
 
     def __getstate__(self) -> dict[str, Any]:
