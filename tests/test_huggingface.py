@@ -597,6 +597,16 @@ def test_parts_of_data_are_fetches_and_callbacks(
     assert parts_of_data(timer) == [{"data": 2.0, "data/fetch": 2.0}, part, part]
 
 
+def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
+    one, two = (PhaseTimeCallback(prefix=name, summary=False, warmup_steps=0) for name in "ab")
+    reporter = Reporter()
+    trainer = new([reporter, one, two], tmp_path)
+    assert set(one.summary().rows) == set(two.summary().rows) >= ALL
+    assert phases(reporter.logs[0], "a")
+    assert phases(reporter.logs[0], "b")
+    assert "_loss_function" not in vars(trainer.model)
+
+
 def test_without_transformers_the_extra_is_named_and_lightning_is_not_imported() -> None:
     assert "[huggingface]" in run(
         "-c",

@@ -24,6 +24,7 @@ class LossFunction:
         found: Any = next(places, None)
         self._model: Any = None if found is None or is_compiled(found) else found
         self._given = self._found = None
+        self._is_removed = False
         if self._model is not None:
             # The model prefers this to what it finds for its class.
             self._given = self._found = vars(self._model).get("_loss_function")
@@ -39,17 +40,25 @@ class LossFunction:
     def _original(self) -> Any:
         # Not before it is needed: transformers warns of a model that has none of its own.
         if self._found is None:
-            self.remove()
-            self._found = self._model.loss_function
-            self._model.loss_function = self
+            # Another timer's may stand in its place.
+            newest = vars(self._model).pop("_loss_function", None)
+            try:
+                self._found = self._model.loss_function
+            finally:
+                if newest is not None:
+                    self._model.loss_function = newest
         return self._found
 
     def remove(self) -> None:
         """Takes it off. Safe to call twice."""
+        self._is_removed = True
         if self._model is not None and vars(self._model).get("_loss_function") is self:
             del self._model._loss_function
-            if self._given is not None:
-                self._model.loss_function = self._given
+            given = self._given
+            while isinstance(given, LossFunction) and given._is_removed:
+                given = given._given
+            if given is not None:
+                self._model.loss_function = given
 
 
 def _has_loss_function(module: nn.Module) -> bool:
