@@ -1,48 +1,23 @@
 """All that reaches into Lightning; the only place with its private names."""
 
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
+from lightning_gputime._guard import never_raises as never_raises
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.units import unit_of
-from lightning_gputime._untraced import untraced
 
 Trainer = pl.Trainer
 Module = pl.LightningModule
 Callback = pl.Callback
-Hook = TypeVar("Hook", bound=Callable[..., None])
-
-_NO_INSTANCE = (
-    "callbacks must be instances, got the class of a timer: write"
-    " Trainer(callbacks=[GPUPhaseTimer()])"
-)
-
-
-def never_raises(hook: Hook) -> Hook:
-    """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
-
-    @functools.wraps(hook)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            hook(self, *args, **kwargs)
-        except Exception as error:
-            if not hasattr(self, "_give_up"):
-                # A trainer has called the function of the class itself.
-                raise TypeError(_NO_INSTANCE) from None
-            self._give_up(error)
-
-    # A step that is compiled calls some of them.
-    untraced(hook)
-    return cast("Hook", untraced(guarded))
 
 
 def loop_of(

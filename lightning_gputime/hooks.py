@@ -54,6 +54,7 @@ class GPUPhaseHooks(Timer):
         device: The device to time; by default the one that the model's parameters are on.
         accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step;
             with "auto" a step ends with the update, and one that is skipped is part of the next.
+            Accelerate's `accumulate` needs no number: its optimizers say which batch is the last.
         logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
         log_every_n_steps: How many steps are averaged into one log.
         first_step: The number of the first step after `attach`, where training is resumed. The
@@ -159,6 +160,9 @@ class GPUPhaseHooks(Timer):
         if self._device is not None and clock is None:
             clock_for(self._device)
         self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
+        states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
+        # Of accelerate's optimizers: whether this batch is the last of an update.
+        self._gradient_state = next((one for one in states if one is not None), None)
         self._log_every_n_steps = log_every_n_steps
         self._first_step = self._step = first_step
         self._micro_batches = 0
@@ -175,7 +179,7 @@ class GPUPhaseHooks(Timer):
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step, self._micro_batches = self._first_step, 0
             self._body = None
-            every = self._accumulate_grad_batches
+            every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
             self._start(clock, self._loop, means, accumulate_grad_batches=every)
             self._session.begin(self._step)
         return self
@@ -265,15 +269,20 @@ class GPUPhaseHooks(Timer):
             # The loop runs in another thread than the one that attached the timer.
             self._begin("step()")
             return
-        if self._accumulate_grad_batches > 1:
-            self._micro_batches += 1
-            is_last = self._micro_batches == self._accumulate_grad_batches
-            if not is_last and not session.has_updated:
-                session.batch_ends()
-                return
+        self._micro_batches += 1
+        if self._accumulates and not session.has_updated:
+            session.batch_ends()
+            return
         session.end_step(self._step)
         self._step += 1
         self._micro_batches = 0
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether the newest micro-batch is not the last of its step, as far as is known."""
+        if self._accumulate_grad_batches > 1:
+            return self._micro_batches < self._accumulate_grad_batches
+        return self._gradient_state is not None and not self._gradient_state.sync_gradients
 
     def _begin(self, call: str) -> None:
         if not self._session.was_attached:
@@ -281,8 +290,15 @@ class GPUPhaseHooks(Timer):
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
-        if self._session.is_attached:
-            self._session.begin(self._step)
+        session = self._session
+        goes_on = self._micro_batches and self._accumulate_grad_batches == 1
+        if goes_on and self._accumulates and session.thread == get_ident():
+            # Accelerate goes on with a group that an epoch left incomplete.
+            session.pause()
+            session.resume()
+            return
+        if session.is_attached:
+            session.begin(self._step)
         self._micro_batches = 0
 
 

@@ -68,3 +68,21 @@ def test_the_evaluation_loops_are_logged(example: Any, tmp_path: Path) -> None:
     metrics = example("evaluation.py", max_epochs=1, log_dir=str(tmp_path))
     for stage in ("", "val/", "test/"):
         assert metrics[f"phase_time/{stage}forward_ms"] > 0
+
+
+def test_the_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ignite")
+    timer = example("ignite_loop.py", max_epochs=2)
+    assert timer.history()["step"].tolist() == list(range(32))
+    assert set(timer.summary().rows) == set(PHASES)
+    assert timer.summary().skipped_updates == 0
+    assert str(timer.summary()) in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_the_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
+    pytest.importorskip("ray.train.torch")
+    metrics = example("ray_train.py", max_epochs=2, storage=str(tmp_path))
+    assert all(metrics[f"phase_time/{name}_ms"] > 0 for name in PHASES)
+    [saved] = tmp_path.rglob("run.json.gz")
+    assert saved.stat().st_size

@@ -16,15 +16,15 @@ MODULES = {
 }
 FLOORS = [
     {"_messages", "_phases", "_untraced"},
-    {"_record"},
+    {"_guard", "_record"},
     {"_options"},
     {"_boundaries", "_results"},
     {"_causes"},
     {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
-    {"_books", "_evaluations", "_fit", "_reports"},
+    {"_books", "_evaluations", "_fabric", "_fit", "_huggingface", "_reports"},
     {"_trainer"},
-    {"callback", "hooks", "metric"},
+    {"callback", "fabric", "hooks", "huggingface", "metric"},
     {"__init__"},
     {"__main__"},
 ]

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_gpu import STEP_MS, steps
 from fake_loop import Logger, Loop
 from lightning.fabric import Fabric
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks
 
@@ -55,13 +58,68 @@ def test_accelerate(loop: Loop) -> None:
     assert timer.summary().skipped_updates == 0
 
 
+@pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
+def test_accelerate_says_itself_how_many_micro_batches_make_a_step(
+    loop: Loop, given: dict[str, Any]
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        loop.gpu.work(1.0)
+        return torch.ones(1, 2)
+
+    data: Any = [torch.ones(2)] * 5
+    loader: Any = DataLoader(data, batch_size=1, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(loop.model, loop.optimizer, loader)
+    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0, **given) as timer:
+        for _ in range(2):
+            for x in timer.steps(loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    # The last two batches of an epoch are an update, too. The loader is one batch ahead.
+    found = [(one["data"], one["forward"], one["optimizer"]) for one in steps(timer)]
+    assert found == [(4.0, 12.0, 2.0), (1.0, 8.0, 2.0)] * 2
+    assert timer.summary().skipped_updates == 0
+
+
+def test_accelerate_goes_on_with_the_micro_batches_of_the_epoch_before(loop: Loop) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
+    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+        for _ in range(2):
+            for x in timer.steps(loop.batches(3)):  # Accelerate does not know where these end.
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            loop.gpu.work(100.0)  # It belongs to no step.
+    assert [one["forward"] for one in steps(timer)] == [8.0] * 3
+    assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
+
+
+def test_a_loop_without_accelerates_accumulation_has_a_step_a_batch(loop: Loop) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
+    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(3)):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [one["forward"] for one in steps(timer)] == [4.0] * 3
+
+
 def test_the_trainer_of_hugging_face_through_the_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
     timer: Any = main(max_steps=8, output_dir=str(tmp_path))
-    assert timer.history()["step"].tolist() == list(range(8))
+    assert timer.history()["step"].tolist() == list(range(1, 9))
     assert {"data", "forward", "loss", "backward", "optimizer"} <= set(timer.summary().rows)
     assert (timer.history()["backward_ms"] > 0).all()
     assert timer.summary().skipped_updates == 0

@@ -139,7 +139,10 @@ def wait_sentence(rows: Rows, step: PhaseStats) -> str:
     parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
     # Only a trainer tells of the parts of `data`.
     asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
-    why = ", in which Lightning asks all ranks before each batch" if asks else ""
+    # Nobody but Lightning tells the copies apart.
+    lightning = "Lightning asks all ranks before each batch"
+    who = lightning if COPY in rows else "the Trainer asks all ranks before each step"
+    why = f", in which {who}" if asks else ""
     return (
         f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
         f" their collectives: {', '.join(parts)}{why}"

@@ -1,0 +1,56 @@
+"""Times the phases on each worker of Ray Train, and reports them to Ray.
+
+python -m pip install "ray[train]" && python examples/ray_train.py
+"""
+
+import tempfile
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gputime import GPUPhaseHooks
+
+
+def train(config: dict[str, Any]) -> None:
+    """Trains on one worker."""
+    model = prepare_model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of = nn.CrossEntropyLoss()
+    data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
+    loader = prepare_data_loader(DataLoader(data, batch_size=64))
+    # Attached after Ray has made the process group: so the ranks are compared.
+    with GPUPhaseHooks(model, optimizer, device=get_device()) as timer:
+        for _ in range(config["max_epochs"]):
+            for x, y in timer.steps(loader):
+                loss = loss_of(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    metrics = {f"phase_time/{name}_ms": row.mean_ms for name, row in timer.summary().rows.items()}
+    # All workers must report. Ray keeps the metrics of the first, beside a checkpoint.
+    with tempfile.TemporaryDirectory() as folder:
+        timer.save(f"{folder}/run.json.gz")
+        is_first = ray.train.get_context().get_world_rank() == 0
+        ray.train.report(metrics, Checkpoint.from_directory(folder) if is_first else None)
+    if is_first:
+        print(timer.summary())
+
+
+def main(max_epochs: int = 2, workers: int = 2, storage: str | None = None) -> dict[str, Any]:
+    """Trains, and returns what the first worker reported last."""
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"max_epochs": max_epochs},
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
+        run_config=RunConfig(storage_path=storage or tempfile.mkdtemp()),
+    )
+    return dict(trainer.fit().metrics or {})
+
+
+if __name__ == "__main__":
+    print(main())

@@ -1,0 +1,244 @@
+"""The hooks by which Lightning's Fabric calls a timer, and its loaders."""
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric import wrappers
+from torch import nn
+
+from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._guard import never_raises
+from lightning_gputime._messages import TellOnce, messages
+from lightning_gputime._options import Options, check_int
+from lightning_gputime._phases import OTHER
+from lightning_gputime._record.clock import clock_for
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._run.iteration import Steps
+from lightning_gputime._timer import Timer
+
+T = TypeVar("T")
+
+_UNKNOWN = (
+    "Nothing is timed: Fabric tells its callbacks of setup() alone. After setup_module() call"
+    " callback.on_after_setup(fabric=fabric, module=model)."
+)
+
+
+class FabricTimer(Timer):
+    """A timer that Fabric calls, and whose loaders it follows.
+
+    Args:
+        options: How steps are timed.
+        log_every_n_steps: How many steps are averaged into one log.
+    """
+
+    _USE = "Nothing was set up: give it to Fabric(callbacks=[...]), and call fabric.setup()."
+
+    def __init__(self, options: Options, *, log_every_n_steps: int) -> None:
+        super().__init__(options)
+        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        self._log_every_n_steps = log_every_n_steps
+        self._tell_once = TellOnce()
+        self._stand_in: StandIn | None = None
+        self._models: list[nn.Module] = []
+        # Those that were set up, and those that have updated, in the order of their first update.
+        self._optimizers: list[Any] = []
+        self._updated: list[Any] = []
+        self._step = 0
+        # Whether the open step has an update, and whether it has any batch.
+        self._has_updated = self._has_batches = False
+        # How many loaders of training batches are read now.
+        self._loaders = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
+        empty: dict[str, Any] = {
+            "_stand_in": None,
+            "_models": [],
+            "_optimizers": [],
+            "_updated": [],
+        }
+        return {**super().__getstate__(), **empty}
+
+    # Fabric's hooks
+
+    def on_after_setup(self, *, fabric: Any, module: nn.Module) -> None:
+        """Starts a new measurement, of all models that were set up since `remove`."""
+        self._models.append(module)
+        self._optimizers += _optimizers_of_caller()
+        # Raises, before training, if a name is wrong.
+        submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
+        self._attach(fabric, submodules)
+
+    @never_raises
+    def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
+        self._abort()
+        self._step, self._loaders = 0, 0
+        self._has_updated = self._has_batches = False
+        one, *others = self._models
+        self._start(
+            self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
+            Loop(
+                nn.ModuleList(self._models) if others else one,
+                self._optimizers,
+                pause_evaluation=True,
+                submodules=submodules,
+            ),
+            MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
+        )
+        if self._stand_in is None:
+            self._stand_in = listen(wrappers._FabricDataLoader, "__iter__", self, _followed)
+        self._session.begin(0)
+
+    @never_raises
+    def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
+        """Ends a step, if no loader does."""
+        if not self._session.was_attached:
+            self._tell_once(_UNKNOWN)
+            return
+        if all(one is not optimizer for one in self._updated):
+            self._updated.append(optimizer)
+        self._has_updated = True
+        if not self._loaders and optimizer is self._updated[-1]:
+            self._end_step()
+
+    # For users
+
+    def steps(self, loader: Iterable[T]) -> Steps[T]:
+        """Yields the items of a loader that is none of Fabric's, and ends the steps.
+
+        Args:
+            loader: The loader.
+
+        Returns:
+            An iterator with the loader's length, if it has one.
+        """
+        if isinstance(loader, wrappers._FabricDataLoader):
+            items: Any = iter(loader)  # It is followed.
+        else:
+            items = self.follow(iter(loader), loader)
+        return Steps(items, loader)
+
+    def remove(self) -> None:
+        """Ends the measurement: reads and logs the last steps, and takes all hooks off."""
+        if self._session.is_attached:
+            if self._has_updated:
+                self._end_step()
+            self._finish()
+        self._forget()
+
+    # What a loader tells
+
+    def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
+        """Yields the batches of a loader, and says where each begins."""
+        trains = self._loader_begins(loader)
+        try:
+            while True:
+                self._fetch_begins()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                self._batch_begins()
+                yield item
+        finally:
+            self._loader_ends(trains)
+
+    def _loader_begins(self, loader: object) -> bool:
+        trains = self._trains()
+        if trains:
+            try:
+                self._begin_epoch(loader)
+            except Exception as error:
+                self._give_up(error)
+        self._loaders += trains
+        return trains
+
+    def _begin_epoch(self, loader: object) -> None:
+        session = self._session
+        if self._has_updated:
+            self._end_step()
+        session.loads(loader, in_data=False)
+        self._know_batch(loader)
+        if self._has_batches and not self._loaders:
+            # Gradients accumulate from one epoch to the next; what lies between is no step's.
+            session.pause()
+            session.resume()
+        elif not self._loaders:
+            session.begin(self._step)
+
+    @never_raises
+    def _fetch_begins(self) -> None:
+        if self._trains():
+            if self._has_updated:
+                self._end_step()
+            self._session.fetch_begins()
+        else:
+            # A mark of its own: the one before may be the end of an update.
+            self._session.part_begins(OTHER)
+            self._session.pause()
+
+    @never_raises
+    def _batch_begins(self) -> None:
+        if self._trains():
+            self._has_batches = True
+            self._session.batch_begins()
+
+    @never_raises
+    def _loader_ends(self, trains: bool) -> None:
+        # A loader may be given up after another measurement has begun.
+        self._loaders = max(self._loaders - trains, 0)
+        if trains:
+            if self._has_updated and self._session.is_left(self._step):
+                self._step += 1
+                self._has_updated = self._has_batches = False
+            self._session.compare_ranks()
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(one.training for one in self._models)
+
+    def _end_step(self) -> None:
+        self._has_updated = self._has_batches = False
+        self._session.end_step(self._step)
+        self._step += 1
+
+    # The end
+
+    def _forget(self) -> None:
+        for several in (self._models, self._optimizers, self._updated):
+            several.clear()
+        if self._stand_in is not None:
+            self._stand_in.forget(self)
+            self._stand_in = None
+
+    def _give_up(self, error: Exception) -> None:
+        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+        self._abort()
+        self._forget()
+
+
+def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], Any]:
+    """Returns what takes the place of `__iter__` of Fabric's loaders."""
+
+    def followed(loader: Any) -> Any:
+        items = call(loader)
+        for timer in [*timers]:
+            items = timer.follow(items, loader)
+        return items
+
+    return followed
+
+
+def _optimizers_of_caller() -> list[Any]:
+    """Returns the optimizers that Fabric sets up just now: it does not tell its callbacks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "setup" and "optimizers" in frame.f_locals:
+            found = frame.f_locals["optimizers"]
+            return [one for one in found if isinstance(one, torch.optim.Optimizer)]
+        frame = frame.f_back
+    return []

@@ -1,0 +1,32 @@
+"""The hooks of a timer, which a trainer calls: no error of theirs reaches the training."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from lightning_gputime._untraced import untraced
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+_NO_INSTANCE = (
+    "callbacks must be instances, got the class of a timer: write"
+    " Trainer(callbacks=[GPUPhaseTimer()])"
+)
+
+
+def never_raises(hook: Hook) -> Hook:
+    """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:
+            if not hasattr(self, "_give_up"):
+                # A trainer has called the function of the class itself.
+                raise TypeError(_NO_INSTANCE) from None
+            self._give_up(error)
+
+    # A step that is compiled calls some of them.
+    untraced(hook)
+    return cast("Hook", untraced(guarded))

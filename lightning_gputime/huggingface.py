@@ -1,0 +1,84 @@
+"""The timer for the Trainer of Hugging Face's transformers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_gputime._huggingface.timer import TrainerTimer
+from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._results.slow import SlowStep
+
+
+class PhaseTimeCallback(TrainerTimer):
+    """Reports how long the phases of each training step take, on the device's own clock.
+
+    A step is one optimizer update, with the number that the Trainer gives it. Whenever the Trainer
+    logs `loss`, the means over the steps since the last log stand beside it, for all that
+    `report_to` names: `phase_time/forward_ms` and so on, as `GPUPhaseTimer` logs. An evaluation
+    belongs to no step; its own means stand beside `eval_loss`: `eval_phase_time/forward_ms`.
+    What is printed, what `train` and `evaluate` return, and the state of the Trainer have none.
+
+    `data/fetch` is the fetch of all micro-batches of a step, and their copy to the device, which
+    accelerate makes in one; `data/callbacks` is what callbacks, logging and checkpoints take.
+
+    Args:
+        prefix: First part of the logged keys.
+        lag: How many ended steps the device may still be at work on.
+        warmup_steps: How many of the first steps the summary leaves out.
+        history: How many of the newest steps `history` returns, and percentiles are taken over.
+        summary: Whether to print the table of the summary when training ends.
+        modules: Modules of the model that are sub-phases: dotted names, or a mapping.
+        annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        every_n_steps: One step in so many is timed; in the others the hooks do nothing.
+        probe_every_n_steps: One step in so many is probed for launch gaps; with 0 none is.
+        sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
+            of training; with "log" at every log; with False never.
+        on_step: Is called with the times of every step, when they are read; or a metric.
+        on_slow_step: Is called with each `SlowStep`, when it is read.
+        clock: Takes the place of the device's clock, for tests and new kinds of device.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has an impossible value.
+
+    Example:
+        >>> trainer = Trainer(model, args, callbacks=[PhaseTimeCallback()])
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str = "phase_time",
+        lag: int = 1,
+        warmup_steps: int = 5,
+        history: int = 10_000,
+        summary: bool = True,
+        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        annotate: bool = False,
+        every_n_steps: int = 1,
+        probe_every_n_steps: int = 0,
+        sync_ranks: SyncRanks = True,
+        on_step: Any = None,
+        on_slow_step: Callable[[SlowStep], object] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            Options(
+                prefix=prefix,
+                lag=lag,
+                warmup_steps=warmup_steps,
+                history=history,
+                modules=modules,
+                annotate=annotate,
+                every_n_steps=every_n_steps,
+                probe_every_n_steps=probe_every_n_steps,
+                sync_ranks=sync_ranks,
+                on_step=on_step,
+                on_slow_step=on_slow_step,
+                clock=clock,
+            ),
+            summary=summary,
+        )
+        check_bools(summary=summary)

@@ -1,0 +1,254 @@
+"""Loops with Lightning's Fabric, and the callback that is shipped for it."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import hooks_of
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps, work
+from fake_loop import Logger, Loop
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricDataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_gputime.fabric import PhaseTimeCallback
+
+LOADER_ITER = _FabricDataLoader.__iter__
+
+
+@pytest.fixture
+def timer(gpu: FakeGPU) -> Iterator[PhaseTimeCallback]:
+    timer = PhaseTimeCallback(clock=gpu, warmup_steps=0, log_every_n_steps=2)
+    yield timer
+    timer.remove()
+    assert _FabricDataLoader.__iter__ is LOADER_ITER
+
+
+def new_fabric(timer: PhaseTimeCallback, *loggers: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, callbacks=[timer], loggers=[*loggers])
+
+
+def new_loader(fabric: Fabric, gpu: FakeGPU, n: int) -> Any:
+    def collate(rows: list[Tensor]) -> Tensor:
+        gpu.work(1.0)
+        return torch.ones(1, 2)
+
+    data: Any = [torch.ones(2)] * n
+    return fabric.setup_dataloaders(DataLoader(data, batch_size=1, collate_fn=collate))
+
+
+def train(fabric: Fabric, gpu: FakeGPU, model: Any, optimizer: Any, x: Tensor) -> None:
+    gpu.work(0.125)
+    loss = work(model(x), gpu, 0.5).sum()
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+STEP = {**STEP_MS, "backward": 7.75}
+
+
+def test_a_loop_is_timed_from_setup_to_remove(loop: Loop, timer: PhaseTimeCallback) -> None:
+    logger = Logger()
+    fabric = new_fabric(timer, logger)
+    before = hooks_of(loop.model)
+    fabric.launch()
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader = new_loader(fabric, loop.gpu, 3)
+    for _ in range(2):
+        for x in loader:
+            train(fabric, loop.gpu, model, optimizer, x)
+        loop.gpu.work(100.0)  # It belongs to no step.
+    timer.remove()
+    assert steps(timer) == [STEP] * 6
+    assert [step for step, _ in logger.calls] == [1, 3, 5]
+    assert logger.calls[0][1]["phase_time/forward_ms"] == 4.0
+    assert timer.summary().skipped_updates == 0
+    assert hooks_of(loop.model) == before
+
+
+def test_micro_batches_without_sync_are_one_step_across_epochs_too(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, count = new_loader(fabric, loop.gpu, 3), 0
+    for _ in range(2):
+        for x in loader:
+            count += 1
+            is_last = count % 2 == 0
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(model(x).sum())
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        loop.gpu.work(100.0)
+    timer.remove()
+    assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
+
+
+def test_two_models_and_two_optimizers_are_one_step_a_batch(
+    gpu: FakeGPU, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
+    pairs = [fabric.setup(one, Adder(one.parameters(), gpu, 2.0)) for one in layers]
+    for x in new_loader(fabric, gpu, 3):
+        for model, optimizer in pairs:
+            train(fabric, gpu, model, optimizer, x)
+    timer.remove()
+    [step, *_] = found = steps(timer)
+    assert found == [step] * 3
+    assert (step["forward"], step["backward"], step["optimizer"]) == (6.0, 10.75, 4.0)
+    assert step["data"] == 1.0
+
+
+def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_last(
+    gpu: FakeGPU, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
+    pairs = [fabric.setup(one, Adder(one.parameters(), gpu, 2.0)) for one in layers]
+    for _ in range(3):
+        for model, optimizer in pairs:
+            train(fabric, gpu, model, optimizer, torch.ones(1, 2))
+    timer.remove()
+    # In the first batch nobody knows of the second optimizer.
+    assert [one["optimizer"] for one in steps(timer)] == [2.0, 2.0, 4.0, 4.0]
+
+
+def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallback) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    for x in timer.steps(loop.batches(3)):
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert steps(timer) == [STEP] * 3
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_evaluation_belongs_to_no_step(
+    loop: Loop, timer: PhaseTimeCallback, inside: bool
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            for x in others:
+                model(x)
+        model.train()
+
+    evaluate()  # As a sanity check.
+    for _ in range(2):
+        for count, x in enumerate(loader):
+            train(fabric, loop.gpu, model, optimizer, x)
+            if inside and count % 2:
+                evaluate()
+        evaluate()
+    timer.remove()
+    assert steps(timer) == [STEP] * 8
+
+
+def test_a_loop_that_is_left_has_its_last_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    for count, x in enumerate(new_loader(fabric, loop.gpu, 9)):
+        train(fabric, loop.gpu, model, optimizer, x)
+        if count == 2:
+            break
+    timer.remove()
+    assert len(steps(timer)) == 3
+
+
+def test_losses_are_the_same_with_the_timer_and_without() -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [timer := PhaseTimeCallback()]):
+        torch.manual_seed(0)
+        fabric = Fabric(
+            accelerator="cpu", devices=1, callbacks=[*callbacks], precision="bf16-mixed"
+        )
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+        data: Any = torch.randn(32, 8)
+        losses.append([])
+        for x in fabric.setup_dataloaders(DataLoader(data, batch_size=4)):
+            loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses[-1].append(loss.item())
+    timer.remove()
+    assert losses[0] == losses[1]
+    assert set(timer.summary().rows) >= {"data", "forward", "loss", "backward", "optimizer"}
+
+
+def test_setup_module_tells_nobody_and_that_is_said(
+    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = new_fabric(timer)
+    model = fabric.setup_module(loop.model)
+    optimizer = fabric.setup_optimizers(loop.optimizer)
+    for x in new_loader(fabric, loop.gpu, 2):
+        train(fabric, loop.gpu, model, optimizer, x)
+    assert caplog.text.count("Nothing is timed") == 1
+    timer.on_after_setup(fabric=fabric, module=model)
+    for x in new_loader(fabric, loop.gpu, 2):
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert [one["forward"] for one in steps(timer)] == [4.0, 4.0]
+
+
+def test_an_error_in_the_loop_leaves_what_remove_takes_off(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    before = hooks_of(loop.model)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+
+    def run() -> None:
+        for count, x in enumerate(new_loader(fabric, loop.gpu, 9)):
+            train(fabric, loop.gpu, model, optimizer, x)
+            if count == 2:
+                raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run()
+    timer.remove()
+    timer.remove()
+    assert hooks_of(loop.model) == before
+    assert [one["forward"] for one in steps(timer)][:2] == [4.0, 4.0]
+
+
+def test_it_can_be_pickled_and_copied_at_any_time(loop: Loop) -> None:
+    timer = PhaseTimeCallback()
+    fabric = new_fabric(timer)
+    pickle.loads(pickle.dumps(timer))
+    fabric.setup(loop.model, loop.optimizer)
+    assert not pickle.loads(pickle.dumps(timer))._models
+    assert not copy.deepcopy(timer)._session.is_attached
+    timer.remove()
+
+
+def test_a_wrong_module_name_fails_at_setup(loop: Loop) -> None:
+    fabric = new_fabric(PhaseTimeCallback(modules=["nothing"]))
+    with pytest.raises(ValueError, match="nothing"):
+        fabric.setup(loop.model, loop.optimizer)
+    with pytest.raises(ValueError, match="log_every_n_steps must be 1 or more"):
+        PhaseTimeCallback(log_every_n_steps=0)
+
+
+def test_a_model_without_updates_belongs_to_no_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+    fabric = new_fabric(timer)
+    model = fabric.setup(loop.model)
+    with torch.no_grad():
+        for x in new_loader(fabric, loop.gpu, 2):
+            model(x)
+    timer.remove()
+    assert not steps(timer)

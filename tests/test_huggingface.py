@@ -1,0 +1,625 @@
+"""The Trainer of Hugging Face's transformers, with the callback that is shipped for it."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import hooks_of
+from fake_gpu import Adder, FakeGPU, Layer, parts_of_data, steps, work
+from processes import run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class FakeNet(nn.Module):
+    """A model whose calls take a known time: 4 ms, and backward 7.75 ms."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu, self.body = gpu, Layer(gpu, 4.0, 7.75)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        out = self.body(x)
+        return {"logits": out} if labels is None else {"loss": out.sum(), "logits": out}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeNet":
+        return FakeNet(self.gpu)
+
+
+def options(tmp_path: Path, **others: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+        "max_grad_norm": 0.0,
+        "logging_nan_inf_filter": False,
+    }
+    return transformers.TrainingArguments(str(tmp_path), **{**defaults, **others})
+
+
+class Reporter(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+    """Keeps what the Trainer logs, as those of `report_to` do, before all the user's callbacks."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        self.logs.append({"at": state.global_step, **logs})
+
+
+def phases(log: dict[str, Any], prefix: str = "phase_time") -> dict[str, float]:
+    return {
+        key.removeprefix(f"{prefix}/").removesuffix("_ms"): ms
+        for key, ms in log.items()
+        if key.startswith(f"{prefix}/") and "data/" not in key
+    }
+
+
+@pytest.fixture
+def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
+    """Makes a Trainer on the fake GPU: a fetch takes 1 ms, a loss 0.5 and 0.25, an update 2."""
+
+    def collate(rows: list[Any]) -> Any:
+        gpu.work(1.0)
+        return {"x": torch.ones(1, 2), "labels": torch.ones(1, 2)}
+
+    def loss_of(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+        return work(outputs["logits"], gpu, 0.5, 0.25).sum()
+
+    def make(callbacks: list[Any], **others: Any) -> Any:
+        model = FakeNet(gpu)
+        adder = Adder(model.parameters(), gpu, 2.0)
+        adder.param_groups[0]["lr"] = 1.0
+        own = {
+            "compute_loss_func": loss_of,
+            "optimizers": (adder, None),
+            "eval_dataset": [0] * 3,
+            **{name: others.pop(name) for name in [*others] if name in OF_TRAINER},
+        }
+
+        class Waits(transformers.Trainer):  # type: ignore[misc]  # has no types
+            def log(self, *args: Any, **kwargs: Any) -> None:
+                gpu.now = max(gpu.now, gpu.free_at)  # It has just read the loss.
+                super().log(*args, **kwargs)
+
+        return Waits(
+            model,
+            options(tmp_path, **others),
+            train_dataset=[0] * 40,
+            data_collator=collate,
+            callbacks=callbacks,
+            **own,
+        )
+
+    return make
+
+
+OF_TRAINER = ("compute_loss_func", "optimizers", "eval_dataset", "trainer_class")
+
+
+@pytest.fixture
+def timer(gpu: FakeGPU) -> PhaseTimeCallback:
+    return PhaseTimeCallback(clock=gpu, warmup_steps=0, summary=False)
+
+
+STEP = {
+    "data": 1.0,
+    "forward": 4.0,
+    "loss": 0.5,
+    "backward": 8.0,
+    "optimizer": 2.0,
+    "other": 0.0,
+}
+# Accelerate's loader is one batch ahead.
+FIRST = {**STEP, "data": 2.0}
+
+
+def test_every_phase_of_every_update_is_timed(fake: Make, timer: PhaseTimeCallback) -> None:
+    fake([timer]).train()
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert timer.summary().skipped_updates == 0
+
+
+def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
+    fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
+    thrice = {**{name: 3 * ms for name, ms in STEP.items()}, "optimizer": 2.0}
+    found = steps(timer)
+    assert len(found) == 28
+    assert found[0] == {**thrice, "data": 4.0}
+    assert found[1:12] == [thrice] * 11
+    # The end of the loader was met one batch before.
+    assert found[12] == thrice | {"data": 3.0}
+    assert found[13] == STEP | {"data": 0.0}
+    assert found[14] == found[0]
+
+
+def test_the_means_stand_beside_the_loss_before_all_who_report(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    reporter = Reporter()
+    fake([reporter, timer], logging_steps=2, max_steps=5).train()
+    two, four, last = reporter.logs
+    assert [one["at"] for one in reporter.logs] == [2, 4, 5]
+    assert "loss" in two
+    mean = {**STEP, "data": 1.5, "step": 16.0}
+    assert {name: ms for name, ms in phases(two).items() if name != "host_wait"} == mean
+    mean = {**STEP, "step": 15.5}
+    assert {name: ms for name, ms in phases(four).items() if name != "host_wait"} == mean
+    assert "train_runtime" in last
+    assert phases(last)["step"] == 15.5
+
+
+@pytest.mark.parametrize("strategy", ["no", "epoch", "steps"])
+def test_whenever_the_trainer_logs_all_steps_are_in_one_mean(
+    fake: Make, timer: PhaseTimeCallback, strategy: str
+) -> None:
+    reporter = Reporter()
+    trainer = fake(
+        [timer, reporter],
+        logging_strategy=strategy,
+        logging_steps=30,
+        logging_first_step=strategy == "steps",
+        max_steps=-1,
+        num_train_epochs=2,
+    )
+    trainer.train()
+    logged = [one["at"] for one in reporter.logs if phases(one)]
+    assert logged == {"no": [80], "epoch": [40, 80], "steps": [1, 30, 60, 80]}[strategy]
+    assert all(phases(one)["forward"] == 4.0 for one in reporter.logs if phases(one))
+
+
+def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    reporter = Reporter()
+    trainer = fake(
+        [reporter, timer], eval_strategy="steps", eval_steps=2, eval_on_start=True, logging_steps=1
+    )
+    trainer.train()
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+    logs = [one for one in reporter.logs if "eval_loss" in one]
+    assert [one["at"] for one in logs] == [0, 2, 4]
+    for one in logs:
+        found = phases(one, "eval_phase_time")
+        # The loss is `other`: no backward follows it. The loader of three batches is one ahead.
+        assert {name: found[name] for name in ("data", "forward", "other")} == {
+            "data": 1.0,
+            "forward": 4.0,
+            "other": 0.5,
+        }
+        assert not phases(one)
+
+
+def test_an_evaluation_inside_a_step_belongs_to_no_step(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Evaluates(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer.evaluate()
+
+    trainer = fake([timer, Evaluates()])
+    trainer.train()
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+
+
+def test_evaluate_and_predict_alone_are_timed(fake: Make, timer: PhaseTimeCallback) -> None:
+    reporter = Reporter()
+    trainer = fake([reporter, timer], compute_loss_func=None)
+    before = hooks_of(trainer.model)
+    assert "eval_loss" in trainer.evaluate()
+    assert phases(reporter.logs[-1], "eval_phase_time")["forward"] == 4.0
+    trainer.predict([0] * 2)
+    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "test"]
+    assert hooks_of(trainer.model) == before
+
+
+def test_what_the_trainer_returns_and_keeps_has_no_phases(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    # A search for hyperparameters adds up all that `evaluate` returns.
+    trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
+    returned = [trainer.train().metrics, trainer.evaluate(), *trainer.state.log_history]
+    assert not any("phase_time" in key for one in returned for key in one)
+
+
+def test_a_run_is_the_same_with_the_timer_and_without(tmp_path: Path) -> None:
+    losses = [
+        [one["loss"] for one in new(callbacks, tmp_path / name).state.log_history if "loss" in one]
+        for name, callbacks in {"with": [PhaseTimeCallback(summary=False)], "without": []}.items()
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        vocab_size=32,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def new(callbacks: list[Any], path: Path, train: bool = True, **others: Any) -> Any:
+    rows = torch.arange(16).repeat(40, 1)
+    rows_to_evaluate = others.pop("eval_dataset", [{"input_ids": rows[0], "labels": rows[0]}] * 4)
+    resume = others.pop("resume", None)
+    own = {name: others.pop(name) for name in [*others] if name in OF_TRAINER}
+    trainer = own.pop("trainer_class", transformers.Trainer)(
+        others.pop("model", None) or gpt(),
+        options(path, **{"logging_steps": 1, **others}),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        eval_dataset=rows_to_evaluate,
+        callbacks=callbacks,
+        **own,
+    )
+    if train:
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+ALL = {"data", "forward", "loss", "backward", "optimizer", "other"}
+
+
+class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"label_smoothing_factor": 0.1},
+        {"trainer_class": OwnLoss},
+        {"gradient_checkpointing": True, "max_grad_norm": 1.0},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"bf16": True, "max_grad_norm": 1.0},
+        {"optim": "adafactor", "gradient_accumulation_steps": 2},
+        {"dataloader_num_workers": 1},
+        {"neftune_noise_alpha": 0.1},
+    ],
+    ids=str,
+)
+def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path, **others)
+    assert set(timer.summary().rows) - {"data/fetch", "data/callbacks"} == ALL
+    assert [row["step"] for row in timer.history()] == [1, 2, 3, 4]
+    for row in timer.history():
+        assert sum(row[f"{name}_ms"] for name in ALL) == pytest.approx(row["step_ms"])
+        assert all(row[f"{name}_ms"] > 0 for name in ALL)
+    assert timer.summary().skipped_updates == 0
+    assert "_loss_function" not in vars(trainer.model)
+
+
+def test_a_compiled_model_is_timed_and_not_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Transformers changes it for good.
+    torch._dynamo.reset()
+    counters: Any = torch._dynamo.utils.counters
+    counters.clear()
+    compiles: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+    new([], tmp_path, **compiles)
+    graphs = counters["stats"]["unique_graphs"]
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path, **compiles)
+    # The loss is inside the compiled code.
+    assert {"forward", "backward", "optimizer"} <= set(timer.summary().rows)
+    assert 0 < counters["stats"]["unique_graphs"] == graphs
+    assert "_loss_function" not in vars(trainer.model)
+    torch._dynamo.reset()
+
+
+def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
+    new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    new([timer], tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4)
+    assert timer.history()["step"].tolist() == [3, 4]
+
+
+def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path)
+    trainer.train()
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert (
+        sum(isinstance(one, PhaseTimeCallback) for one in trainer.callback_handler.callbacks) == 1
+    )
+    assert len(trainer.callback_handler.callbacks) == 5
+
+
+def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
+    timer, reporter = PhaseTimeCallback(summary=False), Reporter()
+    trainer = new([reporter], tmp_path, train=False)
+    trainer.add_callback(timer)
+    trainer.train()
+    assert all(phases(one) for one in reporter.logs[:4])
+    trainer.remove_callback(timer)
+    trainer.train()
+    assert not phases(reporter.logs[-1])
+    trainer.evaluate()
+    assert not phases(reporter.logs[-1], "eval_phase_time")
+
+
+def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 3:
+                raise RuntimeError("mine")
+
+    timer, model = PhaseTimeCallback(summary=False, warmup_steps=0), gpt()
+    before = hooks_of(model)
+    with pytest.raises(RuntimeError, match="mine"):
+        new([timer, Fails()], tmp_path, model=model)
+    assert hooks_of(model) == before
+    assert "_loss_function" not in vars(model)
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert timer.history()["step"].tolist() == [1, 2, 3]
+
+
+def test_after_ctrl_c_the_table_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        new([PhaseTimeCallback(warmup_steps=0), Interrupts()], tmp_path)
+    assert "Time per step in ms over 3 steps" in capsys.readouterr().out
+
+
+def test_the_table_is_shown_once_when_progress_bars_are_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Last(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            print("the last callback")
+
+    trainer = new([PhaseTimeCallback(warmup_steps=0), Last()], tmp_path, disable_tqdm=False)
+    printed = capsys.readouterr().out
+    assert printed.count("Time per step in ms") == 1
+    assert printed.index("the last callback") < printed.index("Time per step in ms")
+    trainer.train()
+    assert capsys.readouterr().out.count("Time per step in ms") == 1
+
+
+def test_two_ranks_are_compared_in_the_table_and_in_the_log() -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "hf_trainer.py"
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    printed = run(*ranks, script, "--ddp", "--steps", 24)
+    assert "DistributedDataParallel" in printed
+    assert "min - max (rank)" in printed
+    assert "\n  comm " in printed
+    for name in ("backward/comm", "data/comm", "ranks/slowest"):
+        assert f"train/phase_time/{name}" in printed
+
+
+def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    new(
+        [timer],
+        tmp_path,
+        report_to=["tensorboard"],
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=4,
+    )
+    [path] = tmp_path.glob("runs/*")
+    events = EventAccumulator(str(path))
+    events.Reload()
+    logged = {
+        name: events.Scalars(f"train/phase_time/{name}_ms")[:2] for name in (*sorted(ALL), "step")
+    }
+    assert [one.step for one in events.Scalars("train/loss")] == [2, 4]
+    assert [one.step for one in logged["step"]] == [2, 4]
+    for at in (0, 1):
+        total = sum(logged[name][at].value for name in ALL)
+        assert total == pytest.approx(logged["step"][at].value, rel=1e-4)
+    mean = timer.history()["step_ms"][:2].mean()
+    assert logged["step"][0].value == pytest.approx(mean, rel=1e-5)
+    assert events.Scalars("eval/phase_time/forward_ms")[0].step == 4
+
+
+def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
+    timer, reporter = PhaseTimeCallback(summary=False, warmup_steps=0), Reporter()
+    trainer = transformers.Trainer(
+        model_init=lambda trial: gpt(),
+        args=options(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
+        train_dataset=rows,
+        eval_dataset={"one": rows, "two": rows},
+        callbacks=[reporter, timer],
+    )
+    for _ in range(2):
+        reporter.logs.clear()
+        trainer.train()
+        for name in ("one", "two"):
+            logs = [one for one in reporter.logs if f"eval_{name}_loss" in one]
+            assert [one["at"] for one in logs] == [4, 8]
+            assert all(phases(one, f"eval_{name}_phase_time")["forward"] > 0 for one in logs)
+        assert timer.history()["step"].tolist() == [*range(1, 9)]
+
+
+def test_an_evaluation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(summary=False)
+    trainer = new([timer], tmp_path, train=False)
+    before = hooks_of(trainer.model)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.evaluate([{"input_ids": torch.arange(16)}] * 2 + [Broken()])
+    assert hooks_of(trainer.model) == before
+    trainer.train()
+    with pytest.raises(ValueError, match="mine"):
+        new([timer], tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=[Broken()] * 2)
+    assert timer.history()["step"].tolist()[:1] == [1]
+
+
+class Broken(dict[str, Any]):
+    """A row that cannot be read."""
+
+    def keys(self) -> Any:
+        raise ValueError("mine")
+
+
+def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -> None:
+    class TooLarge(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self._train_batch_size > 2 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    new(
+        [timer],
+        tmp_path,
+        trainer_class=TooLarge,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=4,
+    )
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_wrong_module_name_fails_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing"):
+        new([PhaseTimeCallback(modules=["transformer.nothing"])], tmp_path)
+
+
+def test_modules_of_the_model_are_sub_phases(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(modules=["transformer", "lm_head"], summary=False, warmup_steps=0)
+    new([timer], tmp_path)
+    assert {"forward/transformer", "backward/lm_head"} <= set(timer.summary().rows)
+
+
+def test_callbacks_can_be_pickled_and_trainers_copied(tmp_path: Path) -> None:
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path)
+    assert len(pickle.loads(pickle.dumps(timer)).history()) == 4
+    twin = copy.deepcopy(trainer)
+    twin.train()
+    [own] = [one for one in twin.callback_handler.callbacks if isinstance(one, PhaseTimeCallback)]
+    assert own is not timer
+    assert len(own.history()) == 4
+    assert len(timer.history()) == 4
+
+
+def test_a_model_that_is_copied_or_pickled_while_it_is_timed_has_its_own_loss(
+    tmp_path: Path,
+) -> None:
+    found: list[Any] = []
+
+    class Copies(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            found.append(copy.deepcopy(model))
+            found.append(pickle.loads(pickle.dumps(model)))
+
+    trainer = new([PhaseTimeCallback(summary=False), Copies()], tmp_path, max_steps=1)
+    for one in found:
+        assert one.loss_function is trainer.model.loss_function
+
+
+def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
+    trainer = new([PhaseTimeCallback(summary=False)], tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        reference = weakref.ref(trainer)
+        del trainer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_callback_outside_of_a_trainer_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timer = PhaseTimeCallback()
+    arguments, state = options(tmp_path), transformers.TrainerState()
+    timer.on_train_begin(arguments, state, transformers.TrainerControl(), model=nn.Linear(1, 1))
+    timer.on_step_begin(arguments, state, transformers.TrainerControl())
+    timer.on_train_end(arguments, state, transformers.TrainerControl())
+    assert "was not found" in caplog.text
+
+
+def test_parts_of_data_are_fetches_and_callbacks(
+    fake: Make, gpu: FakeGPU, timer: PhaseTimeCallback
+) -> None:
+    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.25)
+
+        on_save = on_step_end
+
+    fake([Works(), timer], max_steps=3).train()
+    part = {"data": 1.25, "data/fetch": 1.0, "data/callbacks": 0.25}
+    assert parts_of_data(timer) == [{"data": 2.0, "data/fetch": 2.0}, part, part]
+
+
+def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
+    one, two = (PhaseTimeCallback(prefix=name, summary=False, warmup_steps=0) for name in "ab")
+    reporter = Reporter()
+    trainer = new([reporter, one, two], tmp_path)
+    assert set(one.summary().rows) == set(two.summary().rows) >= ALL
+    assert phases(reporter.logs[0], "a")
+    assert phases(reporter.logs[0], "b")
+    assert "_loss_function" not in vars(trainer.model)
+
+
+def test_without_transformers_the_extra_is_named_and_lightning_is_not_imported() -> None:
+    assert "[huggingface]" in run(
+        "-c",
+        "import sys; sys.modules['transformers'] = None\n"
+        "try: import lightning_gputime.huggingface\n"
+        "except ImportError as error: print(error)",
+    )
+    imported = "import sys, lightning_gputime.huggingface; print('lightning' in sys.modules)"
+    assert run("-c", imported).strip() == "False"
+
+
+def test_a_bad_option_fails_at_once() -> None:
+    with pytest.raises(ValueError, match="lag must be 0 or more"):
+        PhaseTimeCallback(lag=-1)
+    with pytest.raises(TypeError, match="summary must be True or False"):
+        PhaseTimeCallback(summary="yes")  # type: ignore[arg-type]  # on purpose
