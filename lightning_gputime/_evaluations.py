@@ -44,12 +44,14 @@ class Evaluations:
             _lightning.mean_log_of(trainer, prefix, sys.maxsize, keep),
             lag=self._options.lag,
             number=number,
+            # A number is of the batches of training.
+            items=self._options.items if callable(self._options.items) else None,
         )
 
-    def batch_begins(self) -> None:
+    def batch_begins(self, batch: object) -> None:
         """Says that a batch is there."""
         if self._now is not None:
-            self._now.batch_begins()
+            self._now.batch_begins(batch)
 
     def batch_ends(self) -> None:
         """Says that the step of a batch is over."""
@@ -67,3 +69,42 @@ class Evaluations:
         if self._now is not None:
             self._now.abort()
             self._now = None
+
+
+class EvaluationHooks:
+    """The hooks of a callback in which its trainer evaluates, but for validation inside a fit."""
+
+    _evaluations: Evaluations
+
+    @_lightning.never_raises
+    def on_test_start(self, *args: Any) -> None:
+        self._evaluations.start("test", *args)
+
+    @_lightning.never_raises
+    def on_predict_start(self, *args: Any) -> None:
+        self._evaluations.start("predict", *args)
+
+    @_lightning.never_raises
+    def on_validation_batch_start(
+        self,
+        trainer: _lightning.Trainer,
+        pl_module: _lightning.Module,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._evaluations.batch_begins(batch)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    @_lightning.never_raises
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._evaluations.batch_ends()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @_lightning.never_raises
+    def on_test_end(self, *_: Any, **__: Any) -> None:
+        self._evaluations.end()
+
+    on_predict_end = on_test_end

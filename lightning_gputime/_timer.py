@@ -140,7 +140,7 @@ class Timer:
         Raises:
             ValueError: If no key can be made of the name.
         """
-        return self._session.phase(name)
+        return NamedPhase(name, self._session.recorders)
 
     def paused(self) -> Paused:
         """Returns a context manager: the time of its code belongs to no step.
@@ -154,7 +154,7 @@ class Timer:
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        return self._session.paused()
+        return Paused(self._session.recorders)
 
     @property
     def last(self) -> StepTimes | None:

@@ -10,10 +10,10 @@ import torch
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations
+from lightning_gputime._evaluations import EvaluationHooks, Evaluations
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._options import FlopsOption, ItemsOption, Options, SyncRanks, check_bools
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
@@ -22,7 +22,7 @@ from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._timer import Timer
 
 
-class GPUPhaseTimer(Timer, pl.Callback):
+class GPUPhaseTimer(Timer, EvaluationHooks, pl.Callback):
     """Logs how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and the optimizers,
@@ -73,6 +73,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
+        items: What a batch holds: a function of the batch, or the number of items in each; by
+            default the first dimension of the batch's first tensor, if its tensors agree in it.
+        flops: FLOPs of forward and backward: "count" for those of the model, counted once on a copy
+            without memory; or those of an item, as one number or as two (forward, backward); or a
+            function of the batch that returns those of the batch.
+        measure_peak: Whether to measure what the device reaches in a large matmul: once, after the
+            first step.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
         log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
@@ -105,6 +112,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        items: ItemsOption = None,
+        flops: FlopsOption = None,
+        measure_peak: bool = False,
         log_figure: bool = False,
         save: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
@@ -122,6 +132,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                items=items,
+                flops=flops,
+                measure_peak=measure_peak,
                 clock=clock,
             )
         )
@@ -173,9 +186,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.epoch_begins()
 
     @_lightning.never_raises
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._fit is not None:
-            self._fit.batch_begins()
+            self._fit.batch_begins(batch)
 
     @_lightning.never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -215,32 +230,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.end()
         if self._fit is not None:
             self._fit.evaluation_ends()
-
-    @_lightning.never_raises
-    def on_test_start(self, *args: Any) -> None:
-        self._evaluations.start("test", *args)
-
-    @_lightning.never_raises
-    def on_predict_start(self, *args: Any) -> None:
-        self._evaluations.start("predict", *args)
-
-    @_lightning.never_raises
-    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_begins()
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    @_lightning.never_raises
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_ends()
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @_lightning.never_raises
-    def on_test_end(self, *_: Any, **__: Any) -> None:
-        self._evaluations.end()
-
-    on_predict_end = on_test_end
 
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

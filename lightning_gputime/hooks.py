@@ -11,7 +11,14 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop, check_model, check_optimizers
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options, SyncRanks, check_bools, check_int
+from lightning_gputime._options import (
+    FlopsOption,
+    ItemsOption,
+    Options,
+    SyncRanks,
+    check_bools,
+    check_int,
+)
 from lightning_gputime._record.clock import Clock, check_device, clock_for, device_of
 from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._results.slow import SlowStep
@@ -60,6 +67,13 @@ class GPUPhaseHooks(Timer):
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
+        items: What a batch holds: a function of the batch, or the number of items in each; by
+            default the first dimension of the batch's first tensor, if its tensors agree in it.
+        flops: FLOPs of forward and backward: "count" for those of the model, counted once on a copy
+            without memory; or those of an item, as one number or as two (forward, backward); or a
+            function of the batch that returns those of the batch.
+        measure_peak: Whether to measure what the device reaches in a large matmul: once, after the
+            first step.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
         wrap_backward: Whether to stand in for what runs torch's autograd engine. Without it, say
@@ -105,6 +119,9 @@ class GPUPhaseHooks(Timer):
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        items: ItemsOption = None,
+        flops: FlopsOption = None,
+        measure_peak: bool = False,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -121,6 +138,9 @@ class GPUPhaseHooks(Timer):
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                items=items,
+                flops=flops,
+                measure_peak=measure_peak,
                 clock=clock,
             )
         )
@@ -210,6 +230,7 @@ class GPUPhaseHooks(Timer):
         self._know_batch(iterable)
         for item in iterable:
             self._session.batch_begins()
+            self._session.takes(item)
             self._body = body = self._step, self._micro_batches
             try:
                 yield item

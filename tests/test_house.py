@@ -19,7 +19,7 @@ FLOORS = [
     {"_record"},
     {"_options"},
     {"_boundaries", "_results"},
-    {"_causes"},
+    {"_causes", "_work"},
     {"_run", "_runs"},
     {"_actions", "_lightning", "_timer"},
     {"_books", "_evaluations", "_fit", "_reports"},

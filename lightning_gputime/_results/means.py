@@ -10,6 +10,7 @@ from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import SlowWindow
 from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.work import Yardstick
 
 # The parts of `data/callbacks` are not logged.
 _ONE_CALLBACK = f"{CALLBACKS}/"
@@ -51,6 +52,8 @@ class MeanLog:
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
+        self.yardstick = Yardstick()
+        """What the work of the steps is held against."""
         self.slow = SlowWindow()
         """The slow steps, which are logged with their window."""
 
@@ -117,6 +120,7 @@ class MeanLog:
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             means |= self.slow.means(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
+            values |= self.yardstick.metrics(sums.work)
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

@@ -19,6 +19,7 @@ from lightning_gputime._results.slow import SlowLog, SlowStep, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
+from lightning_gputime._results.work import Yardstick
 
 
 class Results:
@@ -55,6 +56,8 @@ class Results:
         """The newest step that was probed, its work alone."""
         self.books: Books | None = None
         """The ledger of a fit, where a trainer tells it."""
+        self.yardstick = Yardstick()
+        """What the work of the steps is held against."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -138,17 +141,21 @@ class Results:
         measured = newest[max(self._warmup_steps - forgotten, 0) :]
         times = columns.history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
+        tflops = sums.work.tflops(self.yardstick.parts)
+        rows = {
+            name: _stats(
+                sums.phases[name],
+                times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
+                step_ms,
+                busy.phases.get(name),
+                tflops.get(name),
+            )
+            for name in in_order(list(sums.phases))
+        }
+        step = _stats(sums.step, times["step_ms"], step_ms, busy.step)
         return PhaseSummary(
-            rows={
-                name: _stats(
-                    sums.phases[name],
-                    times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
-                    step_ms,
-                    busy.phases.get(name),
-                )
-                for name in in_order(list(sums.phases))
-            },
-            step=_stats(sums.step, times["step_ms"], step_ms, busy.step),
+            rows=rows,
+            step=step,
             steps=steps,
             warmup_steps=min(seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
@@ -160,6 +167,7 @@ class Results:
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
             slow=slow.summary(steps, step_ms),
+            work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),
             ledger=self.books.ledger() if self.books is not None else None,
         )
 
@@ -170,12 +178,17 @@ class Results:
         if self.sums.step.n or not newest:
             return self.summary()
         warmup = Results(len(newest), 0, self.on_host_clock)
+        warmup.yardstick = self.yardstick
         warmup.add(newest)
         return replace(warmup.summary(), is_warmup=True)
 
 
 def _stats(
-    total: PhaseSum, newest_ms: npt.ArrayLike, step_ms: float, busy: PhaseSum | None = None
+    total: PhaseSum,
+    newest_ms: npt.ArrayLike,
+    step_ms: float,
+    busy: PhaseSum | None = None,
+    tflops: float | None = None,
 ) -> PhaseStats:
     ran_ms = np.asarray(newest_ms)
     ran_ms = ran_ms[~np.isnan(ran_ms)]
@@ -189,4 +202,5 @@ def _stats(
         share=total.device_ms / step_ms if step_ms else math.nan,
         host_mean_ms=total.host_ms / total.n if total.n else math.nan,
         busy_mean_ms=busy.device_ms / busy.n if busy is not None and busy.n else None,
+        tflops=tflops,
     )

@@ -17,6 +17,8 @@ class PhaseStats:
         host_mean_ms: Mean host time a step between the same marks (in milliseconds).
         busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
             which the device waited for launches (in milliseconds). None if none was probed.
+        tflops: What its FLOPs are in a second (in TFLOP/s), with those of what is computed again.
+            None where they are not known.
     """
 
     n: int
@@ -27,3 +29,4 @@ class PhaseStats:
     share: float
     host_mean_ms: float
     busy_mean_ms: float | None = None
+    tflops: float | None = None

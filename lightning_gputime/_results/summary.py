@@ -19,6 +19,7 @@ from lightning_gputime._results.verdict import (
     pace,
     wait_sentence,
 )
+from lightning_gputime._results.work import WorkSummary
 
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
@@ -47,6 +48,7 @@ class PhaseSummary:
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
         ledger: Where the whole of a fit went, where a trainer tells it.
+        work: Work per second, and what it is of the GPU's peak.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -64,6 +66,17 @@ class PhaseSummary:
     hint: str = ""
     slow: SlowSummary | None = None
     ledger: Ledger | None = None
+    work: WorkSummary | None = None
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Items in a second; None where they are not known."""
+        return self.work.items_per_s if self.work is not None else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the peak that the model's FLOPs are, from 0 to 1; None if not known."""
+        return self.work.mfu if self.work is not None else None
 
     @property
     def verdict(self) -> str:
@@ -155,6 +168,7 @@ class PhaseSummary:
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
+                *(self.work.sentences if self.work is not None else ()),
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,

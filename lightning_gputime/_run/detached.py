@@ -1,6 +1,8 @@
 """The time in which a timer is not attached."""
 
-from lightning_gputime._boundaries.named import NamedPhase, Paused
+from collections.abc import Sequence
+
+from lightning_gputime._record.recorder import Recorder
 
 
 class Detached:
@@ -18,6 +20,7 @@ class Detached:
     has_updated = False
     ran_update = False
     sees_updates = False
+    recorders: Sequence[Recorder] = ()
 
     def loads(self, loader: object, in_data: bool) -> None: ...
 
@@ -33,6 +36,8 @@ class Detached:
     def part_began(self, label: str) -> None: ...
 
     def batch_begins(self) -> None: ...
+
+    def takes(self, batch: object) -> None: ...
 
     def update_begins(self) -> None: ...
 
@@ -61,14 +66,6 @@ class Detached:
     def flush(self) -> None: ...
 
     def drain(self) -> None: ...
-
-    def phase(self, name: str) -> NamedPhase:
-        """Returns a context manager that does nothing."""
-        return NamedPhase(name, [])
-
-    def paused(self) -> Paused:
-        """Returns a context manager that does nothing."""
-        return Paused([])
 
 
 NEVER_ATTACHED, REMOVED = Detached(False), Detached(True)

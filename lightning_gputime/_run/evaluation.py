@@ -1,5 +1,7 @@
 """Timing of the steps of an evaluation loop: `data`, `forward`, `other`."""
 
+from typing import Any
+
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._phases import OTHER
@@ -7,6 +9,7 @@ from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._work.items import Items
 
 
 class Evaluation:
@@ -18,11 +21,15 @@ class Evaluation:
         means: Log the steps; nothing must be due before the end.
         lag: How many ended steps the device may still be at work on.
         number: The number that the means are logged under.
+        items: A function that tells the items of a batch, if there is one.
     """
 
-    def __init__(self, clock: Clock, loop: Loop, means: MeanLog, *, lag: int, number: int) -> None:
+    def __init__(
+        self, clock: Clock, loop: Loop, means: MeanLog, *, lag: int, number: int, items: Any = None
+    ) -> None:
         self._number = number
         self._means = means
+        self._items = Items(items)
         self._recorder = Recorder(clock, lag=lag, emit=means.add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
@@ -30,10 +37,11 @@ class Evaluation:
         self._boundaries = Boundaries(self._recorder, loop)
         self._recorder.begin()
 
-    def batch_begins(self) -> None:
+    def batch_begins(self, batch: object) -> None:
         """Says that the batch is there: its fetch is over."""
         self._batch.is_open = True
         self._recorder.mark(OTHER)
+        self._recorder.load = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
         """Says that the step of this batch is over."""

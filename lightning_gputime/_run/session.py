@@ -1,12 +1,12 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections.abc import Callable, Sequence
-from threading import Thread, current_thread, get_ident
+from threading import get_ident
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
+from lightning_gputime._boundaries.named import deactivate
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
@@ -30,8 +30,10 @@ from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.runner import Runner
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
+from lightning_gputime._work.work import Work
 
 
 class Session:
@@ -78,19 +80,24 @@ class Session:
             batch=self._delivery.batch,
             annotate=Annotator() if options.annotate else None,
         )
+        self.recorders = [self._recorder]
+        """Those that phases named by hand, and pauses by hand, go to."""
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._is_plain = schedule.is_plain
         self.thread = -1
         """The thread that is timed; -1 before the first step."""
-        # The same, to ask whether it still lives: while it does, no other thread may read.
-        self._runner: Thread | None = None
+        self._runner = Runner()
         # The number of the last step that ended.
         self._newest: int | None = None
         self._tried_update = False
         self.is_attached = self.was_attached = True
         """Whether the hooks are on, and whether they ever were."""
-        self._boundaries = Boundaries(self._recorder, loop)
+        self._work = Work(options, loop, self._recorder)
+        self.takes = self._work.takes
+        """Says what the batch is, when it has begun."""
+        results.yardstick = means.yardstick = self._work.yardstick
+        self._boundaries = Boundaries(self._recorder, loop, self._work.note)
         self._checkup = Checkup(results, self._boundaries, self._recorder)
         self._delivery.look = self._checkup.look
         self._comparison.boundaries = self._boundaries
@@ -110,9 +117,10 @@ class Session:
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
-        self.thread, self._runner = get_ident(), current_thread()
+        self.thread = self._runner.begins_here()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
+        self._work.forget()
         self._inquiry.loop_begins()
         self._selection.begin()
 
@@ -159,6 +167,7 @@ class Session:
 
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
+        self._work.batch_ends()
         self._recorder.mark(DATA)
 
     def end_step(self, number: int) -> None:
@@ -169,6 +178,7 @@ class Session:
         self._tried_update = False
         self._inquiry.step_ends()
         recorder = self._recorder
+        recorder.load = self._work.seal()
         if self._is_plain:
             reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
@@ -177,10 +187,11 @@ class Session:
             return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None:
-            # The exchange is no part of the step that has begun.
+        if self._comparison.owed is not None or self._work.is_due:
+            # None of it is part of the step that has begun.
             recorder.pause()
             self._comparison.pay()
+            self._work.measure()
             recorder.resume()
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
@@ -194,6 +205,7 @@ class Session:
         """
         if get_ident() != self.thread:
             return False
+        self._recorder.load = self._work.seal()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
             has_ended = self._recorder.end_at(last, number)
@@ -230,7 +242,7 @@ class Session:
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
-        if not self._may_read():
+        if not self._runner.lets_read(self.thread):
             self._recorder.rest()  # The loop goes on beside this thread, without marks.
         self._recorder.flush()
         # Before `remove`, which tells the other ranks that this one leaves.
@@ -274,26 +286,12 @@ class Session:
 
     # What a user asks
 
-    def phase(self, name: str) -> NamedPhase:
-        """Returns the context manager of a phase that is named by hand."""
-        return NamedPhase(name, [self._recorder])
-
-    def paused(self) -> Paused:
-        """Returns the context manager of a pause by hand."""
-        return Paused([self._recorder])
-
     def flush(self) -> None:
         """Waits for the steps that have ended, and reads them; not beside the thread that runs."""
-        if self._may_read():
+        if self._runner.lets_read(self.thread):
             self._recorder.flush()
 
     def drain(self) -> None:
         """Reads what the device has finished, without a wait; not beside the thread that runs."""
-        if self._may_read():
+        if self._runner.lets_read(self.thread):
             self._recorder.drain()
-
-    def _may_read(self) -> bool:
-        """Tells whether steps can be read here: else two threads would, in no order."""
-        if get_ident() == self.thread:
-            return True
-        return self._runner is None or not self._runner.is_alive()
