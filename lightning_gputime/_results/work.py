@@ -1,141 +1,13 @@
 """Work per second: items, FLOPs, and what they are of what the GPU could do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
 
-from lightning_gputime._phases import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    TRAINING_STEP,
-    is_wait,
-)
+from lightning_gputime._results.loads import WorkSums
+from lightning_gputime._results.lost import in_points, waterfall
 from lightning_gputime._results.stats import PhaseStats
 
 Rows = Mapping[str, PhaseStats]
-
-KERNELS = "kernels below the peak"
-GAPS = "launch gaps"
-COMMUNICATION = "communication"
-OTHERS = "other"
-
-# What the model's FLOPs are computed in.
-_COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
-
-
-class WorkSums:
-    """Sums of the work of steps, over those of which it is known.
-
-    Attributes:
-        items: Items.
-        items_ms: The time of the steps whose items are known (in milliseconds).
-        model_flops: FLOPs of the model, without what was computed again.
-        flops_ms: The time of the steps whose FLOPs are known (in milliseconds).
-        ran: For each FLOPs by phase, in the order of a load, see `StepRecord`.
-        phase_ms: The time of each part of forward and backward in these steps (in milliseconds).
-    """
-
-    __slots__ = ("flops_ms", "items", "items_ms", "model_flops", "phase_ms", "ran")
-
-    def __init__(self) -> None:
-        self.items = self.items_ms = self.model_flops = self.flops_ms = 0.0
-        self.ran: list[float] = []
-        self.phase_ms: dict[str, float] = {}
-
-    def add(
-        self,
-        loads: Sequence[tuple[float, ...]],
-        each_ms: Sequence[float],
-        phases_ms: Mapping[str, Sequence[float]],
-    ) -> None:
-        """Adds steps.
-
-        Args:
-            loads: What each has worked on, see `StepRecord`.
-            each_ms: The time of each (in milliseconds).
-            phases_ms: That of each phase.
-        """
-        if not all(loads):
-            # Such as steps of tests, and of a metric: nobody has told what they worked on.
-            told = [i for i, load in enumerate(loads) if load]
-            each_ms = [each_ms[i] for i in told]
-            phases_ms = {name: [ms[i] for i in told] for name, ms in phases_ms.items()}
-            loads = [loads[i] for i in told]
-        if not loads:
-            return
-        items = [load[0] for load in loads]
-        all_items = sum(items)
-        if all_items == all_items:
-            self.items += all_items
-            self.items_ms += sum(each_ms)
-        else:
-            known = [i for i, n in enumerate(items) if n == n]
-            self.items += sum([items[i] for i in known])
-            self.items_ms += sum([each_ms[i] for i in known])
-        if len(loads[-1]) > 1:
-            self._add_flops(loads, each_ms, phases_ms)
-
-    def _add_flops(
-        self,
-        loads: Sequence[tuple[float, ...]],
-        each_ms: Sequence[float],
-        phases_ms: Mapping[str, Sequence[float]],
-    ) -> None:
-        known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
-        if not known:
-            return
-        self.model_flops += sum([loads[i][1] for i in known])
-        self.flops_ms += sum([each_ms[i] for i in known])
-        self._add_ran([sum(of) for of in zip(*(loads[i][2:] for i in known), strict=True)])
-        for name, ms in phases_ms.items():
-            if name.partition("/")[0] in _COMPUTE:
-                took_ms = self.phase_ms.get(name, 0.0) + sum([ms[i] for i in known])
-                self.phase_ms[name] = took_ms
-
-    def _add_ran(self, ran: Sequence[float]) -> None:
-        self.ran = [a + b for a, b in zip(self.ran or [0.0] * len(ran), ran, strict=True)]
-
-    def merge(self, other: "WorkSums") -> None:
-        """Adds the sums over other steps."""
-        self.items += other.items
-        self.items_ms += other.items_ms
-        if other.flops_ms:
-            self.model_flops += other.model_flops
-            self.flops_ms += other.flops_ms
-            self._add_ran(other.ran)
-            for name, ms in other.phase_ms.items():
-                self.phase_ms[name] = self.phase_ms.get(name, 0.0) + ms
-
-    @property
-    def items_per_s(self) -> float | None:
-        """Items in a second; None if they are not known."""
-        return 1e3 * self.items / self.items_ms if self.items_ms else None
-
-    def tflops(self, parts: Sequence[str]) -> dict[str, float]:
-        """Returns what each phase reaches in TFLOP/s, with what it computes again.
-
-        Args:
-            parts: The names of the modules that are timed apart, in the order of the load.
-        """
-        if not self.ran:
-            return {}
-        tops = {FORWARD: self.ran[0], BACKWARD: self.ran[1]}
-        of_parts = {
-            (top, part): self.ran[2 + 2 * i + j]
-            for i, part in enumerate(parts)
-            for j, top in enumerate(tops)
-        }
-        found = {}
-        for name, ms in self.phase_ms.items():
-            top, _, part = name.partition("/")
-            flops = (
-                of_parts.get((top, part.rpartition("/")[2]), nan) if part else tops.get(top, nan)
-            )
-            if ms > 0 and flops == flops:
-                found[name] = flops / ms / 1e9
-        return found
 
 
 @dataclass(slots=True)
@@ -181,13 +53,13 @@ class Yardstick:
             probed: Whether some of its steps were probed.
         """
         metrics = self.metrics(sums)
-        mfu = metrics.get("mfu")
+        mfu, ran = metrics.get("mfu"), sum(sums.ran[:2])
         return WorkSummary(
             items_per_s=sums.items_per_s,
             items_by=self.items_by,
             tflops=sums.model_flops / sums.flops_ms / 1e9 if sums.flops_ms else None,
             mfu=mfu,
-            hfu=metrics.get("hfu", mfu if sums.ran[:2] == sums.ran[:2] else None),
+            hfu=metrics.get("hfu", mfu if ran == ran else None),
             precision=self.precision,
             peak_tflops=self.peak_tflops,
             matmul_tflops=self.matmul_tflops,
@@ -261,51 +133,8 @@ class WorkSummary:
         return f"MFU {mfu} %; lost: {', '.join(parts)}"
 
 
-def waterfall(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]:
-    """Returns what the rest of the peak is lost to; with `mfu` it adds up to 1.
-
-    Args:
-        mfu: The part of the peak that the model's FLOPs are.
-        rows: The phases, some of whose steps were probed.
-        step: The steps.
-    """
-    whole_ms = step.n * step.mean_ms
-    lost = dict.fromkeys((GAPS, DATA, COMMUNICATION, OPTIMIZER, OTHERS), 0.0)
-    waits = dict.fromkeys(rows, 0.0)
-    for name, row in rows.items():
-        if is_wait(name):
-            lost[COMMUNICATION] += row.n * row.mean_ms
-            waits[name.partition("/")[0]] = row.n * row.mean_ms
-    for name, row in rows.items():
-        if "/" in name:
-            continue
-        own_ms = row.n * row.mean_ms - waits[name]
-        if name == DATA:
-            lost[DATA] += own_ms
-            continue
-        # What a probe has not seen is taken for work.
-        busy_ms = own_ms if row.busy_mean_ms is None else row.n * row.busy_mean_ms
-        lost[GAPS] += own_ms - busy_ms
-        if name not in _COMPUTE:
-            lost[OPTIMIZER if name == OPTIMIZER else OTHERS] += busy_ms
-    # Below zero only by chance: the probed steps are others.
-    shares = {name: max(ms / whole_ms, 0.0) for name, ms in lost.items()}
-    return {KERNELS: 1.0 - mfu - sum(shares.values()), **shares}
-
-
-def in_points(shares: Mapping[str, float]) -> dict[str, int]:
-    """Returns shares that add up to 1 as whole percents that add up to 100."""
-    floors = {name: int(100 * share // 1) for name, share in shares.items()}
-    rest = {name: 100 * share - floors[name] for name, share in shares.items()}
-    # The largest remainders are rounded up.
-    up = sorted(rest, key=lambda name: -rest[name])[: round(sum(rest.values()))]
-    return {name: n + (name in up) for name, n in floors.items()}
-
-
 def _percent(share: float) -> str:
-    return (
-        f"{100 * share:.{0 if share >= 0.1 else 2}g} %" if share < 0.1 else f"{100 * share:.0f} %"
-    )
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _amount(value: float) -> str:

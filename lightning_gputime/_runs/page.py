@@ -34,11 +34,16 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
 
     highest = charts.highest_ms(runs)
     plots = [charts.phases_over_steps(run, highest) for run in runs if len(run.history)]
-    script, [*divs] = lib.embed.components([*plots, charts.distribution(runs)], wrap_script=True)
+    falls = [charts.waterfall(run) for run in runs if _has_waterfall(run)]
+    script, [*divs] = lib.embed.components(
+        [*plots, *falls, charts.distribution(runs)], wrap_script=True
+    )
     chart_of = iter(divs)
     views = [
         {**_view(run), "chart": Markup(next(chart_of)) if len(run.history) else ""} for run in runs
     ]
+    for run, view in zip(runs, views, strict=True):
+        view["work"] = _work(run) + (Markup(next(chart_of)) if _has_waterfall(run) else "")
     verdict, sentences = _verdict(runs, comparison)
     resources = lib.resources.Resources(mode="inline", components=["bokeh"])
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
@@ -64,6 +69,19 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
     took = f"a step takes {step.mean_ms:.3g} ms" if run.summary.steps else "no step was timed"
     ledger = run.ledger.sentence if run.ledger is not None else ""
     return run.summary.verdict or took, [one for one in (ledger,) if one]
+
+
+def _has_waterfall(run: Run) -> bool:
+    work = run.summary.work
+    return work is not None and work.mfu is not None and bool(work.lost)
+
+
+def _work(run: Run) -> Any:
+    """Returns a paragraph for each sentence on the work per second."""
+    from markupsafe import Markup
+
+    sentences = run.summary.work.sentences if run.summary.work is not None else []
+    return Markup("").join(Markup("<p>{}</p>").format(one) for one in sentences)
 
 
 def _view(run: Run) -> dict[str, Any]:
@@ -157,7 +175,8 @@ def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     names = list(dict.fromkeys(name for one in evaluations for name in one))
     body = [
         tuple(
-            _ms(one.get(name)) if name.endswith("_ms") else str(one.get(name, "")) for name in names
+            _ms(one.get(name)) if name.endswith(("_ms", "_per_s")) else str(one.get(name, ""))
+            for name in names
         )
         for one in evaluations[-_SLOWEST:]
     ]

@@ -23,20 +23,17 @@ _HOPPER_NVL = {"bf16": 835.5, "fp16": 835.5, "tf32": 417.7, "fp32": 60.0, "fp8":
 _CDNA3 = {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4, "fp8": 2614.9}
 _A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}
 
-# By the words of the name that torch gives; of two that fit, the one that stands first.
+# By the name that torch gives, without the maker, and without what stands behind it of the memory.
 _PEAKS = {
     "H200 NVL": _HOPPER_NVL,
     "H200": _HOPPER,
     "GH200": _HOPPER,
     "H100 NVL": _HOPPER_NVL,
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "tf32": 378.0, "fp32": 51.0, "fp8": 1513.0},
-    "H100 80GB HBM3": _HOPPER,
+    "H100": _HOPPER,
     "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0, "fp8": 5000.0},
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp8": 4500.0},
     "A100": _A100,
-    "A100-SXM4-40GB": _A100,
-    "A100-SXM4-80GB": _A100,
-    "A100-PCIE-40GB": _A100,
     "A30": {"bf16": 165.0, "fp16": 165.0, "tf32": 82.0, "fp32": 10.3},
     "A10": {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2},
     "A40": {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4},
@@ -53,6 +50,9 @@ _PEAKS = {
     "MI325X": _CDNA3,
     "MI210": {"bf16": 181.0, "fp16": 181.0, "fp32": 22.6},
 }
+
+_MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
+_MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 
 _SHORT = {
     torch.bfloat16: "bf16",
@@ -94,13 +94,16 @@ def precision_of(device: torch.device, parameter: torch.dtype) -> Precision:
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of a GPU by its name, in TFLOP/s; None if it is not known."""
-    # A part of a GPU has a part of its peak.
-    if "MIG" in device_name:
-        return None
-    for name, peaks in _PEAKS.items():
-        if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", device_name):
-            return peaks.get(precision)
-    return None
+    # What has more words is another one: a laptop's, a "Ti", a part of a GPU (MIG).
+    name = _MAKER.sub("", _MEMORY.sub("", device_name))
+    return _PEAKS.get(name, {}).get(precision)
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a device, as torch gives it."""
+    if device.type == "cpu":
+        return "a CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def _allows_tf32() -> bool:

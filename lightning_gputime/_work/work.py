@@ -18,7 +18,7 @@ from lightning_gputime._work.calls import Call, Key, call_of, elements, key_of
 from lightning_gputime._work.flops import Count, Flops, UncountableError, count
 from lightning_gputime._work.items import Items, number
 from lightning_gputime._work.matmul import matmul_tflops
-from lightning_gputime._work.peaks import peak_tflops, precision_of
+from lightning_gputime._work.peaks import device_name, peak_tflops, precision_of
 
 MOST_SHAPES = 8
 """Calls of so many shapes are counted, each once; others are scaled by their elements."""
@@ -45,7 +45,8 @@ class Work:
         self._parts = loop.submodules if self._counts else {}
         self.yardstick = Yardstick(items_by=self._items.told_by, parts=tuple(self._parts))
         """What the work is held against."""
-        self._measures_peak = options.measure_peak and options.flops is not None
+        self._measures_peak = options.measure_peak
+        self._has_looked = False
         self.is_due = False
         """Whether `measure` must be called before the next step begins."""
         self.note: Callable[..., None] | None = None if options.flops is None else self._note
@@ -185,14 +186,13 @@ class Work:
 
     def _hold_against(self) -> None:
         yardstick = self.yardstick
-        if yardstick.peak_tflops is not None or self._device.type == "cpu" or yardstick.note:
-            if self._device.type == "cpu" and not yardstick.note:
-                yardstick.note = "no peak is known of a CPU: there is no MFU"
-            return
-        name = torch.get_device_module(self._device).get_device_name(self._device)
-        yardstick.peak_tflops = peak_tflops(name, yardstick.precision)
-        if yardstick.peak_tflops is None:
-            yardstick.note = f"no {yardstick.precision} peak is known of {name}: there is no MFU"
+        if yardstick.peak_tflops is None and not self._has_looked:
+            self._has_looked = True
+            name = device_name(self._device)
+            yardstick.peak_tflops = peak_tflops(name, yardstick.precision)
+            if yardstick.peak_tflops is None:
+                what = f"{yardstick.precision} peak is known of {name}"
+                yardstick.note = yardstick.note or f"no {what}: there is no MFU"
         if self._measures_peak:
             self._measures_peak = False
             try:
@@ -219,8 +219,7 @@ class Work:
         if message not in self._told:
             self._told.add(message)
             messages.warning("%s.", message)
-            if not self.yardstick.note and "scaled" not in message:
-                self.yardstick.note = message
+            self.yardstick.note = message
 
 
 def _sum(flops: Sequence[Flops]) -> Flops:
