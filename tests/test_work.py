@@ -1,5 +1,6 @@
 import logging
 import random
+import threading
 from collections import UserDict, namedtuple
 from typing import Any
 
@@ -219,7 +220,12 @@ def test_a_function_that_tells_no_number_is_told_of_once_and_asked_no_more(
     loop: Loop, caplog: pytest.LogCaptureFixture, returned: Any, why: str
 ) -> None:
     asked = []
-    timer = train(loop, loop.batches(3), items=lambda batch: asked.append(1) or returned)
+
+    def items(batch: Tensor) -> Any:
+        asked.append(1)
+        return returned
+
+    timer = train(loop, loop.batches(3), items=items)
     assert caplog.text.count(why) == 1
     assert len(asked) == 1
     assert timer.summary().items_per_s is None
@@ -350,8 +356,9 @@ def test_mfu_is_held_against_the_peak_and_logged(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 4, gpu, logger=logger, log_every_n_steps=2)
     rate = 2 * LINEAR / 6e-3 / 1e12
     assert timer.summary().mfu == pytest.approx(rate / 1e-6)
-    assert timer.summary().work is not None
-    assert timer.summary().work.hfu == timer.summary().mfu
+    work = timer.summary().work
+    assert work is not None
+    assert work.hfu == work.mfu
     [_, (_, metrics)] = logger.calls
     assert metrics["phase_time/mfu"] == pytest.approx(rate / 1e-6)
     assert metrics["phase_time/forward_tflops"] == LINEAR / 2e-3 / 1e12
@@ -450,6 +457,24 @@ def test_a_gpt_is_counted_to_the_formula_compiled_or_not(gpu: FakeGPU, compiled:
     assert loads(timer)[-1] == (4, model, model / 3, model * 2 / 3 + scores)
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_with_fewer_heads_of_keys_is_counted(gpu: FakeGPU, heads: int) -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(64, 16 * n) for n in (4, heads, heads))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (
+                of(x).unflatten(-1, (-1, 16)).transpose(1, 2) for of in (self.q, self.k, self.v)
+            )
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    timer = learn(Grouped(), [torch.ones(2, 8, 64)] * 3, gpu)
+    scores, linear = 2 * 2 * 4 * 8 * 8 * 16, 2 * 2 * 8 * 64 * 16 * (4 + 2 * heads)
+    assert loads(timer)[-1][1:3] == (2 * linear + 6 * scores, linear + 2 * scores)
+
+
 def test_counting_changes_nothing_in_the_model_the_losses_or_random_numbers(gpu: FakeGPU) -> None:
     class Restless(nn.Module):
         def __init__(self) -> None:
@@ -517,9 +542,7 @@ def test_a_frozen_part_and_a_call_without_grad_have_no_backward(gpu: FakeGPU) ->
 
 def test_autocast_is_that_of_the_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = Net(gpu), []
-    monkeypatch.setattr(
-        working, "peak_tflops", lambda name, precision: seen.append(precision) or None
-    )
+    monkeypatch.setattr(working, "peak_tflops", lambda name, precision: seen.append(precision))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
@@ -535,7 +558,8 @@ class Depends(Net):
     """What it computes depends on its data."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum() > 0 else x
+        result: Tensor = super().forward(x) if x.sum() > 0 else x
+        return result
 
 
 class Takes(Net):
@@ -575,11 +599,115 @@ def test_an_operator_without_a_formula_is_named(
 
     class Custom(Net):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + twice(x.detach()).mean()
+            result: Tensor = super().forward(x) + twice(x.detach()).mean()
+            return result
 
     timer = learn(Custom(gpu), [torch.ones(8, 64)] * 3, gpu)
     assert loads(timer)[-1][2] == LINEAR
     assert caplog.text.count("No formula tells the FLOPs of work_test::twice") == 1
+
+
+def test_recurrent_layers_have_no_formula_and_that_is_said(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Recurrent(Net):
+        def __init__(self, gpu: FakeGPU) -> None:
+            super().__init__(gpu)
+            self.rnn = nn.LSTM(64, 64, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.rnn(x[:, None])[0][:, 0])
+
+    learn(Recurrent(gpu), [torch.ones(8, 64)] * 3, gpu)
+    assert caplog.text.count("No formula tells the FLOPs of aten::") == 1
+
+
+def test_a_weight_that_a_hook_computes_has_its_gradient(gpu: FakeGPU) -> None:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.utils.weight_norm(nn.Linear(64, 32))
+    timer = learn(model, [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+def test_a_model_with_a_lock_and_a_data_set_is_counted(gpu: FakeGPU) -> None:
+    class Data(torch.utils.data.Dataset[Any]):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("the data are copied")
+
+    model: Any = Net(gpu)
+    model.lock, model.data = threading.Lock(), Data()
+    timer = learn(model, [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_on_a_gpu_is_counted_to_the_formula(dtype: torch.dtype) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(128, 384)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(4, 64, 3, 2, 64).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    model = Attention().to("cuda", dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    allocated = torch.cuda.memory_allocated()
+    with GPUPhaseHooks(model, optimizer, flops="count", measure_peak=True, warmup_steps=0) as timer:
+        for x in timer.steps([torch.randn(4, 64, 128, device="cuda", dtype=dtype)] * 3):
+            model(x).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    linear, scores = 2 * 4 * 64 * 128 * 384, 2 * 4 * 2 * 64 * 64 * 64
+    forward = linear + 2 * scores
+    [items, model_flops, ran_forward, ran_backward] = loads(timer)[-1]
+    assert items == 4
+    assert ran_forward == forward
+    assert model_flops == 2 * linear + 6 * scores
+    assert ran_backward - (linear + 4 * scores) in (0, scores)
+    work = timer.summary().work
+    assert work is not None
+    assert work.matmul_tflops is not None
+    assert work.matmul_tflops > 1
+    del x
+    assert torch.cuda.memory_allocated() - allocated < 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_dropout_on_a_gpu_is_counted_and_loses_no_random_number(
+    reentrant: bool,
+) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def part(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.last(x).relu(), 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self.part, self.first(x), use_reentrant=reentrant)
+            return result
+
+    def run(**options: Any) -> tuple[list[float], list[tuple[float, ...]]]:
+        torch.manual_seed(0)
+        model = Again().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with GPUPhaseHooks(model, optimizer, **options) as timer:
+            for x in timer.steps([torch.ones(8, 64, device="cuda")] * 4):
+                loss = model(x).mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses, loads(timer)
+
+    (losses, counted), (expected, _) = run(flops="count"), run()
+    assert losses == expected
+    assert counted[-1] == (8, 7 * LINEAR, 3 * LINEAR, 5 * LINEAR)
 
 
 def test_a_real_kernel_never_runs_on_what_stands_for_a_batch(gpu: FakeGPU) -> None:
@@ -592,7 +720,8 @@ def test_a_real_kernel_never_runs_on_what_stands_for_a_batch(gpu: FakeGPU) -> No
 
     class Real(Net):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + real(x.detach()).mean()
+            result: Tensor = super().forward(x) + real(x.detach()).mean()
+            return result
 
     learn(Real(gpu), [torch.ones(8, 64)] * 3, gpu)
     assert len(ran) == 3
@@ -656,7 +785,8 @@ def test_the_flops_of_a_lightning_module_are_counted(gpu: FakeGPU) -> None:
             self.net = Net(gpu)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.net(batch.repeat(8, 32)).mean()
+            loss: Tensor = self.net(batch.repeat(8, 32)).mean()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -672,8 +802,9 @@ def test_nothing_is_counted_hooked_or_imported_while_flops_are_off(
     monkeypatch.setattr(counting, "_counted", None)
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=None)
     assert loads(timer) == [(8,)] * 3
-    assert timer.summary().work is not None
-    assert timer.summary().work.note == ""
+    work = timer.summary().work
+    assert work is not None
+    assert work.note == ""
 
 
 # The peak
@@ -736,9 +867,13 @@ def test_a_matmul_is_measured_once_where_that_is_asked_for(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(
-        working, "matmul_tflops", lambda *given: asked.append(given) or gpu.work(50.0) or 4e-7
-    )
+
+    def matmul(*given: Any) -> float:
+        asked.append(given)
+        gpu.work(50.0)
+        return 4e-7
+
+    monkeypatch.setattr(working, "matmul_tflops", matmul)
     timer = learn(Net(gpu), [torch.ones(n, 64) for n in (8, 8, 4, 8)], gpu, measure_peak=True)
     assert asked == [(torch.device("cpu"), torch.float32)]
     assert timer.history()["step_ms"].tolist() == [6.0] * 4

@@ -1,9 +1,10 @@
 """The FLOPs of a call, counted on a copy of the module whose tensors have no memory."""
 
-import copy
+import math
 import random
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,32 +16,27 @@ from torch._C import _current_graph_task_id
 from torch.autograd import graph
 from torch.utils import checkpoint, flop_counter
 
-from lightning_gputime._work.calls import Call, Like, Opaque
+from lightning_gputime._work.calls import Call
+from lightning_gputime._work.copies import UncountableError, check, copied, fakes, unwrapped
 
 aten: Any = torch.ops.aten
 
-# These compute the scores of the forward once more, in place of keeping them.
-_RECOMPUTING = (
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)
-
-# What a copy shares with its original: it is no part of the computation, and may be large.
-_SHARED = (
-    torch.utils.data.Dataset,
-    torch.utils.data.DataLoader,
-    torch.Generator,
-    torch.Stream,
-    torch.Event,
-)
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+# Torch's own formulas leave the one for a CPU out, and refuse fewer heads of keys than of queries.
+_ATTENTION = [
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+        "flash_attention_for_cpu",
+    )
+]
+# They compute the scores of the forward once more, in place of keeping them.
+_RECOMPUTING = {f"{name}_backward" for name in _ATTENTION}
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "higher_order", "_c10d_functional", "profiler")
-
-
-class UncountableError(Exception):
-    """The FLOPs of a call cannot be counted; the message says why."""
+# Of torch's own operators, those that are work if they have no formula.
+_WORK = re.compile(r"rnn|lstm|gru|mm(_|$)|mv$|dot$|conv|linear|attention|transformer|linalg|cdist")
 
 
 @dataclass(slots=True)
@@ -114,14 +110,16 @@ class _Counter(flop_counter.FlopCounterMode):
         formula: Any = self.flop_registry.get(func_packet)
         if formula is None:
             name = getattr(func_packet, "_qualified_op_name", "")
-            if name and name.partition("::")[0] not in _KNOWN_NAMESPACES:
+            namespace, _, operator = name.partition("::")
+            if name and (namespace not in _KNOWN_NAMESPACES or _WORK.search(operator)):
                 self.uncounted.add(name)
             return out
         flops = formula(*args, **kwargs, out_val=out)
         # What is computed again is recorded again.
         again = flops if self.is_backward and torch.is_grad_enabled() else 0
         if func_packet.__name__ in _RECOMPUTING:
-            again = _scores(*args[1:3])
+            query, key = args[1].shape, args[2].shape
+            again = _product(query, key, query[-1])
         for name in {*self.mod_tracker.parents}:
             of = self.found.setdefault(name, Flops())
             of.recomputed += again
@@ -133,35 +131,36 @@ class _Counter(flop_counter.FlopCounterMode):
 
 
 def _formulas() -> dict[Any, Any]:
-    """Returns the formulas that torch leaves out: those of the attention on a CPU."""
-    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    """Returns the formulas of attention, by its operators: as if each token saw all others."""
 
-    def forward(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        return int(flop_counter.sdpa_flop_count(*shapes[:3]))
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
+        return _product(query, key, query[-1] + value[-1])
 
-    def backward(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        return int(flop_counter.sdpa_backward_flop_count(*shapes[:4]))
+    def backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
+        return _product(query, key, 3 * query[-1] + 2 * value[-1])
 
-    return {getattr(aten, flash): forward, getattr(aten, f"{flash}_backward"): backward}
+    names: dict[str, Any] = dict.fromkeys(_ATTENTION, forward)
+    names |= dict.fromkeys(_RECOMPUTING, backward)
+    return {getattr(aten, name): one for name, one in names.items() if hasattr(aten, name)}
 
 
-def _scores(query: Tensor, key: Tensor) -> float:
-    *batch, length, width = query.shape
-    return 2.0 * torch.Size(batch).numel() * length * width * key.shape[-2]
+def _product(query: Sequence[int], key: Sequence[int], width: int) -> float:
+    """Returns FLOPs of products between queries and keys, of all widths together."""
+    return 2.0 * math.prod(query[:-1]) * key[-2] * width
 
 
 def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     module = unwrapped(call.module)
-    _check(module)
+    check(module)
     paths = {id(one): path for path, one in module.named_modules()}
     # Without a kernel for fakes an operator would run on real tensors, and one that takes the
     # address of a fake's memory would get none.
     mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
     with FakeCopyMode(mode):
-        copied = _copy(module)
+        copy = copied(module, mode.from_tensor)
     counter = _Counter()
     with ExitStack() as stack:
         if call.autocast is not None:
@@ -169,13 +168,13 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
         stack.enter_context(torch.set_grad_enabled(call.with_grad))
         stack.enter_context(mode)
-        args, kwargs = _fakes(call.args), _fakes(call.kwargs)
+        args, kwargs = fakes(call.args), fakes(call.kwargs)
         stack.enter_context(counter)
-        outputs = [one for one in _tensors(copied(*args, **kwargs)) if one.grad_fn is not None]
+        outputs = [one for one in _tensors(copy(*args, **kwargs)) if one.grad_fn is not None]
         if outputs:
             counter.is_backward = True
             _backward(outputs)
-    root = type(copied).__name__
+    root = type(copy).__name__
     names = {name: paths.get(id(unwrapped(one))) for name, one in parts.items()}
     return Count(
         counter.found.get("Global", Flops()),
@@ -203,64 +202,6 @@ def _backward(outputs: list[Tensor]) -> None:
             accumulate_grad=True,
         )
     assert _current_graph_task_id() == -1
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Returns what is inside the wrappers of `torch.compile` and of DDP."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
-
-
-def _check(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UncountableError("the module is scripted")
-    for name, one in (*module.named_parameters(), *module.named_buffers()):
-        if hasattr(one, "placements") or hasattr(one, "_fsdp_flattened") or hasattr(one, "ds_id"):
-            raise UncountableError(f"{name} is shared with other ranks (FSDP, tensor parallelism)")
-        if isinstance(one, nn.UninitializedParameter):
-            raise UncountableError(f"{name} has no shape yet")
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    # From the inside, so that what is inside a wrapper is copied before it.
-    for one in reversed([*module.modules()]):
-        for name, value in vars(one).items():
-            if name.endswith(_HOOKS) and isinstance(value, dict):
-                memo[id(value)] = type(value)()
-            elif isinstance(value, _SHARED) or type(value).__name__ == "ProcessGroup":
-                memo[id(value)] = value
-    for one in reversed([*module.modules()]):
-        inner = unwrapped(one)
-        if inner is not one:
-            memo[id(one)] = copy.deepcopy(inner, memo)
-    copied = copy.deepcopy(module, memo)
-    for one in copied.modules():
-        one._compiled_call_impl = None
-        if isinstance(one, nn.SyncBatchNorm):
-            one.eval()  # Has no FLOPs here, and would ask the other ranks.
-    return copied
-
-
-def _fakes(value: Any) -> Any:
-    if isinstance(value, Like):
-        made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        return made.requires_grad_() if value.requires_grad else made
-    if isinstance(value, Opaque):
-        raise UncountableError(f"it takes a {value.kind}, which is no tensor")
-    if isinstance(value, dict):
-        return {key: _fakes(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_fakes(one) for one in value]
-    if isinstance(value, tuple):
-        several = [_fakes(one) for one in value]
-        return type(value)(*several) if hasattr(value, "_fields") else tuple(several)
-    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

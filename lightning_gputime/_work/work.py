@@ -15,7 +15,8 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import OPEN
 from lightning_gputime._results.work import Yardstick
 from lightning_gputime._work.calls import Call, Key, call_of, elements, key_of
-from lightning_gputime._work.flops import Count, Flops, UncountableError, count
+from lightning_gputime._work.copies import UncountableError
+from lightning_gputime._work.flops import Count, Flops, count
 from lightning_gputime._work.items import Items, number
 from lightning_gputime._work.matmul import matmul_tflops
 from lightning_gputime._work.peaks import device_name, peak_tflops, precision_of
