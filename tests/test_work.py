@@ -427,6 +427,20 @@ def test_parts_of_the_model_have_their_own(gpu: FakeGPU) -> None:
     assert loads(timer)[-1] == (8, 5 * LINEAR, 2 * LINEAR, 3 * LINEAR, *of_parts)
 
 
+def test_a_part_whose_output_is_that_of_the_model_has_its_own_backward(gpu: FakeGPU) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(x)
+            return result
+
+    timer = learn(Bare(), [torch.ones(8, 64)] * 3, gpu, modules=["linear"])
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR, LINEAR, LINEAR)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", ["no", "wrapped", "in place", "inside"])
 def test_a_gpt_is_counted_to_the_formula_compiled_or_not(gpu: FakeGPU, compiled: str) -> None:

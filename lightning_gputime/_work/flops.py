@@ -172,8 +172,10 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
         stack.enter_context(counter)
         outputs = [one for one in _tensors(copy(*args, **kwargs)) if one.grad_fn is not None]
         if outputs:
+            # Of something after them, as of a loss: a hook does not see where backward begins.
+            losses = [one.clone() for one in outputs]
             counter.is_backward = True
-            _backward(outputs)
+            _backward(losses)
     root = type(copy).__name__
     names = {name: paths.get(id(unwrapped(one))) for name, one in parts.items()}
     return Count(
