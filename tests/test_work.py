@@ -961,7 +961,7 @@ def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: 
     assert run.summary.work == timer.summary().work
     assert run.environment.options["flops"] == "count"
     shown = page([run])
-    assert "Work per second" in shown
+    assert "What the peak is lost to" in shown
     assert "points of the peak" in shown
     assert f"items: {FIRST}".replace("'", "&#39;") in shown
     both = page([run, run], lightning_gputime.compare(run, run)).count("kernels below the peak")

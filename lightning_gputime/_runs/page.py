@@ -43,7 +43,7 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         {**_view(run), "chart": Markup(next(chart_of)) if len(run.history) else ""} for run in runs
     ]
     for run, view in zip(runs, views, strict=True):
-        view["work"] = _work(run) + (Markup(next(chart_of)) if _has_waterfall(run) else "")
+        view["work"] = Markup(next(chart_of)) if _has_waterfall(run) else ""
     verdict, sentences = _verdict(runs, comparison)
     resources = lib.resources.Resources(mode="inline", components=["bokeh"])
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
@@ -74,14 +74,6 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
 def _has_waterfall(run: Run) -> bool:
     work = run.summary.work
     return work is not None and work.mfu is not None and bool(work.lost)
-
-
-def _work(run: Run) -> Any:
-    """Returns a paragraph for each sentence on the work per second."""
-    from markupsafe import Markup
-
-    sentences = run.summary.work.sentences if run.summary.work is not None else []
-    return Markup("").join(Markup("<p>{}</p>").format(one) for one in sentences)
 
 
 def _view(run: Run) -> dict[str, Any]:

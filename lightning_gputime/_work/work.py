@@ -161,6 +161,8 @@ class Work:
 
     def measure(self) -> None:
         """Looks the peak up, measures it, and counts what is new. No step may be timed."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # It stays due: a wait would break the capture.
         self.is_due = False
         try:
             self._hold_against()
