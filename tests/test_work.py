@@ -963,7 +963,7 @@ def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: 
     shown = page([run])
     assert "What the peak is lost to" in shown
     assert "points of the peak" in shown
-    assert f"items: {FIRST}".replace("'", "&#39;") in shown
+    assert f"items: {FIRST}".replace("'", "&#x27;") in shown
     both = page([run, run], lightning_gputime.compare(run, run)).count("kernels below the peak")
     assert both > shown.count("kernels below the peak") >= 1
 
