@@ -49,14 +49,15 @@ class Boundaries(pl.Callback):
         self.end_step()
 
 
-def _cuda_event() -> torch.Event:
+def cuda_event() -> torch.Event:
+    """Returns an event of the GPU that has a time."""
     return torch.Event(device="cuda", enable_timing=True)
 
 
 class FiveEvents(Boundaries):
     """The floor: five bare events a step, read one step late."""
 
-    def __init__(self, new_event: Callable[[], Any] = _cuda_event) -> None:
+    def __init__(self, new_event: Callable[[], Any] = cuda_event) -> None:
         self._sets = [[new_event() for _ in range(5)] for _ in range(2)]
         self._step = 0
 

@@ -78,13 +78,14 @@ def is_present(way: str) -> bool:
 class Stopwatch:
     """Times blocks of steps on the device, which every way of timing gets alike."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, new_event: Callable[[], Any] = peers.cuda_event) -> None:
         self._blocks = blocks
-        self._events: list[torch.Event] = []
+        self._new_event = new_event
+        self._events: list[Any] = []
 
     def press(self) -> None:
         """Starts a block, or ends it."""
-        self._events.append(torch.Event(device="cuda", enable_timing=True))
+        self._events.append(self._new_event())
         self._events[-1].record()
         done, is_open = divmod(len(self._events), 2)
         if not is_open:
@@ -105,8 +106,10 @@ def callbacks_of(tool: Tool) -> list[pl.Callback]:
 class Turns(pl.Callback):
     """Lets ways of timing take turns in one Lightning loop."""
 
-    def __init__(self, ways: Sequence[str]) -> None:
-        self.stopwatch = Stopwatch(len(ways))
+    def __init__(
+        self, ways: Sequence[str], new_event: Callable[[], Any] = peers.cuda_event
+    ) -> None:
+        self.stopwatch = Stopwatch(len(ways), new_event)
         self._ways = iter(ways)
 
     def on_train_batch_start(
@@ -146,7 +149,15 @@ class Turns(pl.Callback):
             callback.teardown(trainer, pl_module, "fit")
 
 
-def in_lightning(task: Task, batch: Batch, ways: Sequence[str], tool: Tool = None) -> Times:
+def in_lightning(
+    task: Task,
+    batch: Batch,
+    ways: Sequence[str],
+    tool: Tool = None,
+    *,
+    accelerator: str = "gpu",
+    new_event: Callable[[], Any] = peers.cuda_event,
+) -> Times:
     """Lets ways take their turns in a loop; returns the time of a step in each turn.
 
     Args:
@@ -154,10 +165,12 @@ def in_lightning(task: Task, batch: Batch, ways: Sequence[str], tool: Tool = Non
         batch: With what.
         ways: The turns.
         tool: Is there in all turns.
+        accelerator: What it runs on.
+        new_event: Returns an event of that.
     """
-    turns = Turns(ways)
+    turns = Turns(ways, new_event)
     trainer = bare_trainer(
-        accelerator="gpu",
+        accelerator=accelerator,
         max_epochs=1,
         logger=pl.loggers.logger.DummyLogger(),
         callbacks=[turns, *callbacks_of(tool)],

@@ -61,6 +61,8 @@ class Evaluations:
             results,
             lag=self._options.lag,
             number=number,
+            # A number is of the batches of training.
+            items=self._options.items if callable(self._options.items) else None,
         )
 
     def forget(self) -> None:
@@ -83,10 +85,10 @@ class Evaluations:
         none = Results(1, 0, hint=f"No {STAGES[stage]} loop has run since the last fit began.")
         return replace(self._results.get(stage, none).summary(), stage=STAGES[stage])
 
-    def batch_begins(self) -> None:
+    def batch_begins(self, batch: object) -> None:
         """Says that a batch is there."""
         if self._now is not None:
-            self._now.batch_begins()
+            self._now.batch_begins(batch)
 
     def batch_ends(self) -> None:
         """Says that the step of a batch is over."""
@@ -114,6 +116,19 @@ def tells(method: Callable[[Evaluations], None]) -> Callable[..., None]:
         method(self._evaluations)
 
     return hook
+
+
+@_lightning.never_raises
+def begins_batch(
+    self: Any,
+    trainer: _lightning.Trainer,
+    pl_module: _lightning.Module,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int = 0,
+) -> None:
+    """Is the hook of a callback in which an evaluation's batch begins."""
+    self._evaluations.batch_begins(batch)
 
 
 def starts(stage: str) -> Callable[..., None]:

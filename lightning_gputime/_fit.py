@@ -73,13 +73,14 @@ class Fit:
             self._session.begin(_lightning.step_number(self._trainer))
         self._session.part_began(CALLBACKS)
 
-    def batch_begins(self) -> None:
+    def batch_begins(self, batch: object) -> None:
         """Says that the model is about to be trained on a batch."""
         if self._session.thread == -1:
             self.epoch_begins()
         self._in_batch = self._batch.is_open = True
         self._books.steps_go_on()
         self._session.batch_begins()
+        self._session.takes(batch)
 
     def batch_ends(self, batch_idx: int) -> None:
         """Says that a batch is over, and ends the step if it was the last of one."""

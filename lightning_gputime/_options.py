@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
@@ -17,6 +18,8 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 ALL = "all"
 """The option `modules` for all modules inside the model."""
+ItemsOption = Callable[[Any], float] | float | None
+FlopsOption = Callable[[Any], float] | float | Sequence[float] | Literal["count"] | None
 
 _PROBES = "one step in so many is probed, and the one after it not timed; 0 for none"
 
@@ -43,6 +46,9 @@ class Options:
     on_step: Any = None
     on_slow_step: Any = None
     trace_slow_steps: str | os.PathLike[str] | None = None
+    items: Any = None
+    flops: Any = None
+    measure_peak: bool = False
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +64,13 @@ class Options:
         check_int("history", self.history, 1, "the number of newest steps to keep")
         check_int("every_n_steps", self.every_n_steps, 1, "one step in so many is timed")
         check_int("probe_every_n_steps", self.probe_every_n_steps, 0, _PROBES)
-        check_bools(annotate=self.annotate, memory=self.memory)
+        check_bools(annotate=self.annotate, memory=self.memory, measure_peak=self.measure_peak)
+        _check_items(self.items)
+        _check_flops(self.flops)
+        if self.measure_peak and self.flops is None:
+            raise ValueError(
+                "measure_peak=True needs flops=, which it is held against: pass 'count'"
+            )
         _check_prefix(self.prefix)
         _check_probes(self.probe_every_n_steps)
         _check_sync_ranks(self.sync_ranks)
@@ -168,6 +180,30 @@ def _check_sync_ranks(sync_ranks: Any) -> None:
 def _check_on_step(on_step: Any) -> None:
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step must be a function of a StepTimes, or a metric, got {on_step!r}")
+
+
+def _check_items(items: Any) -> None:
+    if items is not None and not callable(items) and not _is_amount(items):
+        raise TypeError(
+            "items must be a function of the batch, the number of items in a batch, or None for the"
+            f" size of the batch's first tensor, got {items!r}"
+        )
+
+
+def _check_flops(flops: Any) -> None:
+    if flops is None or flops == "count" or callable(flops) or _is_amount(flops):
+        return
+    is_pair = isinstance(flops, list | tuple) and len(flops) == 2
+    if not is_pair or not all(map(_is_amount, flops)):
+        raise TypeError(
+            "flops must be 'count', the FLOPs of forward and backward of an item, as one number or"
+            f" as two, a function of the batch, or None, got {flops!r}"
+        )
+
+
+def _is_amount(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and isfinite(value) and value > 0
 
 
 def _check_clock(clock: Any) -> None:

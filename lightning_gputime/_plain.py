@@ -143,6 +143,7 @@ class PlainTimer(Timer):
         self._know_batch(iterable)
         for item in iterable:
             self._session.batch_begins()
+            self._session.takes(item)
             self._body = body = self._step, self._micro_batches
             try:
                 yield item

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations, starts, tells
+from lightning_gputime._evaluations import Evaluations, begins_batch, starts, tells
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
@@ -95,9 +95,11 @@ class TrainerTimer(Timer, pl.Callback):
             self._fit.epoch_begins()
 
     @_lightning.never_raises
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._fit is not None:
-            self._fit.batch_begins()
+            self._fit.batch_begins(batch)
 
     @_lightning.never_raises
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -140,7 +142,7 @@ class TrainerTimer(Timer, pl.Callback):
 
     on_test_start, on_predict_start = starts("test"), starts("predict")
 
-    on_validation_batch_start = tells(Evaluations.batch_begins)
+    on_validation_batch_start = begins_batch
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = tells(Evaluations.batch_ends)
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

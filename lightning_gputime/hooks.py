@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_gputime._options import Options, SyncRanks, by_name
+from lightning_gputime._options import FlopsOption, ItemsOption, Options, SyncRanks, by_name
 from lightning_gputime._plain import PlainTimer
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.loggers import MetricsLogger
@@ -57,6 +57,13 @@ class GPUPhaseHooks(PlainTimer):
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
             torchmetrics, which is updated with them.
+        items: What a batch holds: a function of the batch, or the number of items in each; by
+            default the first dimension of the batch's first tensor, if its tensors agree in it.
+        flops: FLOPs of forward and backward: "count" for those of the model, counted once on a copy
+            without memory; or those of an item, as one number or as two (forward, backward); or a
+            function of the batch that returns those of the batch.
+        measure_peak: Whether to measure what the device reaches in a large matmul: once, after the
+            first step.
         on_slow_step: Is called with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
         trace_slow_steps: A folder. Where slow steps recur, `torch.profiler` watches some more, and
@@ -103,6 +110,9 @@ class GPUPhaseHooks(PlainTimer):
         on_step: Any = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
         trace_slow_steps: str | Path | None = None,
+        items: ItemsOption = None,
+        flops: FlopsOption = None,
+        measure_peak: bool = False,
         wrap_backward: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -121,6 +131,9 @@ class GPUPhaseHooks(PlainTimer):
                 on_step=on_step,
                 on_slow_step=on_slow_step,
                 trace_slow_steps=trace_slow_steps,
+                items=items,
+                flops=flops,
+                measure_peak=measure_peak,
                 clock=clock,
             ),
             model,

@@ -41,6 +41,7 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     means["phase_time/data/callbacks_ms"] = 0.0
     # A host that does nothing else waits for all that the GPU does.
     means["phase_time/host_wait_ms"] = sum(STEP_MS.values())
+    means["phase_time/items_per_s"] = 1000 / sum(STEP_MS.values())
     calls = logger.phase_times()
     assert calls == [(step, means) for step in (1, 3, 4)]
     # The same numbers as Lightning's own metrics.
@@ -482,6 +483,7 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
         "step_ms": 5.5,
         "host_wait_ms": 5.5,
         "epoch": 0,
+        "items_per_s": 1000 / 5.5,
     }
     assert runner.callback_metrics[f"phase_time/{stage}/forward_ms"] == 4.0
     assert timer.last is None

@@ -29,6 +29,10 @@ def note(times: StepTimes) -> None:
     SEEN.append(times.step)
 
 
+def count(batch: torch.Tensor) -> float:
+    return len(batch)
+
+
 class WallClock:
     """A clock that a file can name: jsonargparse compares the methods with those of `Clock`."""
 
@@ -69,6 +73,9 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "on_step": [("test_cli.note", note), ("null", None)],
     "on_slow_step": [("test_cli.note", note), ("null", None)],
     "trace_slow_steps": [("traces", "traces"), ("null", None)],
+    "items": [("8", 8), ("test_cli.count", count), ("null", None)],
+    "flops": [("count", "count"), ("[1, 2]", [1, 2]), ("test_cli.count", count), ("null", None)],
+    "measure_peak": [("true", True)],
     "log_figure": [("true", True)],
     "save": [("run.json.gz", "run.json.gz"), ("null", None)],
     "clock": [("{class_path: test_cli.WallClock}", WallClock), ("null", None)],
@@ -77,7 +84,9 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 WRONG = {
     **dict.fromkeys(["lag", "warmup_steps", "history", "every_n_steps"], "often"),
-    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "log_figure"], "3"),
+    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "measure_peak"], "3"),
+    **dict.fromkeys(["items", "flops"], "often"),
+    "log_figure": "3",
     **dict.fromkeys(["prefix", "save", "trace_slow_steps"], "[1]"),
     **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
     "probe_every_n_steps": "1.5",
@@ -146,7 +155,8 @@ def test_every_option_is_tried_here() -> None:
     [(name, *one) for name, ones in VALUES.items() for one in ones],
 )
 def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
-    timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
+    needed = {"flops": "count"} if name == "measure_peak" else {}
+    timer = timer_of(make("--config", str(write(tmp_path, {name: text, **needed})), run=False))
     given = timer.options[name]
     assert isinstance(given, value) if isinstance(value, type) else given == value
     assert type(given) is not str or isinstance(value, str)

@@ -128,6 +128,7 @@ def test_means_are_logged_to_every_logger_under_the_step_they_belong_to(loop: Lo
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
+    means["gpu/items_per_s"] = 1000 / sum(STEP_MS.values())
     assert one.calls == two.calls == [(step, means) for step in (1, 3, 4)]
 
 

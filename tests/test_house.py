@@ -19,7 +19,7 @@ FLOORS = [
     {"_guard", "_record"},
     {"_options"},
     {"_boundaries", "_results"},
-    {"_causes"},
+    {"_causes", "_work"},
     {"_run", "_runs"},
     {"_readings"},
     {"_actions", "_lightning", "_timer"},

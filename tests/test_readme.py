@@ -84,7 +84,7 @@ def run_blocks(path: str) -> dict[str, Any]:
     ("path", "n", "tables", "text"),
     [
         ("README.md", 2, 2, ""),
-        ("examples/README.md", 8, 0, "of the time is backward"),
+        ("examples/README.md", 9, 0, "of the time is backward"),
         ("examples/experiments/README.md", 1, 1, ""),
         ("benchmarks/README.md", 0, 0, ""),
         ("tests/README.md", 0, 0, ""),

@@ -1,11 +1,12 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_gputime._boundaries.allocator import AllocatorBoundary
 from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.backward import BackwardBoundary
-from lightning_gputime._boundaries.comm import CommBoundary, is_distributed
+from lightning_gputime._boundaries.comm import CommBoundary, is_distributed, is_tensor_parallel
 from lightning_gputime._boundaries.compiled import (
     CompiledStep,
     hides_collectives,
@@ -34,25 +35,31 @@ class Boundaries:
     Args:
         recorder: Gets the marks.
         loop: What is hooked.
+        note: Is called with each outermost call of a model, and its arguments, if somebody asks.
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+    def __init__(
+        self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None = None
+    ) -> None:
         self._recorder = recorder
         self._removables: list[Removable] = []
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
         self._comm: CommBoundary | None = None
+        self.shares_batches = False
+        """Whether several ranks work on the same batch."""
         try:
-            self._put_on(recorder, loop)
+            self._put_on(recorder, loop, note)
         except BaseException:
             # An attach that fails must leave nothing: nobody would have the hooks to take them off.
             self.remove()
             raise
 
-    def _put_on(self, recorder: Recorder, loop: Loop) -> None:
+    def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         if isinstance(recorder, MeteredRecorder):
             self._keep(AllocatorBoundary(recorder.meter))
         shared = is_distributed()
+        self.shares_batches = shared and is_tensor_parallel(loop.model)
         if shared:
             self._waits = self._keep(WaitBoundary(recorder))
             if hides_collectives(loop.model):
@@ -60,7 +67,7 @@ class Boundaries:
         self._forward = self._keep(
             CompiledStep(recorder, loop.model)
             if loop.compiled_step
-            else ForwardBoundary(recorder, loop, self._waits)
+            else ForwardBoundary(recorder, loop, self._waits, note)
         )
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):

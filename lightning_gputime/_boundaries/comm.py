@@ -121,6 +121,16 @@ def is_sharded(module: nn.Module) -> bool:
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Tells whether parameters are cut over ranks that work on the same batch."""
+    # FSDP cuts one dimension of the ranks itself, and these have batches of their own.
+    dimensions = int(any(map(is_sharded, model.modules())))
+    return any(
+        sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
+        for parameter in model.parameters()
+    )
+
+
 @untraced
 def _is_autograd_compiled() -> bool:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")

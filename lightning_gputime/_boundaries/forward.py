@@ -1,6 +1,6 @@
 """`forward`: the calls of models as marks, and what of them is `loss`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -29,10 +29,18 @@ class ForwardBoundary:
     inside. Those that are only called by others lose theirs when the step ends.
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop, waits: WaitBoundary | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        loop: Loop,
+        waits: WaitBoundary | None = None,
+        note: Callable[..., None] | None = None,
+    ) -> None:
         self._recorder = recorder
         self._model = loop.model
         self._waits = waits
+        # Is told of each outermost call, with its arguments.
+        self._note = note
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
         self._batch = loop.batch
@@ -101,7 +109,8 @@ class ForwardBoundary:
     def _time(self, module: nn.Module) -> tuple[Removable, ...]:
         if module._compiled_call_impl is not None:
             return (CompiledCall(module, self._enter, self._exit),)
-        return hook_before(module, self._enter), hook_after(module, self._exit)
+        enter = hook_before(module, self._enter, with_kwargs=self._note is not None)
+        return enter, hook_after(module, self._exit)
 
     def _discover(self, *, everywhere: bool = False) -> None:
         # Not by torch's hooks for all modules: these run on every module of the process (with 500
@@ -123,7 +132,7 @@ class ForwardBoundary:
     def _redirect(self, module: nn.Module, *_: Any) -> None:
         self._redirected = True
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
+    def _enter(self, module: nn.Module, *values: Any) -> None:
         if not self._batch.is_open:
             return
         recorder = self._recorder
@@ -161,6 +170,8 @@ class ForwardBoundary:
         recorder.mark(FORWARD)
         if self._waits is not None:
             self._waits.note_stream()
+        if self._note is not None:
+            self._note(module, *values)
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
         # Without one running this is the return of a redirected training step.

@@ -76,7 +76,13 @@ class Backlog:
         return self._ended - self._all_untimed
 
     def add(
-        self, marks: list[Mark], number: int, skipped_update: bool, read: bool, after_spin: int = 0
+        self,
+        marks: list[Mark],
+        number: int,
+        skipped_update: bool,
+        read: bool,
+        after_spin: int = 0,
+        load: tuple[float, ...] = (),
     ) -> None:
         """Takes a step that has ended, and finishes those that are due.
 
@@ -86,9 +92,11 @@ class Backlog:
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
             after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
+            load: What it has worked on, see `StepRecord`.
         """
         self._ended += 1
         step = EndedStep(marks, number, self._ended, self._untimed, skipped_update)
+        step.load = load
         self._pending.append(step)
         self._untimed = 0
         try:
@@ -102,15 +110,18 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
-    def add_unread(self, marks: list[Mark], number: int) -> None:
+    def add_unread(self, marks: list[Mark], number: int, load: tuple[float, ...]) -> None:
         """Takes a step that has ended with an update, and reads nothing now.
 
         Args:
             marks: All of its marks; the last one is its end.
             number: The number that it is logged under.
+            load: What it has worked on, see `StepRecord`.
         """
         self._ended += 1
-        self._pending.append(EndedStep(marks, number, self._ended, self._untimed, False))
+        step = EndedStep(marks, number, self._ended, self._untimed, False)
+        step.load = load
+        self._pending.append(step)
         self._untimed = 0
 
     def end_untimed(self, read: bool = False) -> None:

@@ -29,6 +29,8 @@ class EndedStep:
     filled: bool | None = None
     after_spin = 0
     """These two as in `StepRecord`."""
+    load: tuple[float, ...] = ()
+    """As in `StepRecord`, too."""
     owns_end = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -70,6 +72,7 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
         step.skipped_update,
         step.filled,
         step.after_spin,
+        step.load,
     )
     return record, events
 

@@ -80,6 +80,8 @@ class Recorder(Pauses):
         self.drain = self._backlog.drain
         self.begins = 0
         """How often `begin` was called."""
+        self.load: tuple[float, ...] = ()
+        """What the step that ends next has worked on, see `StepRecord`."""
         # How many events there are: those in use, and those to be used again.
         self._events = 0
         # With so many marks a step is looked at.
@@ -130,7 +132,7 @@ class Recorder(Pauses):
         spin, self._after_spin = self._after_spin, 0
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs.closed
-        self._backlog.add(marks, number, skipped_update, read, spin)
+        self._backlog.add(marks, number, skipped_update, read, spin, self.load)
 
     def end_at(self, label: str, number: int) -> bool:
         """Ends the open step at its last mark of `label`, without a wait, and begins the next.
@@ -148,7 +150,7 @@ class Recorder(Pauses):
             return False
         marks, self._open = self._open, self._open[-1:]
         self._after_spin = 0
-        self._backlog.add_unread(marks, number)
+        self._backlog.add_unread(marks, number, self.load)
         return True
 
     def _ends_paused(self) -> bool:

@@ -21,6 +21,9 @@ class StepRecord(NamedTuple):
         filled: Whether, in a step that was probed, the device had not begun it when the host had
             launched all of it.
         after_spin: The index of the mark behind what kept the device busy; 0 if nothing did.
+        load: What it has worked on: its items, the FLOPs of the model, those of forward and of
+            backward as they ran, and these two of each module that is timed apart; NaN where that
+            is not known. Of what was not asked for, nothing.
     """
 
     number: int
@@ -32,6 +35,7 @@ class StepRecord(NamedTuple):
     skipped_update: bool
     filled: bool | None = None
     after_spin: int = 0
+    load: tuple[float, ...] = ()
 
     @property
     def spun_ms(self) -> float:

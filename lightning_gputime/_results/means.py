@@ -12,6 +12,7 @@ from lightning_gputime._results.loggers import Destination, MetricsLogger, key
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.slow_window import SlowWindow
 from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.work import Yardstick
 
 # The parts of `data/callbacks` are not logged.
 _ONE_CALLBACK = f"{CALLBACKS}/"
@@ -54,6 +55,8 @@ class MeanLog:
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
+        self.yardstick = Yardstick()
+        """What the work of the steps is held against."""
         self.slow = SlowWindow()
         """The slow steps, which are logged with their window."""
         self.peaks = Peaks()
@@ -143,6 +146,7 @@ class MeanLog:
             means |= self.slow.means(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
             values |= self.peaks.to_log(self.newest, keep=only_publish)
+            values |= self.yardstick.metrics(sums.work)
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait
 from lightning_gputime._results.noise import SCALES
-from lightning_gputime._results.totals import STAGE, STEP, Totals, host, is_phase, noise
+from lightning_gputime._results.totals import (
+    STAGE,
+    STEP,
+    Totals,
+    host,
+    is_phase,
+    items_per_s,
+    noise,
+)
 from lightning_gputime._results.units import duration, unit_of
 
 LOCAL = "local"
@@ -71,6 +79,8 @@ class RankSummary:
         stage: The stage of that rank, where not the rank is slow but its stage is longer than the
             others; else None.
         sentence: Says which rank is slow, and in what; empty where none is.
+        items_per_s: Items in a second, all ranks together; None where those of a rank are not
+            known, or ranks work on the same batch: a pipeline, tensor parallelism.
     """
 
     rows: Mapping[str, RankStats]
@@ -80,6 +90,7 @@ class RankSummary:
     phase: str
     stage: int | None = None
     sentence: str = ""
+    items_per_s: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Returns what is logged; `slowest` is -1 where no rank is slow."""
@@ -87,6 +98,8 @@ class RankSummary:
         for name, row in self.rows.items():
             metrics[f"{name}_max_ms"] = row.max_ms
             metrics[f"{name}_min_ms"] = row.min_ms
+        if self.items_per_s is not None:
+            metrics["items_per_s"] = self.items_per_s
         metrics["slowest"] = -1.0 if self.slowest is None else float(self.slowest)
         return metrics
 
@@ -132,6 +145,7 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
         phase=slow.phase,
         stage=stage if is_named else None,
         sentence=_sentence(slow, stage, rows) if is_named else "",
+        items_per_s=items_per_s(totals.values()) if len(stages) == 1 else None,
     )
 
 

@@ -21,6 +21,7 @@ from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowS
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
+from lightning_gputime._results.work import Yardstick
 
 
 class Results:
@@ -61,6 +62,8 @@ class Results:
         """The memory of phases."""
         self.setup = Setup()
         """How the training is set up."""
+        self.yardstick = Yardstick()
+        """What the work of the steps is held against."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -155,18 +158,22 @@ class Results:
         measured = newest[max(self._warmup_steps - forgotten, 0) :]
         times = columns.history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
+        tflops = sums.work.tflops(self.yardstick.parts)
+        rows = {
+            name: _stats(
+                sums.phases[name],
+                times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
+                step_ms,
+                busy.phases.get(name),
+                self.peaks.peak_mb(name),
+                tflops.get(name),
+            )
+            for name in in_order(list(sums.phases))
+        }
+        step = _stats(sums.step, times["step_ms"], step_ms, busy.step, self.peaks.highest_mb)
         summary = PhaseSummary(
-            rows={
-                name: _stats(
-                    sums.phases[name],
-                    times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
-                    step_ms,
-                    busy.phases.get(name),
-                    self.peaks.peak_mb(name),
-                )
-                for name in in_order(list(sums.phases))
-            },
-            step=_stats(sums.step, times["step_ms"], step_ms, busy.step, self.peaks.highest_mb),
+            rows=rows,
+            step=step,
             steps=steps,
             warmup_steps=min(seen, self._warmup_steps),
             host_wait_mean_ms=sums.wait_ms / steps if steps else math.nan,
@@ -178,6 +185,7 @@ class Results:
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
             slow=slow.summary(steps, step_ms),
+            work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),
             ledger=self.books.ledger() if self.books is not None else None,
             memory=self.peaks.summary(),
         )
@@ -219,6 +227,7 @@ class Results:
         if self.sums.step.n or not newest:
             return self.summary()
         warmup = Results(len(newest), 0, self.on_host_clock)
+        warmup.yardstick = self.yardstick
         warmup.add(newest)
         warmup.peaks = self.peaks
         return replace(warmup.summary(), is_warmup=True)
@@ -230,6 +239,7 @@ def _stats(
     step_ms: float,
     busy: PhaseSum | None = None,
     peak_mb: float | None = None,
+    tflops: float | None = None,
 ) -> PhaseStats:
     ran_ms = np.asarray(newest_ms)
     ran_ms = ran_ms[~np.isnan(ran_ms)]
@@ -244,4 +254,5 @@ def _stats(
         host_mean_ms=total.host_ms / total.n if total.n else math.nan,
         busy_mean_ms=busy.device_ms / busy.n if busy is not None and busy.n else None,
         peak_mb=peak_mb,
+        tflops=tflops,
     )

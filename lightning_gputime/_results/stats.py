@@ -19,6 +19,8 @@ class PhaseStats:
             which the device waited for launches (in milliseconds). None if none was probed.
         peak_mb: The most memory that was allocated in it, over all sampled steps (in MiB). None if
             it was not measured, see `PhaseSummary.memory`.
+        tflops: What its FLOPs are in a second (in TFLOP/s), with those of what is computed again.
+            None where they are not known.
     """
 
     n: int
@@ -30,3 +32,4 @@ class PhaseStats:
     host_mean_ms: float
     busy_mean_ms: float | None = None
     peak_mb: float | None = None
+    tflops: float | None = None

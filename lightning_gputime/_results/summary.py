@@ -24,6 +24,7 @@ from lightning_gputime._results.verdict import (
     pace,
     wait_sentence,
 )
+from lightning_gputime._results.work import WorkSummary
 
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
@@ -55,6 +56,7 @@ class PhaseSummary(Tabular):
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
         advice: What to do next, the most promising first; nothing where no number backs it.
+        work: Work per second, and what it is of the GPU's peak.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -75,6 +77,17 @@ class PhaseSummary(Tabular):
     memory: MemorySummary | None = None
     stage: str = ""
     advice: tuple[str, ...] = ()
+    work: WorkSummary | None = None
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Items in a second; None where they are not known."""
+        return self.work.items_per_s if self.work is not None else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the peak that the model's FLOPs are, from 0 to 1; None if not known."""
+        return self.work.mfu if self.work is not None else None
 
     @property
     def verdict(self) -> str:
@@ -165,6 +178,7 @@ class PhaseSummary(Tabular):
                 self._gap_sentence(),
                 self.probe_failure,
                 self.memory.sentence if self.memory is not None else "",
+                *(self.work.sentences if self.work is not None else ()),
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from lightning_gputime._phases import settle
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.loads import WorkSums
 
 
 class Sums:
@@ -17,6 +18,7 @@ class Sums:
         step: Of the step.
         wait_ms: Of how long the host waited (in milliseconds).
         skipped_updates: How many updates were skipped.
+        work: Of what they have worked on.
         each_ms: Device time of each step that it was made of (in milliseconds), in their order; not
             of those that were merged.
     """
@@ -27,13 +29,17 @@ class Sums:
         self.each_ms: list[float] = []
         self.wait_ms = 0.0
         self.skipped_updates = 0
+        self.work = WorkSums()
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_alike(labels, alike)
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         # Without a loop over the steps, and without NumPy: its code is cold where this runs.
-        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _ = zip(*steps, strict=True)
+        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, loads = zip(
+            *steps, strict=True
+        )
         n = len(device_ms)
+        phases_ms: dict[str, Sequence[float]] = {}
         marks_ms = [*zip(*device_ms, strict=True)]
         marked_ns = [*map(sum, zip(*host_ns, strict=True))]
         for name, marks in _marks_of(labels):
@@ -45,6 +51,9 @@ class Sums:
             took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
             if name is None:
                 self.each_ms += of_steps_ms
+                self.work.add(loads, of_steps_ms, phases_ms)
+            else:
+                phases_ms[name] = of_steps_ms
             phase = self.step if name is None else self._phase(name)
             phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
         self.wait_ms += sum(waits_ms)
@@ -57,6 +66,7 @@ class Sums:
             self._phase(name).merge(phase)
         self.wait_ms += other.wait_ms
         self.skipped_updates += other.skipped_updates
+        self.work.merge(other.work)
 
     def copy(self) -> "Sums":
         """Returns the sums as they are now."""

@@ -1,6 +1,6 @@
 """What a rank adds up and sends, to be set beside the others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lightning_gputime._phases import is_wait, of_one_callback
 from lightning_gputime._results.noise import Noise
@@ -9,10 +9,13 @@ from lightning_gputime._results.sums import Sums
 Totals = Mapping[str, tuple[float, int]]
 """What one rank adds up: for each phase, and for "step", the sum of its times (in milliseconds)
 and the number of steps in which it ran. For `noise(scale)` that of changes, see `Noise`; for
-`STAGE` that of the rank's place in a pipeline; for `host(phase)` that of the host's times."""
+`STAGE` that of the rank's place in a pipeline; for `ITEMS` and `ITEMS_TIME` that of its items, and
+of the time of the steps whose items are known; for `host(phase)` that of the host's times."""
 
 STEP = "step"
 STAGE = "<stage>"
+ITEMS = "<items>"
+ITEMS_TIME = "<items time>"
 _HOST = "<host>"
 _NOISE = "<noise>"
 
@@ -52,6 +55,9 @@ def totals_of(
         totals |= _host_totals(sums)
     if changes is not None:
         totals |= {noise(scale): one for scale, one in changes.changes().items()}
+    if sums.work.items_ms:
+        totals[ITEMS] = (sums.work.items, sums.step.n)
+        totals[ITEMS_TIME] = (sums.work.items_ms, sums.step.n)
     if stage is not None:
         totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
     return totals
@@ -72,3 +78,15 @@ def since(now: Totals, before: Totals) -> Totals:
         for name, (ms, n) in now.items()
         if n > before.get(name, (0.0, 0))[1]
     }
+
+
+def items_per_s(totals: Iterable[Totals]) -> float | None:
+    """Returns the items of all ranks in a second; None where one does not know its own."""
+    found = 0.0
+    for one in totals:
+        items, _ = one.get(ITEMS, (0.0, 0))
+        ms, _ = one.get(ITEMS_TIME, (0.0, 0))
+        if not ms:
+            return None
+        found += 1e3 * items / ms
+    return found

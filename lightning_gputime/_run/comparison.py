@@ -12,7 +12,7 @@ from lightning_gputime._results.noise import Noise
 from lightning_gputime._results.ranks import compare
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.totals import Totals, since, totals_of
+from lightning_gputime._results.totals import ITEMS_TIME, Totals, since, totals_of
 from lightning_gputime._run.exchange import Exchange, open_exchange
 
 
@@ -106,7 +106,11 @@ class Comparison:
     def _totals(self) -> Totals:
         with_host = not self._results.on_host_clock
         stage = self.boundaries.stage if self.boundaries is not None else None
-        return totals_of(self._results.sums, self._noise, stage, with_host=with_host)
+        totals = totals_of(self._results.sums, self._noise, stage, with_host=with_host)
+        if self.boundaries is not None and self.boundaries.shares_batches:
+            # They would be counted once a rank.
+            return {name: one for name, one in totals.items() if name != ITEMS_TIME}
+        return totals
 
     @property
     def _newest_read(self) -> int:

@@ -1,5 +1,7 @@
 """Timing of the steps of an evaluation loop: `data`, `forward`, `other`."""
 
+from typing import Any
+
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._phases import OTHER
@@ -10,6 +12,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
+from lightning_gputime._work.items import Items
 
 
 class Evaluation:
@@ -22,6 +25,7 @@ class Evaluation:
         results: Keep every step for the user.
         lag: How many ended steps the device may still be at work on.
         number: The number that the means are logged under.
+        items: A function that tells the items of a batch, if there is one.
     """
 
     def __init__(
@@ -33,9 +37,11 @@ class Evaluation:
         *,
         lag: int,
         number: int,
+        items: Any = None,
     ) -> None:
         self._number = number
         self._means, self._results = means, results
+        self._items = Items(items)
         self._recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
@@ -48,10 +54,11 @@ class Evaluation:
         self._means.add(steps, sums)
         self._results.add(steps, sums)
 
-    def batch_begins(self) -> None:
+    def batch_begins(self, batch: object = None) -> None:
         """Says that the batch is there: its fetch is over."""
         self._batch.is_open = True
         self._recorder.mark(OTHER)
+        self._recorder.load = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
         """Says that the step of this batch is over."""

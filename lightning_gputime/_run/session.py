@@ -32,6 +32,7 @@ from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.recording import capture_for, recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
+from lightning_gputime._work.work import Work
 
 
 class Session(Asked):
@@ -84,7 +85,11 @@ class Session(Asked):
         self._tried_update = False
         self.is_attached = self.was_attached = True
         """Whether the hooks are on, and whether they ever were."""
-        self._boundaries = Boundaries(self._recorder, loop)
+        self._work = Work(options, loop, self._recorder)
+        self.takes = self._work.takes
+        """Says what the batch is, when it has begun."""
+        results.yardstick = means.yardstick = self._work.yardstick
+        self._boundaries = Boundaries(self._recorder, loop, self._work.note)
         self._checkup = Checkup(results, self._boundaries, self._recorder)
         self._delivery.look = self._checkup.look
         self._comparison.boundaries = self._boundaries
@@ -108,6 +113,7 @@ class Session(Asked):
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
+        self._work.forget()
         self._inquiry.loop_begins()
         self._selection.begin()
 
@@ -154,6 +160,7 @@ class Session(Asked):
 
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
+        self._work.batch_ends()
         self._recorder.mark(DATA)
 
     def end_step(self, number: int) -> None:
@@ -164,6 +171,7 @@ class Session(Asked):
         self._tried_update = False
         self._inquiry.step_ends()
         recorder = self._recorder
+        recorder.load = self._work.seal()
         if self._is_plain:
             reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
@@ -172,10 +180,11 @@ class Session(Asked):
             return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None:
-            # The exchange is no part of the step that has begun.
+        if self._comparison.owed is not None or self._work.is_due:
+            # None of it is part of the step that has begun.
             recorder.pause()
             self._comparison.pay()
+            self._work.measure()
             recorder.resume()
         if self._capture is not None and self._capture.is_due:
             self._capture.turn(recorder)
@@ -193,6 +202,7 @@ class Session(Asked):
             return False
         if self._capture is not None:
             self._capture.drop()
+        self._recorder.load = self._work.seal()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
             has_ended = self._recorder.end_at(last, number)

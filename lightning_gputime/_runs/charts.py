@@ -133,6 +133,43 @@ def distribution(runs: Sequence[Run]) -> Any:
     return figure
 
 
+def waterfall(run: Run) -> Any:
+    """Draws what the peak of the GPU is lost to, down to what the model computes, in points."""
+    lib = bokeh()
+    work = run.summary.work
+    assert work is not None
+    assert work.mfu is not None
+    lost = [(name, share) for name, share in (work.lost or {}).items() if share]
+    names, tops, bottoms, left = [], [], [], 100.0
+    for name, share in sorted(lost, key=lambda one: -one[1]):
+        names.append(name)
+        tops.append(left)
+        left -= 100 * share
+        bottoms.append(left)
+    names, tops, bottoms = [*names, "MFU"], [*tops, 100 * work.mfu], [*bottoms, 0.0]
+    fill = [*["#D55E00"] * len(lost), "#0072B2"]
+    source = lib.models.ColumnDataSource(
+        {
+            "at": [i + 0.5 for i in range(len(names))],
+            "name": names,
+            "top": tops,
+            "bottom": bottoms,
+            "points": [top - bottom for top, bottom in zip(tops, bottoms, strict=True)],
+            "fill": fill,
+        }
+    )
+    figure = _new_figure(lib, "", "points of the peak", tools="reset")
+    bars = figure.vbar(
+        x="at", top="top", bottom="bottom", width=0.8, color="fill", fill_alpha=0.7, source=source
+    )
+    figure.xaxis.ticker = [i + 0.5 for i in range(len(names))]
+    figure.xaxis.major_label_overrides = {i + 0.5: name for i, name in enumerate(names)}
+    figure.y_range = lib.models.Range1d(min(0.0, *bottoms), max(105.0, *tops))
+    tips = [("", "@name"), ("points", "@points{0.0}")]
+    figure.add_tools(lib.models.HoverTool(renderers=[bars], tooltips=tips))
+    return figure
+
+
 _LEGEND = {
     "background_fill_alpha": 0.0,
     "border_line_alpha": 0.0,

@@ -36,11 +36,16 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
 
     highest = charts.highest_ms(runs)
     plots = [charts.phases_over_steps(run, highest) for run in runs if len(run.history)]
-    script, [*divs] = lib.embed.components([*plots, charts.distribution(runs)], wrap_script=True)
+    falls = [charts.waterfall(run) for run in runs if _has_waterfall(run)]
+    script, [*divs] = lib.embed.components(
+        [*plots, *falls, charts.distribution(runs)], wrap_script=True
+    )
     chart_of = iter(divs)
     views = [
         {**_view(run), "chart": Markup(next(chart_of)) if len(run.history) else ""} for run in runs
     ]
+    for run, view in zip(runs, views, strict=True):
+        view["work"] = Markup(next(chart_of)) if _has_waterfall(run) else ""
     verdict, sentences = _verdict(runs, comparison)
     resources = lib.resources.Resources(mode="inline", components=["bokeh"])
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
@@ -67,6 +72,11 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
     ledger = run.ledger.sentence if run.ledger is not None else ""
     told = (sentence(run.summary.advice), ledger)
     return run.summary.verdict or took, [one for one in told if one]
+
+
+def _has_waterfall(run: Run) -> bool:
+    work = run.summary.work
+    return work is not None and work.mfu is not None and bool(work.lost)
 
 
 def _view(run: Run) -> dict[str, Any]:
@@ -160,7 +170,8 @@ def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     names = list(dict.fromkeys(name for one in evaluations for name in one))
     body = [
         tuple(
-            _ms(one.get(name)) if name.endswith("_ms") else str(one.get(name, "")) for name in names
+            _ms(one.get(name)) if name.endswith(("_ms", "_per_s")) else str(one.get(name, ""))
+            for name in names
         )
         for one in evaluations[-_SLOWEST:]
     ]

@@ -1,0 +1,141 @@
+"""Work per second: items, FLOPs, and what they are of what the GPU could do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_gputime._results.loads import WorkSums
+from lightning_gputime._results.lost import in_points, waterfall
+from lightning_gputime._results.stats import PhaseStats
+
+Rows = Mapping[str, PhaseStats]
+
+
+@dataclass(slots=True)
+class Yardstick:
+    """What work is held against. Filled while the first step runs, and read by all who show it.
+
+    Attributes:
+        items_by: What the items are.
+        flops_by: What the FLOPs are.
+        parts: The modules that are timed apart.
+        precision: In what the model computes.
+        peak_tflops: What the data sheet says (in TFLOP/s).
+        matmul_tflops: What the GPU reaches in a large matmul (in TFLOP/s).
+        note: Why something is not known.
+    """
+
+    items_by: str = ""
+    flops_by: str = ""
+    parts: tuple[str, ...] = ()
+    precision: str = ""
+    peak_tflops: float | None = None
+    matmul_tflops: float | None = None
+    note: str = ""
+
+    def metrics(self, sums: WorkSums) -> dict[str, float]:
+        """Returns what is logged of some steps."""
+        metrics = {} if sums.items_per_s is None else {"items_per_s": sums.items_per_s}
+        metrics |= {f"{name}_tflops": one for name, one in sums.tflops(self.parts).items()}
+        if sums.flops_ms and self.peak_tflops is not None:
+            peak = self.peak_tflops * 1e9 * sums.flops_ms
+            metrics["mfu"] = sums.model_flops / peak
+            if sum(sums.ran[:2]) > sums.model_flops:
+                metrics["hfu"] = sum(sums.ran[:2]) / peak
+        return metrics
+
+    def summary(self, sums: WorkSums, rows: Rows, step: PhaseStats, probed: bool) -> "WorkSummary":
+        """Returns the work of a run.
+
+        Args:
+            sums: Over its steps.
+            rows: Its phases.
+            step: Its steps.
+            probed: Whether some of its steps were probed.
+        """
+        metrics = self.metrics(sums)
+        mfu, ran = metrics.get("mfu"), sum(sums.ran[:2])
+        return WorkSummary(
+            items_per_s=sums.items_per_s,
+            items_by=self.items_by,
+            tflops=sums.model_flops / sums.flops_ms / 1e9 if sums.flops_ms else None,
+            mfu=mfu,
+            hfu=metrics.get("hfu", mfu if ran == ran else None),
+            precision=self.precision,
+            peak_tflops=self.peak_tflops,
+            matmul_tflops=self.matmul_tflops,
+            lost=waterfall(mfu, rows, step) if probed and mfu is not None else {},
+            note=self.note,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSummary:
+    """Work per second. What is not known is None.
+
+    Attributes:
+        items_per_s: Items in a second of the time of the steps, in which pauses are none.
+        items_by: What the items are.
+        tflops: FLOPs of the model in a second (in TFLOP/s), without what is computed again.
+        mfu: That as a part of the peak of the data sheet, from 0 to 1.
+        hfu: The same with what is computed again.
+        precision: In what the model computes.
+        peak_tflops: The dense peak of the data sheet in that precision (in TFLOP/s).
+        matmul_tflops: What this GPU reaches in a large matmul in it (in TFLOP/s).
+        lost: What stands between `mfu` and 1, where steps were probed; with it they add up to 1.
+        note: Why something is not known.
+    """
+
+    items_per_s: float | None = None
+    items_by: str = ""
+    tflops: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    precision: str = ""
+    peak_tflops: float | None = None
+    matmul_tflops: float | None = None
+    lost: Mapping[str, float] | None = None
+    note: str = ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """Says it: the items, the FLOPs, and what is lost."""
+        return [one for one in (self._items(), self._flops(), self._lost(), self.note) if one]
+
+    def _items(self) -> str:
+        if self.items_per_s is None:
+            return ""
+        return f"{_amount(self.items_per_s)} items a second (items: {self.items_by})"
+
+    def _flops(self) -> str:
+        if self.tflops is None:
+            return ""
+        if self.mfu is None or self.peak_tflops is None:
+            told = f"{self.tflops:.3g} TFLOP/s of the model's work"
+        else:
+            peak = f"{self.peak_tflops:.4g} dense {self.precision} TFLOP/s"
+            told = f"MFU {_percent(self.mfu)} (of {peak})"
+        if self.matmul_tflops:
+            part = _percent(self.tflops / self.matmul_tflops)
+            told += f", {part} of what this GPU reaches in a large matmul"
+        if self.hfu is not None and self.mfu is not None and self.hfu > self.mfu:
+            told += f"; with what is computed again {_percent(self.hfu)}"
+        return told
+
+    def _lost(self) -> str:
+        if not self.lost or self.mfu is None:
+            return ""
+        points = in_points({"": self.mfu, **self.lost})
+        mfu = points.pop("")
+        parts = [f"{name} {n}" for name, n in sorted(points.items(), key=lambda one: -one[1]) if n]
+        if not parts:
+            return ""
+        parts[0] += " points"
+        return f"MFU {mfu} %; lost: {', '.join(parts)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,99 @@
+"""The calls of models in a step, by the sizes of what they are given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Key = tuple[Any, ...]
+"""What decides how many FLOPs a call has: the module, and the shapes that it gets."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What is kept of a tensor: enough to make one like it, and none of its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What stands for an argument that nothing like it can be made of."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a module, to be made once more with tensors that have no memory.
+
+    Attributes:
+        module: What was called.
+        args: Its arguments, with a `Like` for each tensor.
+        kwargs: Those with a name.
+        with_grad: Whether it was recorded for a backward.
+        autocast: The type of the device and the dtype of autocast, where that was on.
+    """
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    with_grad: bool
+    autocast: tuple[str, torch.dtype] | None
+
+
+def key_of(module: nn.Module, args: Any, kwargs: Any) -> Key:
+    """Returns what two calls have in common that have the same FLOPs."""
+    shapes: list[Any] = [id(module), module.training, torch.is_grad_enabled()]
+    _add_shapes(args, shapes)
+    if kwargs:
+        _add_shapes(kwargs, shapes)
+    return tuple(shapes)
+
+
+def elements(key: Key) -> int:
+    """Returns the number of elements of the first tensor of a call."""
+    for one in key:
+        if isinstance(one, torch.Size):
+            return one.numel()
+    return 0
+
+
+def call_of(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
+    """Returns what is needed to make a call again."""
+    kind = device.type
+    autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    return Call(module, _like(args), _like(kwargs), torch.is_grad_enabled(), autocast)
+
+
+def _add_shapes(value: Any, shapes: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        shapes.append(value.shape)
+        shapes.append(value.requires_grad)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            _add_shapes(one, shapes)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add_shapes(one, shapes)
+
+
+def _like(value: Any) -> Any:
+    # Not the value itself: a batch must not live on for this.
+    if type(value) in (Tensor, nn.Parameter):
+        return Like(value.shape, value.dtype, value.device, value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _like(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        several = [_like(one) for one in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*several)
+        return several if isinstance(value, list) else tuple(several)
+    return value if isinstance(value, _PLAIN) else Opaque(type(value).__name__)
