@@ -20,6 +20,7 @@ from lightning_gputime._reports import Reports
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._timer import Timer
+from lightning_gputime._untraced import untraced
 
 
 class GPUPhaseTimer(Timer, pl.Callback):
@@ -135,7 +136,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
-        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
+        left = {"log", "log_dict", *_lightning.unused_of(state)}
+        return {name: one for name, one in state.items() if name not in left}
 
     # Lightning's hooks
 
@@ -164,15 +166,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
         self._know_batch(trainer.train_dataloader)
         self._results.books = books = self._books.open(trainer)
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books)
-        self._fit.listen(self, self._give_up)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, self._give_up)
+        self._fit.listen(self)
 
     @_lightning.never_raises
     def on_train_epoch_start(self, *_: Any) -> None:
         if self._fit is not None:
             self._fit.epoch_begins()
 
-    @_lightning.never_raises
+    # These run in every batch: nothing in them raises.
+
+    @untraced
     def on_train_batch_start(self, *_: Any) -> None:
         if self._fit is not None:
             self._fit.batch_begins()
@@ -181,7 +185,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_before_optimizer_step(self, *_: Any) -> None:
         self._session.update_begins()
 
-    @_lightning.never_raises
+    @untraced
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,

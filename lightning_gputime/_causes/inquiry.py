@@ -79,6 +79,7 @@ class Inquiry:
         self.step_ends: Callable[[], None] = _nothing
         """Must be told just before a step ends."""
         self._loop_begins: list[Callable[[], None]] = []
+        self._steps_pass: list[Callable[[], None]] = []
         self._steps_were_read: list[Callable[[Usual], None]] = []
 
     @property
@@ -98,6 +99,7 @@ class Inquiry:
         # Without a function around it, where there is but one.
         self.step_ends = ends[0] if len(ends) == 1 else partial(_call_all, ends)
         self._loop_begins = self._methods("loop_begins")
+        self._steps_pass = self._methods("steps_pass")
         self._steps_were_read = self._methods("steps_were_read")
 
     def _methods(self, name: str) -> list[Any]:
@@ -105,7 +107,8 @@ class Inquiry:
 
     def remove(self) -> None:
         """Ends that. Safe to call twice."""
-        self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
+        self.step_ends = _nothing
+        self._loop_begins, self._steps_pass, self._steps_were_read = [], [], []
         for one in self.witnesses:
             one.remove()
 
@@ -115,6 +118,10 @@ class Inquiry:
             _call_all(self._loop_begins)
         except Exception as error:
             self._give_up(error)
+
+    def steps_pass(self) -> None:
+        """Must be told where steps begin of whose ends it is not told, as they are not timed."""
+        _call_all(self._steps_pass)
 
     def take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         """Takes the next steps but those of the warm-up, and returns the slow ones.

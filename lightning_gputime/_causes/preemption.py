@@ -90,6 +90,10 @@ class Preemption:
             except OSError:
                 self._read = None
 
+    def steps_pass(self) -> None:
+        """Must be told where steps begin that nobody looks at."""
+        self._newest.append((self._now_ns(), b""))
+
     def testify(self, scene: Scene) -> None:
         newest = [*self._newest]
         last = bisect_right(newest, scene.end_ns, key=itemgetter(0)) - 1
@@ -97,7 +101,9 @@ class Preemption:
         if last < 1 or newest[last][0] <= scene.begin_ns:
             return
         around = newest[max(last - AROUND, 0) : last + 1]
-        turns = [_turn(*pair) for pair in pairwise(around)]
+        if not around[-2][1]:
+            return
+        turns = [_turn(*pair) for pair in pairwise(around) if pair[0][1] and pair[1][1]]
         own = turns[-1]
         usual_idle_ms, _, usual_slices = map(median, zip(*turns, strict=True))
         # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it

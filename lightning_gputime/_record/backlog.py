@@ -63,14 +63,10 @@ class Backlog:
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
         self._finished: list[EndedStep] = []
-        # How many steps have ended, how many of them without marks, and how many of those since the
-        # last one that has some.
-        self._ended = self._all_untimed = self._untimed = 0
-
-    @property
-    def timed(self) -> int:
+        self.timed = 0
         """How many steps have ended that have marks."""
-        return self._ended - self._all_untimed
+        # How many have ended, and how many without marks since the last one that has some.
+        self._ended = self._untimed = 0
 
     def add(
         self, marks: list[Mark], number: int, skipped_update: bool, read: bool, after_spin: int = 0
@@ -85,6 +81,7 @@ class Backlog:
             after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
         """
         self._ended += 1
+        self.timed += 1
         step = EndedStep(marks, number, self._ended, self._untimed, skipped_update)
         self._pending.append(step)
         self._untimed = 0
@@ -107,6 +104,7 @@ class Backlog:
             number: The number that it is logged under.
         """
         self._ended += 1
+        self.timed += 1
         self._pending.append(EndedStep(marks, number, self._ended, self._untimed, False))
         self._untimed = 0
 
@@ -118,7 +116,6 @@ class Backlog:
         """
         self._ended += 1
         self._untimed += 1
-        self._all_untimed += 1
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
 

@@ -81,13 +81,16 @@ class Selection:
         if not self._schedule.is_plain:
             self.begin_next()
 
-    def end_quiet_step(self) -> None:
-        """Ends a step after which nothing begins."""
+    def end_quiet_step(self) -> bool:
+        """Ends the open step, if neither it nor the next is timed. Tells if it did."""
+        if self._index >= self._quiet_until:
+            return False
         self._index += 1
         self._boundaries.step_ended(timed=False)
         self._recorder.end_untimed()
         if self._recorder.label is not None:
             self._recorder.rest()  # It recorded a graph.
+        return True
 
     def end_step(self, number: int, reads: bool) -> None:
         """Ends the open step; `begin_next` must follow.

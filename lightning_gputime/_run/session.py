@@ -167,14 +167,13 @@ class Session:
             self._delivery.starts(number)
         self._newest = number
         self._tried_update = False
+        if not self._is_plain and self._selection.end_quiet_step():
+            return
         self._inquiry.step_ends()
         recorder = self._recorder
         if self._is_plain:
             reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
-        elif self._selection.is_quiet:
-            self._selection.end_quiet_step()
-            return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
         if self._comparison.owed is not None:
@@ -185,6 +184,8 @@ class Session:
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
+            if self._selection.is_quiet:
+                self._inquiry.steps_pass()
 
     def is_left(self, number: int) -> bool:
         """Says that the loop is left inside a step. Tells if that ended, under `number`.
