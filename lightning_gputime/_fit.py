@@ -104,12 +104,13 @@ class Fit:
         self._in_batch = self._batch.is_open = False
         session = self._session
         self._accumulates = not self._ends_step(batch_idx)
-        if not self._accumulates:
-            session.end_step(_lightning.step_number(self._trainer))
-            self._books.step_ends()
-        else:
+        if self._accumulates:
             session.batch_ends()
-        session.part_began(CALLBACKS)
+            session.part_began(CALLBACKS)
+        else:
+            if session.end_step(_lightning.step_number(self._trainer)):
+                session.part_began(CALLBACKS)
+            self._books.step_ends()
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.

@@ -114,11 +114,13 @@ class OptimizerBoundary:
         if self.depth > 1:
             return
         label, self._interrupted = self._recorder.label, None
+        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
+        if label == AFTER_BACKWARD:
+            return
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
-        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
-        elif label != AFTER_BACKWARD and closure is None:
+        elif closure is None:
             # With a closure, forward and backward are still to come.
             if label == FORWARD:
                 # A layer that learns by itself: when its update is over the model's call goes on.

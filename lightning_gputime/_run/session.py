@@ -133,7 +133,8 @@ class Session:
             self._recorder.resume(OTHER)
         else:
             self._recorder.mark(OTHER)
-        self._selection.batch_begins()
+        if not self._is_plain:
+            self._selection.batch_begins()
 
     def update_begins(self) -> None:
         """Says that an optimizer is about to run its update; then it may still skip it."""
@@ -161,14 +162,12 @@ class Session:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
         self._recorder.mark(DATA)
 
-    def end_step(self, number: int) -> None:
-        """Ends the open step under `number`, and begins the next one."""
-        if self._newest is None:
-            self._delivery.starts(number)
+    def end_step(self, number: int) -> bool:
+        """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
         self._newest = number
         self._tried_update = False
         if not self._is_plain and self._selection.end_quiet_step():
-            return
+            return False
         self._inquiry.step_ends()
         recorder = self._recorder
         if self._is_plain:
@@ -186,6 +185,7 @@ class Session:
             self._selection.begin_next()
             if self._selection.is_quiet:
                 self._inquiry.steps_pass()
+        return True
 
     def is_left(self, number: int) -> bool:
         """Says that the loop is left inside a step. Tells if that ended, under `number`.
@@ -201,8 +201,6 @@ class Session:
         else:
             has_ended = self.has_updated
         if has_ended:
-            if self._newest is None:
-                self._delivery.starts(number)
             self._newest = number
             self._tried_update = False
             self._delivery.step_ends(number)
