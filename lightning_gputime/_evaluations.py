@@ -67,3 +67,13 @@ class Evaluations:
         if self._now is not None:
             self._now.abort()
             self._now = None
+
+
+def starts(stage: str) -> Callable[..., None]:
+    """Returns a hook of a callback that starts the timing of an evaluation."""
+
+    @_lightning.never_raises
+    def hook(self: Any, *args: Any) -> None:
+        self._evaluations.start(stage, *args)
+
+    return hook

@@ -10,7 +10,7 @@ import torch
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations
+from lightning_gputime._evaluations import Evaluations, starts
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, SyncRanks, check_bools
@@ -70,6 +70,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
             busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
             steps, and those after them, are in no other statistics.
+        max_overhead: The part of the training's time that timing may take, such as 0.01. Where the
+            host sets the pace, so few steps are timed that it stays below; None times all.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
@@ -103,6 +105,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         annotate: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
+        max_overhead: float | None = None,
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
@@ -120,6 +123,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 annotate=annotate,
                 every_n_steps=every_n_steps,
                 probe_every_n_steps=probe_every_n_steps,
+                max_overhead=max_overhead,
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
@@ -220,13 +224,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    @_lightning.never_raises
-    def on_test_start(self, *args: Any) -> None:
-        self._evaluations.start("test", *args)
-
-    @_lightning.never_raises
-    def on_predict_start(self, *args: Any) -> None:
-        self._evaluations.start("predict", *args)
+    on_test_start, on_predict_start = starts("test"), starts("predict")
 
     @_lightning.never_raises
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:

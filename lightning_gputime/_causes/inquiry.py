@@ -49,6 +49,8 @@ class Inquiry:
         # When the timer itself has read steps: that is no fault of the loop's.
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._reads_since = 0
+        self.read_ns = 0
+        """How long that has taken, all in all (in nanoseconds)."""
         # First those that know when; then those that know how much; then those that know where.
         self.witnesses: list[Witness] = [
             Garbage(now_ns),
@@ -146,7 +148,9 @@ class Inquiry:
 
     def reading_ends(self) -> None:
         """Must be told where it has, before it calls loggers and functions of the user's."""
-        self._readings.append((self._reads_since, self._now_ns()))
+        now_ns = self._now_ns()
+        self._readings.append((self._reads_since, now_ns))
+        self.read_ns += now_ns - self._reads_since
 
     def _take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         usual = self._usual

@@ -63,6 +63,8 @@ class Backlog:
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
         self._finished: list[EndedStep] = []
+        self.read_ns = 0
+        """How long the reading of events has taken (in nanoseconds)."""
         self.timed = 0
         """How many steps have ended that have marks."""
         # How many have ended, and how many without marks since the last one that has some.
@@ -199,6 +201,7 @@ class Backlog:
 
     def _read(self) -> None:
         # First: who takes the steps may remove the timer, which reads again.
+        begun_ns = self._host_ns()
         finished, self._finished = self._finished, []
         records = []
         for step in finished:
@@ -217,5 +220,6 @@ class Backlog:
                 events = [event for _, event, _ in step.marks]
             # The last event is also the first of the next step, which still needs it.
             self.free.extend(events if step.owns_end else events[:-1])
+        self.read_ns += self._host_ns() - begun_ns
         if records:
             self._emit(records)

@@ -86,6 +86,11 @@ class Recorder(Pauses):
         """How many steps have ended with their times."""
         return self._backlog.timed
 
+    @property
+    def read_ns(self) -> int:
+        """How long the reading of events has taken (in nanoseconds)."""
+        return self._backlog.read_ns
+
     def begin(self, label: str = DATA) -> None:
         """Starts a step here, in the calling thread. What the open step held is dropped."""
         self.thread = self._home = get_ident()

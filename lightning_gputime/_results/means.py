@@ -50,6 +50,8 @@ class MeanLog:
         """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
+        self.timed_share: float | None = None
+        """Which part of the steps is timed, where that changes; logged beside the means."""
         self._failed = False
         self.slow = SlowWindow()
         """The slow steps, which are logged with their window."""
@@ -117,6 +119,8 @@ class MeanLog:
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             means |= self.slow.means(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
+            if self.timed_share is not None:
+                values["timed_share"] = self.timed_share
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

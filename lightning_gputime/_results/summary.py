@@ -43,6 +43,9 @@ class PhaseSummary:
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
+        one_in: With `max_overhead`, one step in so many was timed in the end.
+        max_overhead: The part of the training's time that timing was to stay below, from 0 to 1;
+            None if nothing was said.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
@@ -60,6 +63,8 @@ class PhaseSummary:
     run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
+    one_in: int = 1
+    max_overhead: float | None = None
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
@@ -155,6 +160,7 @@ class PhaseSummary:
                 self._lead_sentence(),
                 self._gap_sentence(),
                 self.probe_failure,
+                self._budget_sentence(),
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,
@@ -186,6 +192,12 @@ class PhaseSummary:
             return ""
         advice = ": batch more, use CUDA graphs or torch.compile" if share >= MANY_GAPS else ""
         return f"{share:.0%} of this step is launch gaps{advice}"
+
+    def _budget_sentence(self) -> str:
+        if self.one_in == 1 or self.max_overhead is None:
+            return ""
+        most = f"{100 * self.max_overhead:.3g} %"
+        return f"one step in {self.one_in} is timed to stay below {most}"
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lightning_gputime._record.state import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
+from lightning_gputime._run.budget import budget_of
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
@@ -58,12 +59,10 @@ class Session:
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
-        schedule = Schedule(
-            options.every_n_steps, options.probe_every_n_steps, options.warmup_steps
-        )
+        schedule = Schedule.of(options)
         probe = Probe(clock, results) if options.probe_every_n_steps else None
-        lag = options.lag
-        self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
+        sync_ranks, lag = options.sync_ranks, options.lag
+        self._comparison = Comparison(results, means, sync_ranks=sync_ranks, lag=lag)
         self._inquiry = Inquiry(clock, means.loggers)
         self.loads = self._inquiry.loads
         """Says what loads the batches, and whether `data` has no part for its fetches."""
@@ -78,6 +77,9 @@ class Session:
             batch=self._delivery.batch,
             annotate=Annotator() if options.annotate else None,
         )
+        budget = budget_of(options, clock, self._recorder, self._inquiry, results, means)
+        if budget is not None:
+            self.end_step = budget.around(self.end_step)  # type: ignore[assignment,method-assign]
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._is_plain = schedule.is_plain
@@ -100,6 +102,7 @@ class Session:
             self._recorder,
             self._boundaries,
             lag=lag,
+            budget=budget,
             has_others=not results.on_host_clock and is_distributed(),
             waits_before_batch=loop.waits_before_batch,
         )
@@ -293,6 +296,5 @@ class Session:
 
     def _may_read(self) -> bool:
         """Tells whether steps can be read here: else two threads would, in no order."""
-        if get_ident() == self.thread:
-            return True
-        return self._runner is None or not self._runner.is_alive()
+        is_here = get_ident() == self.thread
+        return is_here or self._runner is None or not self._runner.is_alive()
