@@ -90,28 +90,28 @@ def in_plain_loop(way: str, clock: Clock, meter: Meter, steps: int, modules: int
 def in_lightning(way: str, clock: Clock, meter: Meter, steps: int) -> None:
     """Trains in Lightning."""
     trainer = bare_trainer(accelerator="cpu", max_epochs=1, callbacks=IN_LIGHTNING[way](clock))
-    trainer.fit(EmptyTask(), _Metered(meter, steps))
+    batch = torch.zeros(1), torch.zeros(1)
+    trainer.fit(EmptyTask(), Metered(batch, meter, SETTLE, steps))
 
 
-class _Metered:
-    """Loads batches, and tells a meter where the steps begin that count, and where they end.
+class Metered:
+    """Loads a batch, and tells a meter where the steps begin that count, and where they end.
 
     No callback does it: the timer would tell its time apart, and the floor would not.
     """
 
-    def __init__(self, meter: Meter, steps: int) -> None:
-        self._meter = meter
-        self._steps = steps
+    def __init__(self, batch: Batch, meter: Meter, settle: int, steps: int) -> None:
+        self._batch, self._meter = batch, meter
+        self._settle, self._steps = settle, steps
 
     def __iter__(self) -> Iterator[Batch]:
-        batch = torch.zeros(1), torch.zeros(1)
         for number in range(len(self)):
-            if number == SETTLE:
+            if number == self._settle:
                 self._meter.begin()
-            elif number == SETTLE + self._steps:
+            elif number == self._settle + self._steps:
                 self._meter.end()
-            yield batch
+            yield self._batch
 
     def __len__(self) -> int:
         # One more, before which the meter ends.
-        return SETTLE + self._steps + 1
+        return self._settle + self._steps + 1

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,7 +25,13 @@ _UNSEEN = 1.25
 _CERTAIN = 0.1
 
 # At least one step in so many is timed, whatever it costs.
-_WIDEST = 1000
+_WIDEST = 100
+
+# So many of the newest are judged: steps that were timed, steps, and readings of many at once.
+_COSTS, _STEPS, _READINGS = 16, 64, 9
+
+# The waits of fewer steps may be chance.
+_ENOUGH = 8
 
 R = TypeVar("R")
 
@@ -69,15 +76,20 @@ class Budget:
         self._agreement = agreement
         self.due = max(_FIRST, warmup_steps)
         """The index of the step before which it must be asked."""
-        # Of the steps since the last decision: what each cost that was timed, without its reading,
-        # and the host's time from one end to the next.
-        self._costs_ns: list[int] = []
-        self._steps_ns: list[int] = []
+        # What each step cost that was timed, without its reading; that of each, where some were
+        # read; and the host's time from the end of one step to that of the next.
+        self._costs_ns: deque[int] = deque(maxlen=_COSTS)
+        self._readings_ns: deque[float] = deque(maxlen=_READINGS)
+        self._steps_ns: deque[int] = deque(maxlen=_STEPS)
         # What the marks of the open step have cost; None without one.
         self._marks_ns: int | None = None
         self._ended_ns: int | None = None
-        # What had been seen at the last decision, see `_seen`.
-        self._before = (0, 0, 0.0)
+        # What reading had taken, and how many were read, when it was last looked at.
+        self._read = (0, 0)
+        # How many steps had been read, and how long the host had waited for them (in milliseconds),
+        # when that was last looked at; and what it would wait for each if none were timed.
+        self._waited = (0, 0.0)
+        self._spare_ns = 0.0
         self._tell(1)
         recorder.tell_cost(self._mark_took)
 
@@ -98,6 +110,7 @@ class Budget:
                 if marks_ns is not None:
                     self._costs_ns.append(marks_ns + self._now_ns() - begun_ns)
                     self._marks_ns = None
+                    self._look_at_reading()
 
         return timed_end_step
 
@@ -114,27 +127,35 @@ class Budget:
         self._tell(n)
         return n
 
+    def _look_at_reading(self) -> None:
+        read_ns = self._recorder.read_ns + self._inquiry.read_ns
+        before_ns, before = self._read
+        n = self._results.sums.step.n
+        if read_ns > before_ns and n > before:
+            self._readings_ns.append((read_ns - before_ns) / (n - before))
+        self._read = read_ns, n
+
     def _wish(self, every_n_steps: int) -> int:
-        costs_ns, self._costs_ns = self._costs_ns, []
-        steps_ns, self._steps_ns = self._steps_ns, []
-        seen = self._seen()
-        read_ns, n, waited_ms = (now - then for now, then in zip(seen, self._before, strict=True))
-        if not costs_ns or not steps_ns or not n:
+        if not self._costs_ns or not self._steps_ns:
             return every_n_steps
-        self._before = seen
-        # Medians: an evaluation, a log or a wait now and then is no part of them.
-        cost_ns = (statistics.median(costs_ns) + read_ns / n) * _UNSEEN
-        free_ns = self._most * statistics.median(steps_ns)
-        spare_ns = waited_ms / n * 1e6
-        if self._waits_are_free and spare_ns > _CERTAIN * cost_ns:
-            # Without the steps that were timed the host would have waited longer.
-            free_ns += spare_ns + cost_ns / every_n_steps
+        # Medians: what is cold, an evaluation, a log or a wait now and then is no part of them.
+        cost_ns = statistics.median(self._costs_ns)
+        if self._readings_ns:
+            cost_ns += statistics.median(self._readings_ns)
+        cost_ns *= _UNSEEN
+        self._look_at_waits(cost_ns, every_n_steps)
+        free_ns = self._most * statistics.median(self._steps_ns) + self._spare_ns
         return min(max(math.ceil(cost_ns / free_ns), 1), _WIDEST) if free_ns else _WIDEST
 
-    def _seen(self) -> tuple[int, int, float]:
-        """How long reading has taken (in nanoseconds), of how many steps; how long they waited."""
+    def _look_at_waits(self, cost_ns: float, every_n_steps: int) -> None:
         sums = self._results.sums
-        return self._recorder.read_ns + self._inquiry.read_ns, sums.step.n, sums.wait_ms
+        n, waited_ms = sums.step.n - self._waited[0], sums.wait_ms - self._waited[1]
+        if n < _ENOUGH or not self._waits_are_free:
+            return
+        self._waited = sums.step.n, sums.wait_ms
+        spare_ns = waited_ms / n * 1e6
+        # Without what was timed the host would have waited longer.
+        self._spare_ns = spare_ns + cost_ns / every_n_steps if spare_ns > _CERTAIN * cost_ns else 0
 
     def _tell(self, every_n_steps: int) -> None:
         self._results.one_in, self._results.max_overhead = every_n_steps, self._most

@@ -123,7 +123,8 @@ class Selection:
         """Begins a step; where the last one was timed, its last mark is the first of this one."""
         if self._budget is not None and self._index >= self._budget.due:
             n = self._budget.decide(self._schedule.every_n_steps)
-            self._schedule = replace(self._schedule, every_n_steps=n, since=self._index)
+            if n != self._schedule.every_n_steps:
+                self._schedule = replace(self._schedule, every_n_steps=n, since=self._index)
         kind, self._kind = self._kind, self._next_kind()
         if self._kind in (SKIPPED, LEFT_OUT):
             self._recorder.rest()
