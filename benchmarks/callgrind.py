@@ -3,6 +3,8 @@
 They hardly depend on what else the machine does. All of the process is counted, torch and Lightning
 included, and what a way adds to that without a timer is told. Needs `valgrind` (for example
 `apt-get install valgrind`), and a torch for Linux on x86-64.
+
+    python benchmarks/callgrind.py --out benchmarks/results/host_instructions.json
 """
 
 import json
@@ -17,6 +19,7 @@ import torch
 from empty_step import new_clock, no_backward
 from host_ways import IN_LIGHTNING, IN_PLAIN, Meter, in_lightning, in_plain_loop
 from loops import NONE, be_quiet
+from record import environment, new_parser, save
 
 STEPS = 200
 
@@ -94,4 +97,7 @@ if __name__ == "__main__":
     if _INSIDE in sys.argv:
         _run_all(_Toggle())
     else:
-        print(json.dumps(count_instructions(), indent=2))
+        out = new_parser(__doc__).parse_args().out
+        found = count_instructions()
+        print(json.dumps(found, indent=2))
+        save(out, environment("machine", "python", "torch", "lightning", "command") | found)
