@@ -1,13 +1,16 @@
 """`max_overhead`: no more steps are timed than the host can afford."""
 
+import json
 from datetime import timedelta
 from itertools import pairwise, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
 from fake_lightning import Model, fit
 from fake_loop import Logger, Loop
+from processes import finish, start
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
@@ -204,6 +207,18 @@ def test_a_rank_that_is_left_alone_says_so_once(
     assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
     assert len(caplog.messages) == 1
     assert "agree no more" in caplog.text
+
+
+def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "budget_run.py"
+    printed = finish(*(start(script, rank, tmp_path / "store") for rank in range(2)))
+    (one_in, timed), other = map(json.loads, printed)
+    assert other == [one_in, timed]
+    # That of the dearer one; alone, the first would time about one in 10.
+    assert 16 < one_in < 24
+    # Two turns pass until it holds.
+    assert timed[:256] == [*range(256)]
+    assert len(timed) < 256 + (600 - 256) / 16 + 2
 
 
 def test_ranks_that_share_nothing_decide_for_themselves(
