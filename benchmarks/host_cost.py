@@ -7,82 +7,37 @@ does next to nothing, in a warm cache. The counts are exact: how many of Python'
 of its functions, the package runs in a step.
 
     python benchmarks/host_cost.py
+    python benchmarks/host_cost.py --callgrind        # the processor's instructions, too
     python benchmarks/host_cost.py --cuda --out benchmarks/results/host_cost_cuda.json
+    python benchmarks/host_cost.py --cuda --against ../before   # two source trees, in turns
 """
 
 import json
+import os
 import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from empty_step import EmptyNet, EmptyTask, NoUpdate, new_clock, no_backward, train_empty
-from host_counts import count
-from loops import NONE, Way, attached, bare_trainer, be_quiet, by_way, in_rounds
-from models import Repeat
-from peers import FiveEvents
+from callgrind import count_instructions
+from empty_step import new_clock, no_backward
+from host_counts import count_all
+from host_ways import (
+    FLOOR,
+    HOOKS,
+    IN_LIGHTNING,
+    IN_PLAIN,
+    TIMER,
+    Stopwatch,
+    in_lightning,
+    in_plain_loop,
+)
+from loops import NONE, be_quiet, by_way, in_rounds
 from record import environment, new_parser, save
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._record.clock import Clock
-
-SETTLE, STEPS = 50, 1000
-
-
-def hooks(net: EmptyNet, optimizer: NoUpdate, clock: Clock) -> Way:
-    """Returns the way of this package."""
-    return attached(GPUPhaseHooks(net, optimizer, clock=clock))
-
-
-IN_PLAIN: dict[str, Callable[[EmptyNet, NoUpdate, Clock], Way]] = {
-    NONE: lambda net, optimizer, clock: Way(),
-    "floor": lambda net, optimizer, clock: FiveEvents(clock.event).way(),
-    "GPUPhaseHooks": hooks,
-}
-IN_LIGHTNING: dict[str, Callable[[Clock], list[pl.Callback]]] = {
-    NONE: lambda clock: [],
-    "callback that does nothing": lambda clock: [pl.Callback()],
-    "floor": lambda clock: [FiveEvents(clock.event)],
-    "GPUPhaseTimer": lambda clock: [GPUPhaseTimer(clock=clock, summary=False)],
-    "GPUPhaseTimer(every_n_steps=10)": lambda clock: [
-        GPUPhaseTimer(clock=clock, summary=False, every_n_steps=10)
-    ],
-}
-
-
-class Stopwatch(pl.Callback):
-    """Takes the time of the steps after the first ones."""
-
-    started = ended = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        if args[-1] == SETTLE:
-            self.started = time.perf_counter()
-
-    def on_train_end(self, *args: Any) -> None:
-        self.ended = time.perf_counter()
-
-
-def in_lightning(callbacks: list[pl.Callback]) -> float:
-    """Returns the time of a step in Lightning (in microseconds)."""
-    stopwatch = Stopwatch()
-    trainer = bare_trainer(accelerator="cpu", max_epochs=1, callbacks=[stopwatch, *callbacks])
-    batch = torch.zeros(1), torch.zeros(1)
-    trainer.fit(EmptyTask(), Repeat(batch, SETTLE + STEPS))
-    return (stopwatch.ended - stopwatch.started) / STEPS * 1e6
-
-
-def in_plain_loop(net: EmptyNet, optimizer: NoUpdate, way: Way) -> float:
-    """Returns the time of a step in a plain loop (in microseconds)."""
-    train_empty(net, optimizer, way, SETTLE)
-    start = time.perf_counter()
-    train_empty(net, optimizer, way, STEPS)
-    us = (time.perf_counter() - start) / STEPS * 1e6
-    way.remove()
-    return us
+STEPS = 1000
 
 
 def added(ways: Iterable[str], rounds: int, step_us: Callable[[str], float]) -> dict[str, float]:
@@ -94,58 +49,105 @@ def added(ways: Iterable[str], rounds: int, step_us: Callable[[str], float]) -> 
     return {way: round(us - base, 2) for way, us in quiet.items()}
 
 
-def time_hooks(rounds: int, cuda: bool, modules: int = 10) -> dict[str, float]:
+def time_hooks(
+    rounds: int, cuda: bool, modules: int = 10, ways: Iterable[str] = IN_PLAIN
+) -> dict[str, float]:
     """Returns the added time a step of each way in a plain loop (in microseconds)."""
-    net = EmptyNet(modules)
-    optimizer = NoUpdate(net)
 
     def step_us(way: str) -> float:
-        return in_plain_loop(net, optimizer, IN_PLAIN[way](net, optimizer, new_clock(cuda)))
+        watch = Stopwatch()
+        in_plain_loop(way, new_clock(cuda), watch, STEPS, modules)
+        return watch.seconds / STEPS * 1e6
 
-    return added(IN_PLAIN, rounds, step_us)
+    return added(ways, rounds, step_us)
 
 
 def time_callbacks(rounds: int, cuda: bool) -> dict[str, float]:
     """Returns the added time a step of each way in Lightning (in microseconds)."""
-    return added(IN_LIGHTNING, rounds, lambda way: in_lightning(IN_LIGHTNING[way](new_clock(cuda))))
+
+    def step_us(way: str) -> float:
+        watch = Stopwatch()
+        in_lightning(way, new_clock(cuda), watch, STEPS)
+        return watch.seconds / STEPS * 1e6
+
+    return added(IN_LIGHTNING, rounds, step_us)
 
 
-def count_hooks() -> dict[str, float]:
-    """Returns what the package runs in a step of a plain loop."""
-    net = EmptyNet()
-    optimizer = NoUpdate(net)
-    way = hooks(net, optimizer, new_clock(cuda=False))
-    counts = count(partial(train_empty, net, optimizer, way))
-    way.remove()
-    return counts
+def time_both(rounds: int, cuda: bool) -> dict[str, dict[str, float]]:
+    """Returns the added times of both front ends (in microseconds)."""
+    return {"plain": time_hooks(rounds, cuda), "lightning": time_callbacks(rounds, cuda)}
 
 
-def measure(rounds: int, cuda: bool) -> dict[str, Any]:
+def measure(rounds: int, cuda: bool, callgrind: bool) -> dict[str, Any]:
     """Measures everything; returns what was found."""
-    plain, lightning = time_hooks(rounds, cuda), time_callbacks(rounds, cuda)
+    both = time_both(rounds, cuda)
+    plain, lightning = both["plain"], both["lightning"]
     results: dict[str, Any] = {
-        "added_us": {"plain": plain, "lightning": lightning},
+        "added_us": both,
         "ratio_to_floor": {
-            "plain": round(plain["GPUPhaseHooks"] / plain["floor"], 2),
-            "lightning": round(lightning["GPUPhaseTimer"] / lightning["floor"], 2),
+            "plain": round(plain[HOOKS] / plain[FLOOR], 2),
+            "lightning": round(lightning[TIMER] / lightning[FLOOR], 2),
         },
         "by_modules_us": {
-            modules: time_hooks(rounds, cuda, modules)["GPUPhaseHooks"]
+            modules: time_hooks(rounds, cuda, modules, [NONE, HOOKS])[HOOKS]
             for modules in (10, 100, 1000)
         },
     }
-    return results if cuda else results | {"counts": count_hooks()}
+    if not cuda:
+        results["counts"] = count_all()
+    if callgrind:
+        results["added_native_instructions"] = count_instructions()
+    return results
+
+
+def compare_trees(other: Path, rounds: int, turns: int, cuda: bool) -> dict[str, Any]:
+    """Measures this source tree and another one in turns, each in processes of its own.
+
+    Args:
+        other: The root of the other tree, which has its `lightning_gputime`.
+        rounds: How many rounds a process measures.
+        turns: How many processes there are of each tree.
+        cuda: Whether to take the events of the GPU.
+
+    Returns:
+        Of each tree what each process found.
+    """
+    trees = {"this": Path(__file__).parent.parent, "other": other.resolve()}
+    found: dict[str, list[Any]] = {name: [] for name in trees}
+    for turn in range(turns):
+        # ABBA: so a drift of the machine falls on both.
+        for name in sorted(trees, reverse=turn % 2 == 1):
+            command = [sys.executable, __file__, "--only-times", "--rounds", str(rounds)]
+            command += ["--cuda"] * cuda
+            # Before what is installed: each process imports the tree that it measures.
+            path = {"PYTHONPATH": str(trees[name])}
+            ran = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | path
+            )
+            found[name].append(json.loads(ran.stdout))
+    return found
 
 
 if __name__ == "__main__":
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cuda", action="store_true", help="take the events of the GPU")
+    parser.add_argument("--callgrind", action="store_true", help="count the processor's, too")
+    parser.add_argument("--only-times", action="store_true", help="measure the added times alone")
+    parser.add_argument("--against", type=Path, help="another source tree, measured in turns")
+    parser.add_argument("--turns", type=int, default=2, help="processes of each tree")
     arguments = parser.parse_args()
     be_quiet()
-    with no_backward():
-        results = measure(arguments.rounds, arguments.cuda)
+    rounds, cuda = arguments.rounds, arguments.cuda
+    if arguments.against is not None:
+        results = compare_trees(arguments.against, rounds, arguments.turns, cuda)
+    elif arguments.only_times:
+        with no_backward():
+            results = time_both(rounds, cuda)
+    else:
+        with no_backward():
+            results = measure(rounds, cuda, arguments.callgrind)
     print(json.dumps(results, indent=2))
-    events = environment("gpu")["gpu"] if arguments.cuda else "none"
+    events = environment("gpu")["gpu"] if cuda else "none"
     header = environment("machine", "python", "torch", "command")
     save(arguments.out, {"events": events, **header, **results})

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from empty_step import EmptyNet, NoUpdate, new_clock, no_backward
-from host_cost import in_plain_loop
+from empty_step import EmptyNet, NoUpdate, new_clock, no_backward, train_empty
+from host_ways import SETTLE
 from loops import attached, by_way, in_rounds
 from models import load
 from record import environment, new_parser, save
@@ -38,6 +38,9 @@ CYCLES_PER_MS = 1_900_000
 
 GAP = (8, 12)
 """The fewest and the most steps from one delay to the next."""
+
+STEPS = 1000
+"""So many steps tell what looking costs."""
 
 Found = dict[int, SlowStep]
 
@@ -164,17 +167,20 @@ def look_away(timer: GPUPhaseHooks) -> None:
 
 def cost_us(rounds: int) -> dict[str, float]:
     """Returns what a step adds, in which nothing happens (in microseconds)."""
-    net = EmptyNet()
-    optimizer = NoUpdate(net)
-
     slow = [0]
 
     def step_us(way: str) -> float:
+        net = EmptyNet()
+        optimizer = NoUpdate(net)
         timer = GPUPhaseHooks(net, optimizer, clock=new_clock(cuda=True))
         tool = attached(timer)
         if way == "looks away":
             look_away(timer)
-        us = in_plain_loop(net, optimizer, tool)
+        train_empty(net, optimizer, tool, SETTLE)
+        begin = time.perf_counter()
+        train_empty(net, optimizer, tool, STEPS)
+        us = (time.perf_counter() - begin) / STEPS * 1e6
+        tool.remove()
         slow.append(len(timer.slowest(1_000)))
         return us
 

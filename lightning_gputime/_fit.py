@@ -6,11 +6,13 @@ from functools import partial
 
 from lightning_gputime import _lightning
 from lightning_gputime._actions import Actions, Begins
+from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
+from lightning_gputime._untraced import untraced
 
 _PATIENCE = 100
 """For so many batches that should end a step the first update of all is waited for."""
@@ -34,6 +36,7 @@ class Fit:
         batch: Is kept up to date: outside of it calls of the model are no `forward`.
         books: Keep the ledger.
         epochs: Know the epoch of each step.
+        fail: Is called with an error of the methods that run in every batch.
     """
 
     def __init__(
@@ -44,14 +47,16 @@ class Fit:
         batch: Batch,
         books: Books,
         epochs: _lightning.Epochs,
+        fail: Callable[[Exception], None],
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
         self._batch, self._books, self._epochs = batch, books, epochs
+        self._fail = fail
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
-        self._heard: list[Actions | Begins] = []
+        self._heard: list[Removable] = []
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -73,29 +78,43 @@ class Fit:
             self._session.begin(_lightning.step_number(self._trainer))
         self._session.part_began(CALLBACKS)
 
-    def batch_begins(self, batch: object) -> None:
-        """Says that the model is about to be trained on a batch."""
-        if self._session.thread == -1:
-            self.epoch_begins()
-        self._in_batch = self._batch.is_open = True
-        self._books.steps_go_on()
-        self._session.batch_begins()
-        self._session.takes(batch)
+    # The next two run in every batch: without the function of `never_raises` around them.
 
+    @untraced
+    def batch_begins(self, batch: object) -> None:
+        """Says that the model is about to be trained on a batch. Raises nothing."""
+        try:
+            if self._session.thread == -1:
+                self.epoch_begins()
+            self._in_batch = self._batch.is_open = True
+            self._books.steps_go_on()
+            self._session.batch_begins()
+            self._session.takes(batch)
+        except Exception as error:
+            self._fail(error)
+
+    @untraced
     def batch_ends(self, batch_idx: int) -> None:
-        """Says that a batch is over, and ends the step if it was the last of one."""
+        """Says that a batch is over, and ends the step if it was the last. Raises nothing."""
+        try:
+            self._end_batch(batch_idx)
+        except Exception as error:
+            self._fail(error)
+
+    def _end_batch(self, batch_idx: int) -> None:
         # A batch that is None ends without having started; its time is the next one's `data`.
         if not self._in_batch:
             return
         self._in_batch = self._batch.is_open = False
         session = self._session
         self._accumulates = not self._ends_step(batch_idx)
-        if not self._accumulates:
-            session.end_step(_lightning.step_number(self._trainer))
-            self._books.step_ends()
-        else:
+        if self._accumulates:
             session.batch_ends()
-        session.part_began(CALLBACKS)
+            session.part_began(CALLBACKS)
+        else:
+            if session.end_step(_lightning.step_number(self._trainer)):
+                session.part_began(CALLBACKS)
+            self._books.step_ends()
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -126,13 +145,13 @@ class Fit:
 
     # What the profiler is told
 
-    def listen(self, own: _lightning.Callback, fail: Callable[[Exception], None]) -> None:
+    def listen(self, own: _lightning.Callback) -> None:
         """Hears what the trainer begins, until `remove`.
 
         Args:
             own: The callback that calls the methods above.
-            fail: Is called with an error of what is called here.
         """
+        fail = self._fail
         self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
@@ -140,6 +159,7 @@ class Fit:
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))
+        self._heard.append(_lightning.Unused(own, self._trainer))
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""

@@ -42,6 +42,7 @@ class Options:
     memory: bool = False
     every_n_steps: int = 1
     probe_every_n_steps: int = 0
+    max_overhead: float | None = None
     sync_ranks: SyncRanks = True
     on_step: Any = None
     on_slow_step: Any = None
@@ -73,6 +74,7 @@ class Options:
             )
         _check_prefix(self.prefix)
         _check_probes(self.probe_every_n_steps)
+        _check_max_overhead(self.max_overhead, self.every_n_steps)
         _check_sync_ranks(self.sync_ranks)
         _check_on_step(self.on_step)
         if self.on_slow_step is not None and not callable(self.on_slow_step):
@@ -94,10 +96,10 @@ class Options:
                 f"trace_slow_steps must be a folder such as 'traces', and {os.fspath(folder)!r} is"
                 " a file: name a folder, which is made where it is missing"
             )
-        if self.every_n_steps > 1 or self.probe_every_n_steps:
+        if self.every_n_steps > 1 or self.probe_every_n_steps or self.max_overhead is not None:
             raise ValueError(
-                "trace_slow_steps needs every step to be timed alike: leave every_n_steps and"
-                " probe_every_n_steps out"
+                "trace_slow_steps needs every step to be timed alike: leave every_n_steps,"
+                " probe_every_n_steps and max_overhead out"
             )
 
     @property
@@ -166,6 +168,21 @@ def _check_probes(every_n_steps: int) -> None:
     if 0 < every_n_steps < 3:
         raise ValueError(
             f"probe_every_n_steps must be 0 or 3 or more ({_PROBES}), got {every_n_steps}"
+        )
+
+
+def _check_max_overhead(most: Any, every_n_steps: int) -> None:
+    if most is None:
+        return
+    meaning = "the part of the training's time that timing may take, such as 0.01"
+    if not isinstance(most, int | float) or isinstance(most, bool):
+        raise TypeError(f"max_overhead must be a number ({meaning}) or None, got {most!r}")
+    if not 0 < most < 1:
+        raise ValueError(f"max_overhead must be above 0 and below 1 ({meaning}), got {most}")
+    if every_n_steps != 1:
+        raise ValueError(
+            "max_overhead decides how many steps are timed: leave every_n_steps out, got"
+            f" {every_n_steps}"
         )
 
 

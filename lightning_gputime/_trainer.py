@@ -15,6 +15,7 @@ from lightning_gputime._reports import Reports
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._timer import Timer
+from lightning_gputime._untraced import untraced
 
 
 class TrainerTimer(Timer, pl.Callback):
@@ -38,7 +39,8 @@ class TrainerTimer(Timer, pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
-        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
+        left = {"log", "log_dict", *_lightning.unused_of(state)}
+        return {name: one for name, one in state.items() if name not in left}
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
         """Returns the statistics of the steps read so far.
@@ -86,15 +88,17 @@ class TrainerTimer(Timer, pl.Callback):
         )
         self._know_batch(trainer.train_dataloader)
         self._results.books = books = self._books.open(trainer)
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs)
-        self._fit.listen(self, self._give_up)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs, self._give_up)
+        self._fit.listen(self)
 
     @_lightning.never_raises
     def on_train_epoch_start(self, *_: Any) -> None:
         if self._fit is not None:
             self._fit.epoch_begins()
 
-    @_lightning.never_raises
+    # These run in every batch: nothing in them raises.
+
+    @untraced
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -105,7 +109,7 @@ class TrainerTimer(Timer, pl.Callback):
     def on_before_optimizer_step(self, *_: Any) -> None:
         self._session.update_begins()
 
-    @_lightning.never_raises
+    @untraced
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,

@@ -70,6 +70,8 @@ class GPUPhaseTimer(TrainerTimer):
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
             busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
             steps, and those after them, are in no other statistics.
+        max_overhead: The part of the training's time that timing may take, such as 0.01. Where the
+            host sets the pace, so few steps are timed that it stays below; None times all.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric of
@@ -114,6 +116,7 @@ class GPUPhaseTimer(TrainerTimer):
         memory: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
+        max_overhead: float | None = None,
         sync_ranks: SyncRanks = True,
         on_step: Callable[[StepTimes], object] | None = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
@@ -137,6 +140,7 @@ class GPUPhaseTimer(TrainerTimer):
                 memory=memory,
                 every_n_steps=every_n_steps,
                 probe_every_n_steps=probe_every_n_steps,
+                max_overhead=max_overhead,
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,

@@ -372,7 +372,7 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert busy.step.device_ms == 4.0
 
     means = MeanLog("phase_time", 1, [logger])
-    comparison = Comparison(results, means, sync_ranks=False, lag=1)
+    comparison = Comparison(results, means, Options(sync_ranks=False))
     inquiry = Inquiry(FakeGPU())
     delivery = Delivery(results, means, comparison, inquiry, Options(), on_step=[], probe=probe)
     delivery.add([step._replace(filled=True)])

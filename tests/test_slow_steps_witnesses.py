@@ -109,6 +109,22 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     assert slow.causes == ((cause,) if is_told else ())
 
 
+def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU) -> None:
+    scheduler = Scheduler(gpu)
+    bench = Bench(gpu, Preemption(gpu.host_ns, scheduler))
+    for number in range(SLOW):
+        bench.step(number, {}, {})
+        bench.inquiry.steps_pass()
+        # Nobody asks what the thread did in them: all of it away from the processor, in one turn.
+        scheduler.stopped, scheduler.slices = scheduler.stopped + 200 * MS, scheduler.slices + 1
+        gpu.now += 200 * MS
+        bench.inquiry.step_ends()
+    scheduler.stopped, scheduler.slices = scheduler.stopped + 50 * MS, scheduler.slices + 1
+    bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
+    [slow] = bench.found
+    assert slow.causes == (Cause("preemption", 50.0, 50.0, "stopped, or blocked"),)
+
+
 def test_linux_counts_for_the_thread_of_the_loop() -> None:
     preemption = Preemption(lambda: 0)
     preemption.step_ends()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from lightning_gputime._boundaries.uncopied import Uncopied
 from lightning_gputime._messages import messages
@@ -34,7 +34,7 @@ class _ModuleHook:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         try:
             self._call(module, *values)

@@ -128,13 +128,15 @@ class Boundaries:
         Returns:
             Whether there are optimizers, and none of them ran its update.
         """
-        has_updated = self._optimizer.step_ended() > 0
+        optimizer = self._optimizer
+        has_updated = optimizer.updates > 0
+        optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
         self._forward.step_ended(timed)
         if self._waits is not None:
             self._waits.step_ended()
         if timed and self._submodules is not None:
             self._submodules.step_ended()
-        return self._optimizer.has_any and not has_updated
+        return optimizer.has_any and not has_updated
 
     def remove(self) -> None:
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""

@@ -18,6 +18,7 @@ from lightning_gputime._boundaries.losses import LossSearch
 from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import PAUSED
 from lightning_gputime._untraced import untraced
 
 
@@ -137,7 +138,9 @@ class ForwardBoundary:
             return
         recorder = self._recorder
         if get_ident() != recorder.thread:
-            if not recorder.is_resting_here() or (self._trains and _is_evaluation(module)):
+            if not recorder.is_resting_here():
+                return
+            if self._trains and not module.training and _is_evaluation(module):
                 return
             if not recorder.starts_in_capture() and not self._discovers:
                 self.calls += 1  # Another timer may ask whose backward follows.
@@ -164,7 +167,8 @@ class ForwardBoundary:
             if self._evaluates:
                 self._evaluation.call_begins()
                 return
-            recorder.resume(FORWARD)
+            if recorder.state is PAUSED:
+                recorder.resume(FORWARD)
         self.calls += 1
         self._alone.add(key)
         recorder.mark(FORWARD)

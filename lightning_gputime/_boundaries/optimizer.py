@@ -24,6 +24,7 @@ from lightning_gputime._phases import (
     OTHER,
 )
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._untraced import untraced
 
 # Every call of `step` passes through a `wrapper` of this file, which calls the hooks.
@@ -49,7 +50,7 @@ class OptimizerBoundary:
         self.depth = 0
         """How many calls of `step` are running; one that calls `super().step()` is two."""
         self.updates = 0
-        """How many updates there were in this step."""
+        """How many updates there were in this step; like `depth` it is reset where that ends."""
         self.has_any = False
         """Whether there are optimizers whose updates are seen."""
         self._batch = loop.batch
@@ -80,12 +81,6 @@ class OptimizerBoundary:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
 
-    def step_ended(self) -> int:
-        """Returns how many updates there were."""
-        updates, self.updates = self.updates, 0
-        self.depth = 0  # No post hook fires when `step` raises.
-        return updates
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -103,7 +98,8 @@ class OptimizerBoundary:
         self._end()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_ours(optimizer):
+        # At rest it is enough to count its end.
+        if self._recorder.state is not AT_REST and self._is_ours(optimizer):
             if self.depth:
                 # No hook tells of an update that raised.
                 self.depth = min(self.depth, _steps_on_stack() - 1)
@@ -118,11 +114,13 @@ class OptimizerBoundary:
         if self.depth > 1:
             return
         label, self._interrupted = self._recorder.label, None
+        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
+        if label == AFTER_BACKWARD:
+            return
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
-        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
-        elif label != AFTER_BACKWARD and closure is None:
+        elif closure is None:
             # With a closure, forward and backward are still to come.
             if label == FORWARD:
                 # A layer that learns by itself: when its update is over the model's call goes on.
@@ -137,6 +135,8 @@ class OptimizerBoundary:
         # A scaler that skips the update calls no hook at all: a step without one is taken for
         # skipped.
         self.updates += 1
+        if self._recorder.state is AT_REST:
+            return
         if _current_graph_task_id() != -1:
             self._recorder.mark_in_backward(self._interrupted or BACKWARD)
         else:
@@ -170,10 +170,11 @@ class ZeroGradBoundary:
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
+        recorder = self._recorder
         # Inside a backward it belongs to an update there.
-        is_free = _current_graph_task_id() == -1
-        if is_free and self._recorder.label not in (OTHER, AFTER_UPDATE):
-            self._recorder.mark(OTHER)
+        is_free = recorder.state is OPEN and _current_graph_task_id() == -1
+        if is_free and recorder.label not in (OTHER, AFTER_UPDATE):
+            recorder.mark(OTHER)
         return False
 
     def call_ends(self, result: Any = None) -> None:

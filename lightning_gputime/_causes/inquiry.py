@@ -49,6 +49,8 @@ class Inquiry:
         # When the timer itself has read steps: that is no fault of the loop's.
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._reads_since = 0
+        self.read_ns = 0
+        """How long that has taken, all in all (in nanoseconds)."""
         # First those that know when; then those that know how much; then those that know where.
         self.witnesses: list[Witness] = [
             Garbage(now_ns),
@@ -81,6 +83,7 @@ class Inquiry:
         self.step_ends: Callable[[], None] = _nothing
         """Must be told just before a step ends."""
         self._loop_begins: list[Callable[[], None]] = []
+        self._steps_pass: list[Callable[[], None]] = []
         self._steps_were_read: list[Callable[[Usual], None]] = []
 
     @property
@@ -100,6 +103,7 @@ class Inquiry:
         # Without a function around it, where there is but one.
         self.step_ends = ends[0] if len(ends) == 1 else partial(_call_all, ends)
         self._loop_begins = self._methods("loop_begins")
+        self._steps_pass = self._methods("steps_pass")
         self._steps_were_read = self._methods("steps_were_read")
 
     def _methods(self, name: str) -> list[Any]:
@@ -107,7 +111,8 @@ class Inquiry:
 
     def remove(self) -> None:
         """Ends that. Safe to call twice."""
-        self.step_ends, self._loop_begins, self._steps_were_read = _nothing, [], []
+        self.step_ends = _nothing
+        self._loop_begins, self._steps_pass, self._steps_were_read = [], [], []
         for one in self.witnesses:
             one.remove()
 
@@ -117,6 +122,10 @@ class Inquiry:
             _call_all(self._loop_begins)
         except Exception as error:
             self._give_up(error)
+
+    def steps_pass(self) -> None:
+        """Must be told where steps begin of whose ends it is not told, as they are not timed."""
+        _call_all(self._steps_pass)
 
     def take(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         """Takes the next steps but those of the warm-up, and returns the slow ones.
@@ -155,6 +164,7 @@ class Inquiry:
         """Must be told where it has, before it calls loggers and functions of the user's."""
         now = self._now_ns()
         self._readings.append((self._reads_since, now))
+        self.read_ns += now - self._reads_since
         # What is read together may be handed over in parts.
         self._reads_since = now
 

@@ -90,11 +90,17 @@ class Preemption:
             except OSError:
                 self._read = None
 
+    def steps_pass(self) -> None:
+        """Must be told where steps begin that nobody looks at."""
+        self._newest.append((self._now_ns(), b""))
+
     def testify(self, scene: Scene) -> None:
         newest = [*self._newest]
         last = bisect_right(newest, scene.end_ns, key=itemgetter(0)) - 1
         # The samples before the marks at its begin and at its end.
         if last < 1 or newest[last][0] <= scene.begin_ns:
+            return
+        if not newest[last - 1][1]:
             return
         own = _turn(newest[last - 1], newest[last])
         # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it
@@ -104,7 +110,7 @@ class Preemption:
         if own.idle_ms <= least_ms:
             return  # Before what takes longest: most slow steps have another cause.
         around = newest[max(last - AROUND, 0) : last + 1]
-        turns = [_turn(*pair) for pair in pairwise(around)]
+        turns = [_turn(*pair) for pair in pairwise(around) if pair[0][1] and pair[1][1]]
         usual_idle_ms, _, usual_slices = map(median, zip(*turns, strict=True))
         stopped_ms = own.idle_ms - usual_idle_ms
         slices = max(own.slices - usual_slices, 1)

@@ -17,9 +17,10 @@ _SHORTEST_NS = 50_000
 class Witness(Protocol):
     """Sees one kind of cause. Where its source is missing it sees nothing.
 
-    One that also has `step_ends()` is told of the end of each step, one with `loop_begins()` of
-    each start of a loop, and one with `steps_were_read(usual)` when what is usual was taken anew.
-    What they do there is paid by every step.
+    One that also has `step_ends()` is told of the end of each step, one with `steps_pass()` where
+    steps begin of whose ends it is not told, one with `loop_begins()` of each start of a loop, and
+    one with `steps_were_read(usual)` when what is usual was taken anew. What they do there is paid
+    by every step.
     """
 
     def attach(self) -> None:

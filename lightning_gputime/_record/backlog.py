@@ -66,14 +66,10 @@ class Backlog:
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
         self._finished: list[EndedStep] = []
-        # How many steps have ended, how many of them without marks, and how many of those since the
-        # last one that has some.
-        self._ended = self._all_untimed = self._untimed = 0
-
-    @property
-    def timed(self) -> int:
+        self.timed = 0
         """How many steps have ended that have marks."""
-        return self._ended - self._all_untimed
+        # How many have ended, and how many without marks since the last one that has some.
+        self._ended = self._untimed = 0
 
     def add(
         self,
@@ -95,6 +91,7 @@ class Backlog:
             load: What it has worked on, see `StepRecord`.
         """
         self._ended += 1
+        self.timed += 1
         step = EndedStep(marks, number, self._ended, self._untimed, skipped_update)
         step.load = load
         self._pending.append(step)
@@ -119,6 +116,7 @@ class Backlog:
             load: What it has worked on, see `StepRecord`.
         """
         self._ended += 1
+        self.timed += 1
         step = EndedStep(marks, number, self._ended, self._untimed, False)
         step.load = load
         self._pending.append(step)
@@ -132,7 +130,6 @@ class Backlog:
         """
         self._ended += 1
         self._untimed += 1
-        self._all_untimed += 1
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
 

@@ -97,7 +97,9 @@ class Books:
 
     def steps_go_on(self) -> None:
         """Says that a batch is fetched, or trained on."""
-        self.turn(STEPS if self._has_stepped else FIRST_STEP)
+        # Every batch does so, twice.
+        if self._entry is not STEPS:
+            self.turn(STEPS if self._has_stepped else FIRST_STEP)
 
     def step_ends(self) -> None:
         """Says that a step has ended."""

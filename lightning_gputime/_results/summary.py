@@ -49,6 +49,9 @@ class PhaseSummary(Tabular):
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
+        one_in: With `max_overhead`, one step in so many was timed in the end.
+        max_overhead: The part of the training's time that timing was to stay below, from 0 to 1;
+            None if nothing was said.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
@@ -70,6 +73,8 @@ class PhaseSummary(Tabular):
     run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
+    one_in: int = 1
+    max_overhead: float | None = None
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
@@ -179,6 +184,7 @@ class PhaseSummary(Tabular):
                 self.probe_failure,
                 self.memory.sentence if self.memory is not None else "",
                 *(self.work.sentences if self.work is not None else ()),
+                self._budget_sentence(),
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,
@@ -208,6 +214,12 @@ class PhaseSummary(Tabular):
     def _gap_sentence(self) -> str:
         share = self.gap_share
         return "" if share is None else f"{share:.0%} of this step is launch gaps"
+
+    def _budget_sentence(self) -> str:
+        if self.one_in == 1 or self.max_overhead is None:
+            return ""
+        most = f"{100 * self.max_overhead:.3g} %"
+        return f"one step in {self.one_in} is timed to stay below {most}"
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:

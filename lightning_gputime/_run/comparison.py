@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._messages import messages
-from lightning_gputime._options import SyncRanks
+from lightning_gputime._options import Options
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.noise import Noise
@@ -22,24 +22,21 @@ class Comparison:
     Args:
         results: This rank's steps: their sums are compared, and they keep the outcome.
         means: Log the outcome, under the number of a step.
-        sync_ranks: When: never, at each `sync`, or also at each log.
-        lag: That of the recorder.
+        options: When: never, at each `sync`, or also at each log; and the lag of the recorder.
     """
 
-    def __init__(
-        self, results: Results, means: MeanLog, *, sync_ranks: SyncRanks, lag: int
-    ) -> None:
+    def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
         self._results = results
         self._means = means
         self._exchange: Exchange | None = None
-        if sync_ranks:
+        if options.sync_ranks:
             try:
                 self._exchange = open_exchange()
             except Exception as error:
                 self._give_up(error)
-        self._at_logs = sync_ranks == "log"
+        self._at_logs = options.sync_ranks == "log"
         # The newest steps: what a rank has read before the others must is not compared yet.
-        self._recent: deque[StepRecord] = deque(maxlen=lag + 1)
+        self._recent: deque[StepRecord] = deque(maxlen=options.lag + 1)
         self._noise = Noise()
         self.boundaries: Boundaries | None = None
         """Have seen how the ranks share the work, once they are there."""

@@ -72,18 +72,16 @@ class Delivery:
         # read.
         return 1 if self._on_step else BATCH
 
-    def starts(self, number: int) -> None:
-        """Must be told the number of the first step before it ends."""
-        self._means.start(number - 1)
-        self._due = self._means.next_due(number - 1)
-
     def step_ends(self, number: int) -> bool:
-        """Must be told the number of each step that ends.
+        """Must be told the number of each step that ends, but of those that are passed over.
 
         Returns:
             Whether the finished steps must be read now, because they are to be logged.
         """
         ended = self._ended
+        if not ended:
+            self._means.start(number - 1)
+            self._due = self._means.next_due(number - 1)
         ended.append(number)
         if number >= self._due and len(ended) == ended.maxlen and ended[0] >= self._due:
             finished = ended[0]

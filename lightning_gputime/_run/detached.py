@@ -44,7 +44,9 @@ class Detached:
 
     def batch_ends(self) -> None: ...
 
-    def end_step(self, number: int) -> None: ...
+    def end_step(self, number: int) -> bool:
+        """Tells that no step is timed."""
+        return False
 
     def pause(self) -> None: ...
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
+
+from lightning_gputime._options import Options
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949
@@ -37,16 +40,31 @@ class Schedule:
         probe_every_n_steps: One step in so many is probed; with 0 none is. They lie unevenly, so
             that they do not all fall on steps that the loop does something special in.
         warmup_steps: How many of the first steps are not probed.
+        is_elastic: Whether `every_n_steps` changes while it runs. Then it is not the last of so
+            many steps that is timed: which one it is changes, too, as with those that are probed.
+        since: From this index on so many steps are counted.
     """
 
     every_n_steps: int = 1
     probe_every_n_steps: int = 0
     warmup_steps: int = 0
+    is_elastic: bool = False
+    since: int = 0
+
+    @classmethod
+    def of(cls, options: Options) -> Self:
+        """Returns the plan that a timer begins with."""
+        return cls(
+            options.every_n_steps,
+            options.probe_every_n_steps,
+            options.warmup_steps,
+            is_elastic=options.max_overhead is not None,
+        )
 
     @property
     def is_plain(self) -> bool:
-        """Whether all steps are timed, and all alike."""
-        return self.every_n_steps == 1 and not self.probe_every_n_steps
+        """Whether all steps are timed, and all alike, for ever."""
+        return self.every_n_steps == 1 and not self.probe_every_n_steps and not self.is_elastic
 
     def kind(self, index: int) -> Kind:
         """Returns what becomes of the step of this index, if nothing prevents its probe."""
@@ -56,15 +74,25 @@ class Schedule:
 
     def kind_unprobed(self, index: int) -> Kind:
         """Returns what becomes of it where no step is probed."""
-        return SKIPPED if (index + 1) % self.every_n_steps else TIMED
+        return TIMED if index == self.next_timed(index) else SKIPPED
 
     def next_timed(self, index: int) -> int:
         """Returns the index of the first step from this one on that is timed without a probe."""
-        return index + self.every_n_steps - 1 - index % self.every_n_steps
+        n = self.every_n_steps
+        if not self.is_elastic:
+            return index + n - 1 - index % n
+        turn = (index - self.since) // n
+        at = self.since + turn * n + _place(turn, n)
+        return at if at >= index else self.since + (turn + 1) * n + _place(turn + 1, n)
 
     def _is_probed(self, index: int) -> bool:
         n = self.probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
         # Never the last of n: the step after a probed one is not probed.
-        return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
+        return index % n == _place(index // n, n - 1)
+
+
+def _place(turn: int, n: int) -> int:
+    """Returns one of the numbers below `n`, another one in each turn, all of them as often."""
+    return int((turn + 1) * _GOLDEN % 1 * n)

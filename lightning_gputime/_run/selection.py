@@ -1,7 +1,10 @@
 """Which steps of a run are timed, and how, while it runs."""
 
+from dataclasses import replace
+
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._run.budget import Budget
 from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.schedule import LEFT_OUT, PROBED, SKIPPED, TIMED, Kind, Schedule
 
@@ -15,6 +18,7 @@ class Selection:
         recorder: Rests in the steps that are not timed.
         boundaries: Are told where each step ends, timed or not.
         lag: How many ended steps may be pending in the recorder.
+        budget: Says now and then how many steps may be timed, if somebody asked for that.
         has_others: Whether other ranks may probe a step that this one does not.
         waits_before_batch: Whether the host waits for the device before each batch: what keeps that
             busy must begin behind.
@@ -28,6 +32,7 @@ class Selection:
         boundaries: Boundaries,
         *,
         lag: int,
+        budget: Budget | None,
         has_others: bool,
         waits_before_batch: bool = False,
     ) -> None:
@@ -36,6 +41,7 @@ class Selection:
         self._recorder = recorder
         self._boundaries = boundaries
         self._lag = lag
+        self._budget = budget
         self._has_others = has_others
         self._waits_before_batch = waits_before_batch
         # Whether the first batch of the open step has not begun.
@@ -81,13 +87,16 @@ class Selection:
         if not self._schedule.is_plain:
             self.begin_next()
 
-    def end_quiet_step(self) -> None:
-        """Ends a step after which nothing begins."""
+    def end_quiet_step(self) -> bool:
+        """Ends the open step, if neither it nor the next is timed. Tells if it did."""
+        if self._index >= self._quiet_until:
+            return False
         self._index += 1
         self._boundaries.step_ended(timed=False)
         self._recorder.end_untimed()
         if self._recorder.label is not None:
             self._recorder.rest()  # It recorded a graph.
+        return True
 
     def end_step(self, number: int, reads: bool) -> None:
         """Ends the open step; `begin_next` must follow.
@@ -112,13 +121,20 @@ class Selection:
 
     def begin_next(self) -> None:
         """Begins a step; where the last one was timed, its last mark is the first of this one."""
+        if self._budget is not None and self._index >= self._budget.due:
+            n = self._budget.decide(self._schedule.every_n_steps)
+            if n != self._schedule.every_n_steps:
+                self._schedule = replace(self._schedule, every_n_steps=n, since=self._index)
         kind, self._kind = self._kind, self._next_kind()
         if self._kind in (SKIPPED, LEFT_OUT):
             self._recorder.rest()
             # No step is passed over before the last timed one has had its wait, `lag` steps later.
             is_read = self._timed_at is None or self._index > self._timed_at + self._lag
             if self._probe is None and is_read:
-                self._quiet_until = self._schedule.next_timed(self._index) - 1
+                until = self._schedule.next_timed(self._index)
+                self._quiet_until = (
+                    until if self._budget is None else min(until, self._budget.due)
+                ) - 1
         elif kind in (SKIPPED, LEFT_OUT):
             self._recorder.begin()
         if self._waits_before_batch:

@@ -25,6 +25,7 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.asked import Asked
+from lightning_gputime._run.budget import budget_of
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
@@ -59,12 +60,9 @@ class Session(Asked):
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]],
     ) -> None:
-        schedule = Schedule(
-            options.every_n_steps, options.probe_every_n_steps, options.warmup_steps
-        )
+        schedule = Schedule.of(options)
         probe = Probe(clock, results) if options.probe_every_n_steps else None
-        lag = options.lag
-        self._comparison = Comparison(results, means, sync_ranks=options.sync_ranks, lag=lag)
+        self._comparison = Comparison(results, means, options)
         self._inquiry = Inquiry(clock, means.loggers)
         self.loads = self._inquiry.loads
         """Says what loads the batches, and whether `data` has no part for its fetches."""
@@ -76,6 +74,9 @@ class Session(Asked):
         self._recorder = recorder_for(
             options, clock, results, means, self._inquiry, self._delivery, self._capture
         )
+        budget = budget_of(options, clock, self._recorder, self._inquiry, results, means)
+        if budget is not None:
+            self.end_step = budget.around(self.end_step)  # type: ignore[assignment,method-assign]
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._is_plain = schedule.is_plain
@@ -98,7 +99,8 @@ class Session(Asked):
             probe,
             self._recorder,
             self._boundaries,
-            lag=lag,
+            lag=options.lag,
+            budget=budget,
             has_others=not results.on_host_clock and is_distributed(),
             waits_before_batch=loop.waits_before_batch,
         )
@@ -134,7 +136,8 @@ class Session(Asked):
             self._recorder.resume(OTHER)
         else:
             self._recorder.mark(OTHER)
-        self._selection.batch_begins()
+        if not self._is_plain:
+            self._selection.batch_begins()
 
     def update_begins(self) -> None:
         """Says that an optimizer is about to run its update; then it may still skip it."""
@@ -163,21 +166,18 @@ class Session(Asked):
         self._work.batch_ends()
         self._recorder.mark(DATA)
 
-    def end_step(self, number: int) -> None:
-        """Ends the open step under `number`, and begins the next one."""
-        if self._newest is None:
-            self._delivery.starts(number)
+    def end_step(self, number: int) -> bool:
+        """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
         self._newest = number
         self._tried_update = False
+        if not self._is_plain and self._selection.end_quiet_step():
+            return False
         self._inquiry.step_ends()
         recorder = self._recorder
         recorder.load = self._work.seal()
         if self._is_plain:
             reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
-        elif self._selection.is_quiet:
-            self._selection.end_quiet_step()
-            return
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
         if self._comparison.owed is not None or self._work.is_due:
@@ -191,6 +191,9 @@ class Session(Asked):
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
+            if self._selection.is_quiet:
+                self._inquiry.steps_pass()
+        return True
 
     def is_left(self, number: int) -> bool:
         """Says that the loop is left inside a step. Tells if that ended, under `number`.
@@ -209,8 +212,6 @@ class Session(Asked):
         else:
             has_ended = self.has_updated
         if has_ended:
-            if self._newest is None:
-                self._delivery.starts(number)
             self._newest = number
             self._tried_update = False
             self._delivery.step_ends(number)

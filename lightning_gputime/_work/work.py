@@ -12,7 +12,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import OPEN
+from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._results.work import Yardstick
 from lightning_gputime._work.calls import Call, Key, call_of, elements, key_of
 from lightning_gputime._work.copies import UncountableError
@@ -79,6 +79,8 @@ class Work:
 
     def batch_ends(self) -> None:
         """Must be told of the end of each batch."""
+        if self._recorder.state is AT_REST:
+            return  # No step is timed.
         items, self._batch_items = self._batch_items, self._untold
         self._step_items += items
         if self._option is not None and not self._counts:

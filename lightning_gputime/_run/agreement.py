@@ -1,0 +1,79 @@
+"""How the ranks of a distributed run time the same steps, when each has a wish of its own."""
+
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._messages import messages
+
+# Timers are attached in the same order on every rank, so their numbers agree.
+_runs = itertools.count()
+
+_LONGEST = timedelta(seconds=30)
+
+
+class Agreement:
+    """Lets ranks agree on the largest of their wishes, through the store of the process group.
+
+    No collective, and no wait as long as the ranks are less than one turn apart: in each turn a
+    rank writes its wish, rank zero takes the largest of those of the turn before, and all take what
+    rank zero has written a turn ago. So it takes two turns until a wish holds. Until then, and
+    where one is missing, what was agreed before goes on.
+
+    Args:
+        store: Any store that all ranks share.
+        rank: Number of this process.
+        world_size: Number of processes.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        # Not at the top: torch can be built without it.
+        from torch._C._distributed_c10d import PrefixStore
+
+        self._store: Any = PrefixStore(f"lightning_gputime/agreement/{next(_runs)}", store)
+        self._rank, self._ranks = rank, range(world_size)
+        self._turn = 0
+        self._agreed = self._collected = 1
+
+    def agree(self, wish: int) -> int:
+        """Says what this rank wishes. All ranks must call it at the same places of the training.
+
+        Returns:
+            What all ranks do from here on.
+        """
+        turn, self._turn = self._turn, self._turn + 1
+        try:
+            self._store.set(f"{turn}/{self._rank}", str(wish))
+            if self._rank == 0 and turn >= 1:
+                self._collect(turn)
+            if turn >= 2:
+                self._agreed = self._look(turn - 1)
+        except Exception as error:
+            # Those who do not share it may time other steps; nobody waits for this one.
+            messages.warning("The ranks agree no more on which steps are timed: %r", error)
+            self.agree = lambda wish: self._agreed  # type: ignore[method-assign]
+        return self._agreed
+
+    def _collect(self, turn: int) -> None:
+        """Writes the largest wish of the turn before."""
+        keys = [f"{turn - 1}/{rank}" for rank in self._ranks]
+        if self._store.check(keys):
+            self._collected = max(map(int, self._store.multi_get(keys)))
+        self._store.set(f"{turn}/agreed", str(self._collected))
+
+    def _look(self, turn: int) -> int:
+        """Returns what rank zero has written in a turn."""
+        key = f"{turn}/agreed"
+        self._store.wait([key], _LONGEST)
+        return int(self._store.get(key))
+
+
+def open_agreement() -> Agreement | None:
+    """Returns one among the ranks of the default process group; None without others."""
+    if not is_distributed():
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return Agreement(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
