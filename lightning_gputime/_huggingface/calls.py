@@ -1,11 +1,11 @@
 """The calls of a Trainer's methods, of which its timers are told."""
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ReferenceType
 
-from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._boundaries.attach import listen_while_alive
 
 # By the ids of Trainers and the names of methods: a method may call that of its base class.
 _running: set[tuple[int, str]] = set()
@@ -25,17 +25,17 @@ def hear(cls: type, methods: Mapping[str, tuple[str, str]], timer: Any) -> None:
     """
     for name, (begins, ends) in methods.items():
         owner = next((one for one in cls.__mro__ if name in vars(one)), None)
-        if owner is None:
-            continue
-        stand_in = listen(owner, name, id(timer), functools.partial(_told, name, begins, ends))
-        if stand_in.listeners.count(id(timer)) > 1:
-            stand_in.listeners.remove(id(timer))
-        else:
-            weakref.finalize(timer, stand_in.forget, id(timer)).atexit = False
+        if owner is not None:
+            announce = functools.partial(_told, name, begins, ends)
+            listen_while_alive(owner, name, timer, announce)
 
 
 def _told(
-    name: str, begins: str, ends: str, call: Callable[..., Any], listeners: list[int]
+    name: str,
+    begins: str,
+    ends: str,
+    call: Callable[..., Any],
+    listeners: list[ReferenceType[Any]],
 ) -> Callable[..., Any]:
     # What is wrapped may be another's wrapper, with attributes of its own.
     @functools.wraps(call, updated=())
@@ -44,7 +44,8 @@ def _told(
             told._stand_in.come_off()  # type: ignore[attr-defined]  # set by `StandIn`
         key = id(trainer), name
         handler = getattr(trainer, "callback_handler", None)
-        timers = [one for one in getattr(handler, "callbacks", ()) if id(one) in listeners]
+        callbacks = {id(one) for one in getattr(handler, "callbacks", ())}
+        timers = [one for one in (one() for one in [*listeners]) if id(one) in callbacks]
         if not timers or key in _running:
             return call(trainer, *args, **kwargs)
         error: BaseException | None = None
