@@ -246,6 +246,45 @@ def test_evaluate_and_predict_alone_are_timed(fake: Make, timer: PhaseTimeCallba
     assert hooks_of(trainer.model) == before
 
 
+def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():  # As one that generates text, it does not call the base class's.
+                return model(**self._prepare_inputs(inputs)).loss, None, None
+
+    timer, reporter = PhaseTimeCallback(summary=False), Reporter()
+    trainer = new([reporter, timer], tmp_path, train=False, trainer_class=Mine)
+    trainer.evaluate()
+    found = phases(reporter.logs[-1], "eval_phase_time")
+    assert found["forward"] > 0
+    assert found["data"] < found["step"]
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_log", "on_prediction_step", "on_evaluate"])
+def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
+    tmp_path: Path, event: str
+) -> None:
+    class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        is_on = True
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == event and self.is_on:
+                raise KeyboardInterrupt
+            return super().__getattribute__(name)
+
+    timer, interrupts = PhaseTimeCallback(summary=False, warmup_steps=0), Interrupts()
+    trainer = new([timer, interrupts], tmp_path, train=False, eval_strategy="steps", eval_steps=1)
+    before = hooks_of(trainer.model)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert hooks_of(trainer.model) == before
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    interrupts.is_on = False
+    trainer.train()
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert not any("phase_time" in key for one in trainer.state.log_history for key in one)
+
+
 def test_what_the_trainer_returns_and_keeps_has_no_phases(
     fake: Make, timer: PhaseTimeCallback
 ) -> None:
