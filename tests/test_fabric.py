@@ -200,10 +200,13 @@ def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeC
         loop.gpu.work(0.125)
         out = model(x)
         frozen(torch.ones(1, 2))
-        fabric.backward(work(out, loop.gpu, 0.5).sum())
+        loss = work(out, loop.gpu, 0.5).sum()
+        optimizer.zero_grad()
+        loop.gpu.work(0.25)
+        fabric.backward(loss)
         optimizer.step()
     timer.remove()
-    assert steps(timer) == [{**STEP, "loss": 16.5}] * 2
+    assert steps(timer) == [{**STEP, "loss": 16.5, "other": STEP["other"] + 0.25}] * 2
     assert timer.summary().skipped_updates == 0
 
 

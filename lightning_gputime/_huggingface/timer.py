@@ -76,9 +76,8 @@ class TrainerTimer(Timer, TrainerCallback):
     # Hooks of the callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        submodules = self._submodules(
-            known["model"]
-        )  # Raises, before training, if a name is wrong.
+        # Raises, before training, if a name is wrong.
+        submodules = self._submodules(known["model"])
         self._train_begins(args, state, submodules, **known)
 
     @never_raises
