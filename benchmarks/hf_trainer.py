@@ -170,6 +170,8 @@ def main() -> None:
     parser.add_argument("--fsdp2", action="store_true")
     arguments = parser.parse_args()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # has no hints
+    if arguments.fsdp2 and not IS_CUDA:
+        parser.error("--fsdp2 needs GPUs: on the CPU accelerate takes DDP")
     if arguments.ddp or arguments.fsdp2:
         on_several(arguments.steps, arguments.fsdp2)
         return

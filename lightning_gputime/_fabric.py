@@ -1,18 +1,18 @@
 """The hooks by which Lightning's Fabric calls a timer, and its loaders."""
 
-import sys
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
-from types import FrameType
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
-from lightning.fabric import wrappers
+from lightning.fabric import Fabric, wrappers
 from torch import nn
 
-from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._boundaries.attach import StandIn, listen_while_alive
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._guard import never_raises
-from lightning_gputime._messages import TellOnce, messages
+from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import clock_for
@@ -21,11 +21,6 @@ from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
-
-_UNKNOWN = (
-    "Nothing is timed: Fabric tells its callbacks of setup() alone. After setup_module() call"
-    " callback.on_after_setup(fabric=fabric, module=model)."
-)
 
 
 class FabricTimer(Timer):
@@ -42,7 +37,6 @@ class FabricTimer(Timer):
         super().__init__(options)
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._log_every_n_steps = log_every_n_steps
-        self._tell_once = TellOnce()
         self._stand_in: StandIn | None = None
         self._models: list[nn.Module] = []
         # Those that were set up, and those that have updated, in the order of their first update.
@@ -53,6 +47,7 @@ class FabricTimer(Timer):
         self._has_updated = self._has_batches = False
         # How many loaders of training batches are read now.
         self._loaders = 0
+        self._hear()
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
@@ -64,15 +59,34 @@ class FabricTimer(Timer):
         }
         return {**super().__getstate__(), **empty}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._hear()
+
+    def _hear(self) -> None:
+        # The callback's own hook is told of no optimizer, and of `setup` alone.
+        for name in ("setup", "setup_module", "setup_optimizers"):
+            listen_while_alive(Fabric, name, self, _told)
+
     # Fabric's hooks
 
-    def on_after_setup(self, *, fabric: Any, module: nn.Module) -> None:
-        """Starts a new measurement, of all models that were set up since `remove`."""
-        self._models.append(module)
-        self._optimizers += _optimizers_of_caller()
-        # Raises, before training, if a name is wrong.
-        submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
-        self._attach(fabric, submodules)
+    def set_up(self, fabric: Any, found: tuple[Any, ...]) -> None:
+        """Starts a new measurement, of all that was set up since `remove`.
+
+        Args:
+            fabric: Who has set it up.
+            found: What its method returned.
+        """
+        models = [one for one in found if isinstance(one, nn.Module)]
+        # One that is not trained is a part of the loss, say.
+        self._models += [
+            model for model in models if any(one.requires_grad for one in model.parameters())
+        ]
+        self._optimizers += [one for one in found if isinstance(one, wrappers._FabricOptimizer)]
+        if self._models:
+            # Raises, before training, if a name is wrong.
+            submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
+            self._attach(fabric, submodules)
 
     @never_raises
     def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
@@ -84,22 +98,23 @@ class FabricTimer(Timer):
             self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
             Loop(
                 nn.ModuleList(self._models) if others else one,
-                self._optimizers,
+                [one.optimizer for one in self._optimizers],
+                # Their classes, one each: an optimizer of Fabric's holds its callbacks, and so what
+                # is put on it would hold the timer.
+                [type(one) for one in self._optimizers],
                 pause_evaluation=True,
                 submodules=submodules,
             ),
             MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
         if self._stand_in is None:
-            self._stand_in = listen(wrappers._FabricDataLoader, "__iter__", self, _followed)
+            loaders = wrappers._FabricDataLoader
+            self._stand_in = listen_while_alive(loaders, "__iter__", self, _followed)
         self._session.begin(0)
 
     @never_raises
     def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
         """Ends a step, if no loader does."""
-        if not self._session.was_attached:
-            self._tell_once(_UNKNOWN)
-            return
         if all(one is not optimizer for one in self._updated):
             self._updated.append(optimizer)
         self._has_updated = True
@@ -212,7 +227,7 @@ class FabricTimer(Timer):
         for several in (self._models, self._optimizers, self._updated):
             several.clear()
         if self._stand_in is not None:
-            self._stand_in.forget(self)
+            self._stand_in.forget(ref(self))
             self._stand_in = None
 
     def _give_up(self, error: Exception) -> None:
@@ -221,24 +236,30 @@ class FabricTimer(Timer):
         self._forget()
 
 
-def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], Any]:
+def _followed(
+    call: Callable[[Any], Any], timers: list[ReferenceType[FabricTimer]]
+) -> Callable[[Any], Any]:
     """Returns what takes the place of `__iter__` of Fabric's loaders."""
 
     def followed(loader: Any) -> Any:
         items = call(loader)
-        for timer in [*timers]:
-            items = timer.follow(items, loader)
+        for timer in [one() for one in timers]:
+            if timer is not None:
+                items = timer.follow(items, loader)
         return items
 
     return followed
 
 
-def _optimizers_of_caller() -> list[Any]:
-    """Returns the optimizers that Fabric sets up just now: it does not tell its callbacks."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "setup" and "optimizers" in frame.f_locals:
-            found = frame.f_locals["optimizers"]
-            return [one for one in found if isinstance(one, torch.optim.Optimizer)]
-        frame = frame.f_back
-    return []
+def _told(call: Callable[..., Any], timers: list[ReferenceType[FabricTimer]]) -> Callable[..., Any]:
+    """Returns what takes the place of a method of Fabric's that sets something up."""
+
+    @functools.wraps(call, updated=())
+    def told(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+        found = call(fabric, *args, **kwargs)
+        for timer in [one() for one in timers]:
+            if timer is not None and any(one is timer for one in fabric._callbacks):
+                timer.set_up(fabric, found if isinstance(found, tuple) else (found,))
+        return found
+
+    return told

@@ -14,8 +14,9 @@ from lightning_gputime._results.slow import SlowStep
 class PhaseTimeCallback(FabricTimer):
     """Logs how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
-    It starts with `fabric.setup(model, optimizer)`, and times all models that are set up. One that
-    is set up after an update starts a new measurement. The means go to `fabric.loggers`.
+    It starts with `fabric.setup(model, optimizer)`, or `setup_module` and `setup_optimizers`, and
+    times all models that are set up and have trainable weights. One that is set up after an update
+    starts a new measurement. The means go to `fabric.loggers`.
 
     A step ends where a loader of `fabric.setup_dataloaders` is asked for the next batch, if there
     was an update since the last: a batch with the updates of two optimizers (GAN) is one step, and

@@ -1,7 +1,9 @@
 """Loops with Lightning's Fabric, and the callback that is shipped for it."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,20 +191,48 @@ def test_losses_are_the_same_with_the_timer_and_without() -> None:
     assert set(timer.summary().rows) >= {"data", "forward", "loss", "backward", "optimizer"}
 
 
-def test_setup_module_tells_nobody_and_that_is_said(
-    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeCallback) -> None:
     fabric = new_fabric(timer)
     model = fabric.setup_module(loop.model)
-    optimizer = fabric.setup_optimizers(loop.optimizer)
+    frozen = fabric.setup_module(Layer(loop.gpu, 16.0, 0.0).requires_grad_(False))
+    optimizer: Any = fabric.setup_optimizers(loop.optimizer)
     for x in new_loader(fabric, loop.gpu, 2):
-        train(fabric, loop.gpu, model, optimizer, x)
-    assert caplog.text.count("Nothing is timed") == 1
-    timer.on_after_setup(fabric=fabric, module=model)
-    for x in new_loader(fabric, loop.gpu, 2):
-        train(fabric, loop.gpu, model, optimizer, x)
+        loop.gpu.work(0.125)
+        out = model(x)
+        frozen(torch.ones(1, 2))
+        loss = work(out, loop.gpu, 0.5).sum()
+        optimizer.zero_grad()
+        loop.gpu.work(0.25)
+        fabric.backward(loss)
+        optimizer.step()
     timer.remove()
-    assert [one["forward"] for one in steps(timer)] == [4.0, 4.0]
+    assert steps(timer) == [{**STEP, "loss": 16.5, "other": STEP["other"] + 0.25}] * 2
+    assert timer.summary().skipped_updates == 0
+
+
+def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
+    def run() -> list[Any]:
+        timer = PhaseTimeCallback(clock=loop.gpu)
+        fabric, model = new_fabric(timer), torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        net, optimizer = fabric.setup(model, optimizer)
+        for x in new_loader(fabric, loop.gpu, 2):
+            train(fabric, loop.gpu, net, optimizer, x)
+        return [weakref.ref(timer), weakref.ref(model)]
+
+    gc.collect()
+    before = Fabric.setup, Fabric.setup_module, Fabric.setup_optimizers
+    lost, model = run()
+    gc.collect()
+    assert lost() is None
+    assert _FabricDataLoader.__iter__ is LOADER_ITER
+    assert before == (Fabric.setup, Fabric.setup_module, Fabric.setup_optimizers)
+    # The next timer takes off what is left on the model.
+    timer = PhaseTimeCallback(clock=loop.gpu)
+    new_fabric(timer).setup(loop.model, loop.optimizer)
+    timer.remove()
+    gc.collect()
+    assert model() is None
 
 
 def test_an_error_in_the_loop_leaves_what_remove_takes_off(

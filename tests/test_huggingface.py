@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate: Any = pytest.importorskip("accelerate")
 
 from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
 
@@ -246,6 +246,45 @@ def test_evaluate_and_predict_alone_are_timed(fake: Make, timer: PhaseTimeCallba
     assert hooks_of(trainer.model) == before
 
 
+def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():  # As one that generates text, it does not call the base class's.
+                return model(**self._prepare_inputs(inputs)).loss, None, None
+
+    timer, reporter = PhaseTimeCallback(summary=False), Reporter()
+    trainer = new([reporter, timer], tmp_path, train=False, trainer_class=Mine)
+    trainer.evaluate()
+    found = phases(reporter.logs[-1], "eval_phase_time")
+    assert found["forward"] > 0
+    assert found["data"] < found["step"]
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_log", "on_prediction_step", "on_evaluate"])
+def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
+    tmp_path: Path, event: str
+) -> None:
+    class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        is_on = True
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == event and self.is_on:
+                raise KeyboardInterrupt
+            return super().__getattribute__(name)
+
+    timer, interrupts = PhaseTimeCallback(summary=False, warmup_steps=0), Interrupts()
+    trainer = new([timer, interrupts], tmp_path, train=False, eval_strategy="steps", eval_steps=1)
+    before = hooks_of(trainer.model)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert hooks_of(trainer.model) == before
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    interrupts.is_on = False
+    trainer.train()
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert not any("phase_time" in key for one in trainer.state.log_history for key in one)
+
+
 def test_what_the_trainer_returns_and_keeps_has_no_phases(
     fake: Make, timer: PhaseTimeCallback
 ) -> None:
@@ -367,7 +406,8 @@ def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
     assert (
         sum(isinstance(one, PhaseTimeCallback) for one in trainer.callback_handler.callbacks) == 1
     )
-    assert len(trainer.callback_handler.callbacks) == 5
+    # Those that come with a Trainer are two.
+    assert len(trainer.callback_handler.callbacks) == 4
 
 
 def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
@@ -572,15 +612,87 @@ def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_a_callback_outside_of_a_trainer_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_no_trainer_tells_is_said_once_and_steps_are_timed(
+    fake: Make, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
-    timer = PhaseTimeCallback()
-    arguments, state = options(tmp_path), transformers.TrainerState()
-    timer.on_train_begin(arguments, state, transformers.TrainerControl(), model=nn.Linear(1, 1))
-    timer.on_step_begin(arguments, state, transformers.TrainerControl())
-    timer.on_train_end(arguments, state, transformers.TrainerControl())
-    assert "was not found" in caplog.text
+    class Among(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        """Passes on what it hears, so that the timer is no callback of the Trainer's."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return (
+                getattr(timer, name) if name.startswith("on_") else super().__getattribute__(name)
+            )
+
+    reporter = Reporter()
+    trainer = fake([Among(), reporter], logging_steps=1, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert steps(timer)[:2] == [FIRST, STEP]
+    assert [one["forward"] for one in steps(timer)] == [4.0] * 4
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert "data/callbacks" not in timer.summary().rows
+    assert not any("phase_time" in key for one in reporter.logs for key in one)
+    trainer.train()
+    assert caplog.text.count("No Trainer is known") == 1
+
+
+def test_a_loop_that_tells_of_ends_of_steps_alone_is_timed(
+    gpu: FakeGPU, timer: PhaseTimeCallback, tmp_path: Path
+) -> None:
+    model = FakeNet(gpu)
+    adder = Adder(model.parameters(), gpu, 2.0)
+    told = options(tmp_path), transformers.TrainerState(), transformers.TrainerControl()
+    timer.on_train_begin(*told, model=model, optimizer=adder)
+    for told[1].global_step in (1, 2):
+        gpu.work(1.0)
+        model(torch.ones(1, 2))["logits"].sum().backward()
+        adder.step()
+        timer.on_step_end(*told)
+    timer.on_train_end(*told)
+    found = [(one["data"], one["forward"], one["optimizer"]) for one in steps(timer)]
+    assert found == [(1.0, 4.0, 2.0)] * 2
+
+
+def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super(self.__class__, self).train(*args, **kwargs)
+
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().prediction_step(*args, **kwargs)
+
+    def methods() -> list[Any]:
+        names = ("train", "get_batch_samples", "evaluation_loop", "prediction_step")
+        return [vars(cls).get(name) for cls in Mine.__mro__[:2] for name in names]
+
+    gc.collect()
+    before = methods()
+    assert not any(hasattr(one, "_stand_in") for one in before)
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    # Trainers share it; of one that has trained it holds what cannot be pickled.
+    accelerate.state.GradientState._reset_state()
+    plain = new([timer], tmp_path, train=False)
+    assert type(pickle.loads(pickle.dumps(plain))) is type(plain) is transformers.Trainer
+    trainer = new([timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=2)
+    assert type(trainer) is Mine
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    # Each call is told of once, though a method calls that of its base class.
+    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "eval"]
+    trainer.remove_callback(timer)
+    plain.remove_callback(timer)
+    del plain, trainer, timer
+    gc.collect()
+    assert methods() == before
+
+
+def test_who_is_added_between_two_trainings_reports_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = new([PhaseTimeCallback(summary=False)], tmp_path)
+    reporter = Reporter()
+    trainer.add_callback(reporter)
+    trainer.train()
+    assert all(phases(one) for one in reporter.logs[:4])
+    assert "phase_time" not in capsys.readouterr().out
 
 
 def test_parts_of_data_are_fetches_and_callbacks(

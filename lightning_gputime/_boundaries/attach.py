@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -226,8 +227,24 @@ def listen(owner: Any, name: str, listener: Any, announce: Announce = _announced
         listener: A `Listener`, or what `announce` takes for one.
         announce: Returns what is called in place of the function, and tells the listeners.
     """
-    stand_in = getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name, announce)
+    stand_in = _stand_in(owner, name, announce)
     stand_in.listeners.append(listener)
+    return stand_in
+
+
+def _stand_in(owner: Any, name: str, announce: Announce) -> StandIn:
+    return getattr(vars(owner).get(name), "_stand_in", None) or StandIn(owner, name, announce)
+
+
+def listen_while_alive(owner: Any, name: str, listener: Any, announce: Announce) -> StandIn:
+    """As `listen`, while anybody else has the listener. Safe to call twice.
+
+    The listeners are weak references here, and so is what the stand-in must be told to forget.
+    """
+    stand_in = _stand_in(owner, name, announce)
+    reference = weakref.ref(listener, stand_in.forget)
+    if reference not in stand_in.listeners:
+        stand_in.listeners.append(reference)
     return stand_in
 
 

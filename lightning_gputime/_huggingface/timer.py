@@ -7,25 +7,29 @@ from typing import Any
 from torch import nn
 
 from lightning_gputime._guard import never_raises
+from lightning_gputime._huggingface.calls import hear
 from lightning_gputime._huggingface.evaluations import Evaluations
 from lightning_gputime._huggingface.loss import LossFunction
 from lightning_gputime._huggingface.trainer import (
+    Trainer,
     TrainerCallback,
     known_of,
-    listen,
     loop_of,
     stand_around,
-    trainer_of,
 )
 from lightning_gputime._huggingface.training import Training
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import TellOnce, messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.show import show
 from lightning_gputime._timer import Timer
 
-_NOT_FOUND = "Nothing is timed: the Trainer that calls PhaseTimeCallback was not found."
+_NOT_FOUND = (
+    "No Trainer is known: steps are timed, but nothing is logged, no evaluation is timed, and after"
+    " an error the hooks stay on. Give PhaseTimeCallback itself to transformers.Trainer("
+    "callbacks=[...]), and call super().train() in a train() of your own."
+)
 
 # What is called before and after methods of the Trainer.
 _METHODS = {
@@ -56,23 +60,25 @@ class TrainerTimer(Timer, TrainerCallback):
         # Means for the Trainer's next log, and the keys of those that are in its present one.
         self._unlogged = dict[str, float]()
         self._added: list[str] = []
-        # Whether the end of `train` will be told, when progress bars are gone; if a table is due.
-        self._is_told = self._owes_table = self._is_first = False
+        # Who runs `train`, if that is told; whether a table is due, and is this rank's to show.
+        self._trainer: Any = None
+        self._owes_table = self._is_first = False
+        self._tell_once = TellOnce()
+        hear(Trainer, _METHODS, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_training": None}
+        return {**super().__getstate__(), "_training": None, "_trainer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        hear(Trainer, _METHODS, self)
 
     # Hooks of the callback
 
-    @never_raises
-    def on_init_end(self, *_: Any, **__: Any) -> None:
-        self._follow()
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        submodules = self._submodules(
-            known["model"]
-        )  # Raises, before training, if a name is wrong.
-        self._train_begins(args, state, submodules)
+        # Raises, before training, if a name is wrong.
+        submodules = self._submodules(known["model"])
+        self._train_begins(args, state, submodules, **known)
 
     @never_raises
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -89,6 +95,24 @@ class TrainerTimer(Timer, TrainerCallback):
         self._session.update_begins()
 
     @never_raises
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        # Before all other callbacks: what they do is no part of the step.
+        if self._training is not None:
+            self._training.step_ends(state.global_step)
+
+    @never_raises
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        added = self._evaluations.take(logs)
+        is_last = "train_runtime" in logs
+        if self._training is not None and (is_last or "loss" in logs):
+            self._training.log(compares=is_last or self._options.sync_ranks == "log")
+            if self._trainer is not None:  # Else nobody takes it out again.
+                added |= self._unlogged
+            self._unlogged.clear()
+        self._added = [*added]
+        logs.update(added)
+
+    @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         if self._training is not None:
             self._training.epoch_ends()
@@ -103,67 +127,60 @@ class TrainerTimer(Timer, TrainerCallback):
             self._leave_training()
             self._finish()
             self._owes_table = True
-            if not self._is_told:
+            if self._trainer is None:  # Else progress bars are not yet gone.
                 self._show()
-
-    # Called by `Front` and `Back`
-
-    @never_raises
-    def _step_ends(self, number: int) -> None:
-        if self._training is not None:
-            self._training.step_ends(number)
-
-    @never_raises
-    def _log_begins(self, logs: dict[str, Any]) -> None:
-        added = self._evaluations.take(logs)
-        is_last = "train_runtime" in logs
-        if self._training is not None and (is_last or "loss" in logs):
-            self._training.log(compares=is_last or self._options.sync_ranks == "log")
-            added |= self._unlogged
-            self._unlogged.clear()
-        self._added = [*added]
-        logs.update(added)
 
     @never_raises
     def _log_ends(self, logs: dict[str, Any]) -> None:
+        """Is called by `Back`."""
         added, self._added = self._added, []
         for key in added:
             logs.pop(key, None)
 
     # Around the Trainer's methods
 
-    def _follow(self) -> Any:
-        trainer = trainer_of(self)
-        if trainer is not None:
-            stand_around(trainer, self)
-            listen(trainer, _METHODS)
-        return trainer
-
+    @never_raises
     def _train_is_called(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._is_told, self._owes_table = True, False
+        self._trainer, self._owes_table = trainer, False
+        self._follow(trainer)
+
+    def _follow(self, trainer: Any) -> None:
+        stand_around(trainer, self)
+        hear(type(trainer), _METHODS, self)  # Its own methods may not call those of `Trainer`.
 
     def _nothing_ends(self, error: BaseException | None) -> None: ...
 
     @never_raises
-    def _train_begins(self, args: Any, state: Any, submodules: Mapping[str, nn.Module]) -> None:
+    def _train_begins(
+        self,
+        args: Any,
+        state: Any,
+        submodules: Mapping[str, nn.Module],
+        model: nn.Module,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
         self._detach()
-        trainer = self._follow()
+        trainer = self._trainer
         if trainer is None:
-            messages.warning(_NOT_FOUND)
-            return
+            self._tell_once(_NOT_FOUND)
         self._is_first = state.is_world_process_zero
         clock = self._options.clock or clock_for(args.device, tell=self._is_first)
-        loop = loop_of(trainer, submodules)
+        loop = loop_of(trainer, model, optimizer, submodules)
         means = MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update)
         self._unlogged.clear()
-        self._start(clock, loop, means, **known_of(trainer))
-        self._session.loads(trainer.callback_handler.train_dataloader, in_data=False)
+        self._start(clock, loop, means, **known_of(trainer, args))
+        self._session.loads(train_dataloader, in_data=trainer is None)
         loss = LossFunction(loop.model, self._session.phase)
-        self._training = Training(self._session, loop.batch, means, loss)
+        batch = None if trainer is None else loop.batch
+        self._training = Training(self._session, batch, means, loss)
+        if trainer is None:
+            self._training.epoch_begins()  # Perhaps nothing else tells where a step begins.
 
     @never_raises
     def _train_ends(self, error: BaseException | None) -> None:
-        self._is_told = False
+        self._trainer = None
         if self._session.is_attached:
             # After an error no callback is called.
             self._detach()
@@ -179,6 +196,7 @@ class TrainerTimer(Timer, TrainerCallback):
     def _evaluation_begins(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.evaluation_begins()
+        self._follow(trainer)
         stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
         self._evaluations.start(trainer, stage)
 

@@ -13,15 +13,17 @@ class Training:
 
     Args:
         session: Times the steps.
-        batch: Is kept up to date: outside of it calls of the model are no `forward`.
+        batch: Is kept up to date: outside of it calls of the model are no `forward`. None where
+            fetches are not told of.
         means: Are of the steps since the last log.
         loss: Splits `loss` from `forward`.
     """
 
     def __init__(
-        self, session: Session | Detached, batch: Batch, means: MeanLog, loss: LossFunction
+        self, session: Session | Detached, batch: Batch | None, means: MeanLog, loss: LossFunction
     ) -> None:
-        self._session, self._batch = session, batch
+        self._session, self._batch = session, batch or Batch(is_open=False)
+        self._sees_fetches = batch is not None
         self._means, self._loss = means, loss
         # Whether a step has begun and not ended: it may reach across epochs.
         self._is_open = False
@@ -34,8 +36,9 @@ class Training:
             self._session.resume()
         else:
             self._session.begin(0)
-        # The last hook before the workers of the loader start.
-        self._session.part_began(FETCH)
+        if self._sees_fetches:
+            # The last hook before the workers of the loader start.
+            self._session.part_began(FETCH)
 
     def fetch_begins(self) -> None:
         """Says that the Trainer fetches all micro-batches of a step, which ends a pause."""
@@ -53,7 +56,8 @@ class Training:
         """Says that a step is over; what follows until the next fetch are callbacks."""
         self._is_open = self._batch.is_open = False
         self._session.end_step(number)
-        self._session.part_began(CALLBACKS)
+        if self._sees_fetches:
+            self._session.part_began(CALLBACKS)
 
     def epoch_ends(self) -> None:
         """Says that an epoch is over."""
