@@ -158,7 +158,7 @@ class FabricTimer(Timer):
                     item = next(items)
                 except StopIteration:
                     return
-                self._batch_begins()
+                self._batch_begins(item)
                 yield item
         finally:
             self._loader_ends(trains)
@@ -198,10 +198,11 @@ class FabricTimer(Timer):
             self._session.pause()
 
     @never_raises
-    def _batch_begins(self) -> None:
+    def _batch_begins(self, batch: object) -> None:
         if self._trains():
             self._has_batches = True
             self._session.batch_begins()
+            self._session.takes(batch)
 
     @never_raises
     def _loader_ends(self, trains: bool) -> None:

@@ -1,12 +1,11 @@
 """The timer for the Trainer of Hugging Face's transformers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 from lightning_gputime._huggingface.timer import TrainerTimer
-from lightning_gputime._options import Options, SyncRanks, check_bools
+from lightning_gputime._options import Modules, Options, SyncRanks, check_bools
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -29,14 +28,19 @@ class PhaseTimeCallback(TrainerTimer):
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         summary: Whether to print the table of the summary when training ends.
-        modules: Modules of the model that are sub-phases: dotted names, or a mapping.
+        modules: Modules of the model that are sub-phases: a depth, names, or patterns.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
+        memory: Whether to measure the most memory that is allocated in each phase (in MiB).
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         probe_every_n_steps: One step in so many is probed for launch gaps; with 0 none is.
+        max_overhead: The part of the training's time that timing may take, such as 0.01.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and
             of training; with "log" at every log; with False never.
         on_step: Is called with the times of every step, when they are read; or a metric.
         on_slow_step: Is called with each `SlowStep`, when it is read.
+        trace_slow_steps: A folder for traces of slow steps.
+        flops: "count" for the FLOPs of the model, or None.
+        measure_peak: Whether to measure what the device reaches in a large matmul.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
     Raises:
@@ -55,13 +59,18 @@ class PhaseTimeCallback(TrainerTimer):
         warmup_steps: int = 5,
         history: int = 10_000,
         summary: bool = True,
-        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        modules: Modules = (),
         annotate: bool = False,
+        memory: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
+        max_overhead: float | None = None,
         sync_ranks: SyncRanks = True,
         on_step: Any = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
+        trace_slow_steps: str | Path | None = None,
+        flops: Literal["count"] | None = None,
+        measure_peak: bool = False,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(
@@ -72,11 +81,16 @@ class PhaseTimeCallback(TrainerTimer):
                 history=history,
                 modules=modules,
                 annotate=annotate,
+                memory=memory,
                 every_n_steps=every_n_steps,
                 probe_every_n_steps=probe_every_n_steps,
+                max_overhead=max_overhead,
                 sync_ranks=sync_ranks,
                 on_step=on_step,
                 on_slow_step=on_slow_step,
+                trace_slow_steps=trace_slow_steps,
+                flops=flops,
+                measure_peak=measure_peak,
                 clock=clock,
             ),
             summary=summary,

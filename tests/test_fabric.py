@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_gputime._options import Options
 from lightning_gputime.fabric import PhaseTimeCallback
 
 LOADER_ITER = _FabricDataLoader.__iter__
@@ -282,3 +285,15 @@ def test_a_model_without_updates_belongs_to_no_step(loop: Loop, timer: PhaseTime
             model(x)
     timer.remove()
     assert not steps(timer)
+
+
+def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu: FakeGPU) -> None:
+    taken = {*inspect.signature(PhaseTimeCallback).parameters}
+    assert {field.name for field in fields(Options)} <= taken
+    timer = PhaseTimeCallback(clock=gpu, warmup_steps=0, items=len, flops=3e9)
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    for x in new_loader(fabric, gpu, 3):
+        train(fabric, gpu, model, optimizer, x)
+    timer.remove()
+    assert timer.summary().items_per_s == pytest.approx(1e3 / sum(STEP.values()))
