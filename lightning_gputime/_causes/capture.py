@@ -6,6 +6,7 @@ import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ _COOL_DOWN, _LONGEST_COOL_DOWN = 300, 10_000
 """For so many steps after that it rests, and twice as long after each window without a trace."""
 
 _AT_ONCE, _FILES = 2, 5
-"""It keeps so many traces of a window, and of a run."""
+"""It keeps so many traces of a window, and of a fit."""
 
 _MOST_READ, _MOST_BYTES = 500_000_000, 20_000_000
 """It reads no window, and keeps no trace, that is larger."""
@@ -75,7 +76,7 @@ class Capture:
         self._now_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         self._inquiry = inquiry
         self._deliver = deliver
-        self._tracer = Tracer()
+        self._tracer = Tracer(getattr(clock, "device", None))
         self._tell_once = TellOnce()
         self.is_due = False
         """Whether `turn` must be called between two steps."""
@@ -115,7 +116,10 @@ class Capture:
         Args:
             recorder: Is paused while a profiler starts or stops, and reads what it may.
         """
-        if recorder.state is not OPEN or self._is_capturing():
+        if self._is_capturing():
+            return
+        if recorder.state is not OPEN:
+            self.close()
             return
         try:
             window = self._window
@@ -146,7 +150,9 @@ class Capture:
 
         @untraced
         def tell(label: str | None) -> None:
-            if self._tracer.must_stop or (label is None and not self._turns):
+            is_pause = label is None and not self._turns
+            # To stop it would break the capture of a graph.
+            if (self._tracer.must_stop or is_pause) and not self._is_capturing():
                 self.close()
             if also is not None:
                 also(label)
@@ -155,15 +161,17 @@ class Capture:
 
     def close(self) -> None:
         """Stops the profiler, if it runs: what follows is no step, or not one of this loop."""
-        window = self._window
-        if window is None or window.closing_ns is not None:
-            return
+        window, closing_ns = self._window, self._now_ns()
         try:
-            window.closing_ns = self._now_ns()
-            window.profile = self._tracer.stop()
-            self._spoiled_ns.append((window.opened_ns, self._now_ns()))
+            # Also where nothing is known of it: Ctrl-C may come at any moment.
+            profile = self._tracer.stop()
         except Exception as error:
             self._give_up(error)
+            return
+        # Else the loop's thread has closed it by now.
+        if window is not None and window.closing_ns is None:
+            window.closing_ns, window.profile = closing_ns, profile
+            self._spoiled_ns.append((window.opened_ns, self._now_ns()))
 
     def drop(self) -> None:
         """Stops the profiler where the loop may have raised, and does not wait for the device."""
@@ -265,10 +273,8 @@ class Capture:
     def _give_up(self, error: Exception) -> None:
         self._is_over, self.is_due, self._window = True, False, None
         self._tell_once("Slow steps are no longer traced: %r", error)
-        try:
+        with suppress(Exception):
             self._tracer.stop()
-        except Exception:
-            self._tracer.forget()
 
 
 def _exported(profile: Any) -> str:
