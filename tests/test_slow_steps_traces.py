@@ -14,7 +14,8 @@ import pytest
 import torch
 from fake_gpu import FakeGPU, work
 from fake_loop import Logger, Loop, hooks
-from processes import finish, start
+from processes import finish
+from processes import start as start_process
 from torch.profiler import record_function
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
@@ -345,10 +346,12 @@ def test_an_error_after_which_the_device_hangs_is_raised_all_the_same(
 def test_ctrl_c_while_a_profiler_starts_leaves_none_behind(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Any, name: str) -> None:
+    def interrupted(self: tracer.Tracer) -> str:
+        start(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracer.Tracer, "range", interrupted)
+    start = tracer.Tracer.start
+    monkeypatch.setattr(tracer.Tracer, "start", interrupted)
 
     def trains() -> None:
         for number, x in enumerate(loop.batches(60)):
@@ -565,4 +568,4 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
 def test_with_torchs_own_profiler_beside_that_of_a_user_nothing_breaks(
     way: str, tmp_path: Path
 ) -> None:
-    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path))
+    finish(start_process(Path(__file__).with_name("trace_run.py"), way, tmp_path))
