@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
 from lightning_gputime._causes import capture, tracer
+from lightning_gputime._causes import files as trace_files
 from lightning_gputime._causes.cutting import cut
 
 FIRST = {20: 100.0, 30: 100.0}
@@ -211,13 +212,13 @@ def test_a_second_run_overwrites_no_trace(loop: Loop, tmp_path: Path) -> None:
 def test_ranks_overwrite_no_trace_of_each_other(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "is_distributed", lambda: True)
+    monkeypatch.setattr(trace_files, "is_distributed", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     train(loop, {**FIRST, 60: 100.0}, 100, tmp_path, sync_ranks=False)
     assert files(tmp_path) == {"step-60-rank-3.json.gz"}
 
 
-@pytest.mark.parametrize("limit", ["_MOST_READ", "_MOST_BYTES"])
+@pytest.mark.parametrize("limit", ["MOST_READ", "MOST_BYTES"])
 def test_a_trace_that_is_too_large_is_not_kept_which_is_said(
     loop: Loop,
     tmp_path: Path,
@@ -225,7 +226,7 @@ def test_a_trace_that_is_too_large_is_not_kept_which_is_said(
     caplog: pytest.LogCaptureFixture,
     limit: str,
 ) -> None:
-    monkeypatch.setattr(capture, limit, 10)
+    monkeypatch.setattr(trace_files, limit, 10)
     timer = train(loop, {**FIRST, 60: 100.0}, 100, tmp_path)
     assert files(tmp_path) == set()
     assert {slow.step for slow in timer.slowest()} == {20, 30}

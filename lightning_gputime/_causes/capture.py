@@ -1,20 +1,15 @@
 """Traces of slow steps: where some have been, the next ones are caught with `torch.profiler`."""
 
-import gzip
 import os
-import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._causes.cutting import cut
+from lightning_gputime._causes.files import MOST_BYTES, exported, written
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._causes.tracer import Tracer
 from lightning_gputime._causes.window import Window
@@ -41,9 +36,6 @@ _COOL_DOWN, _LONGEST_COOL_DOWN = 300, 10_000
 
 _AT_ONCE, _FILES = 2, 5
 """It keeps so many traces of a window, and of a fit."""
-
-_MOST_READ, _MOST_BYTES = 500_000_000, 20_000_000
-"""It reads no window, and keeps no trace, that is larger."""
 
 _PATIENCE = 100
 """So many steps after a window its own must have been read."""
@@ -236,51 +228,21 @@ class Capture:
         slow.sort(key=lambda one: one[1].excess_ms, reverse=True)
         kept: list[SlowStep] = []
         if slow:
-            text = _exported(window.profile)
+            text = exported(window.profile)
             for step, found in slow[: min(_AT_ONCE, _FILES - self._files)] if text else ():
                 place = bisect_left(window.begins_ns, step.host_ns[-1]) - 1
                 trace = cut(text, f"{_RANGE} {place}", f"step {step.number}")
-                if path := self._write(trace, step.number):
+                if path := written(self._folder, trace, step.number):
+                    self._files += 1
                     kept.append(replace(found, trace=path))
+                else:
+                    self._tell_once("A trace of more than %d MB is not kept.", MOST_BYTES // 10**6)
             if not text:
                 self._tell_once("%d steps have too large a trace, which is not kept.", _WINDOW)
         return kept
-
-    def _write(self, trace: str, number: int) -> str:
-        content = gzip.compress(trace.encode(), 6)
-        if len(content) > _MOST_BYTES:
-            self._tell_once("A trace of %d MB is not kept.", len(content) // 1_000_000)
-            return ""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        rank = f"-rank-{torch.distributed.get_rank()}" if is_distributed() else ""
-        # Of another fit, or another run, none is overwritten.
-        for again in range(1, 1_000):
-            path = self._folder / f"step-{number}{rank}{f'-{again}' * (again > 1)}.json.gz"
-            try:
-                with path.open("xb") as file:
-                    try:
-                        file.write(content)
-                        file.flush()
-                    except OSError:
-                        path.unlink()
-                        raise
-            except FileExistsError:
-                continue
-            self._files += 1
-            return str(path)
-        raise FileExistsError(f"{self._folder} has a thousand traces of step {number}")
 
     def _give_up(self, error: Exception) -> None:
         self._is_over, self.is_due, self._window = True, False, None
         self._tell_once("Slow steps are no longer traced: %r", error)
         with suppress(Exception):
             self._tracer.stop()
-
-
-def _exported(profile: Any) -> str:
-    """Returns a trace as JSON; empty if it is too large."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        # What tools write into it, such as names of files, need not be UTF-8.
-        return path.read_text(errors="replace") if path.stat().st_size <= _MOST_READ else ""
