@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 import torch
 from fake_gpu import FakeGPU, work
 from fake_loop import Logger, Loop, hooks
-from processes import finish, start
+from processes import finish
+from processes import start as start_process
 from torch.profiler import record_function
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
 from lightning_gputime._causes import capture, tracer
+from lightning_gputime._causes import files as trace_files
 from lightning_gputime._causes.cutting import cut
 
 FIRST = {20: 100.0, 30: 100.0}
@@ -209,13 +212,13 @@ def test_a_second_run_overwrites_no_trace(loop: Loop, tmp_path: Path) -> None:
 def test_ranks_overwrite_no_trace_of_each_other(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "is_distributed", lambda: True)
+    monkeypatch.setattr(trace_files, "is_distributed", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     train(loop, {**FIRST, 60: 100.0}, 100, tmp_path, sync_ranks=False)
     assert files(tmp_path) == {"step-60-rank-3.json.gz"}
 
 
-@pytest.mark.parametrize("limit", ["_MOST_READ", "_MOST_BYTES"])
+@pytest.mark.parametrize("limit", ["MOST_READ", "MOST_BYTES"])
 def test_a_trace_that_is_too_large_is_not_kept_which_is_said(
     loop: Loop,
     tmp_path: Path,
@@ -223,7 +226,7 @@ def test_a_trace_that_is_too_large_is_not_kept_which_is_said(
     caplog: pytest.LogCaptureFixture,
     limit: str,
 ) -> None:
-    monkeypatch.setattr(capture, limit, 10)
+    monkeypatch.setattr(trace_files, limit, 10)
     timer = train(loop, {**FIRST, 60: 100.0}, 100, tmp_path)
     assert files(tmp_path) == set()
     assert {slow.step for slow in timer.slowest()} == {20, 30}
@@ -322,25 +325,77 @@ def test_an_error_ends_the_window(loop: Loop, tmp_path: Path) -> None:
 def test_an_error_after_which_the_device_hangs_is_raised_all_the_same(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs = threading.Event()
-
-    def stop(self: Profile) -> None:
-        hangs.wait()
-        Profile.running -= 1
-
     def fails(number: int, timer: GPUPhaseHooks) -> None:
         if number == 60:
-            monkeypatch.setattr(Profile, "stop", stop)
+            monkeypatch.setattr(tracer, "_synchronize", lambda device: hangs.wait())
             raise ZeroDivisionError
 
+    hangs = threading.Event()
+    loop.gpu.device = torch.device("cuda", 0)
     monkeypatch.setattr(tracer, "_PATIENCE_S", 0.1)
     threads = {*threading.enumerate()}
     with pytest.raises(ZeroDivisionError):
         train(loop, FIRST, 100, tmp_path, fails)
+    # To stop it would be to wait for the device.
     assert Profile.running == 1
+    Profile.running = 0
     hangs.set()
     for thread in {*threading.enumerate()} - threads:
         thread.join()
+
+
+def test_ctrl_c_while_a_profiler_starts_leaves_none_behind(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: tracer.Tracer) -> str:
+        start(self)
+        raise KeyboardInterrupt
+
+    start = tracer.Tracer.start
+    monkeypatch.setattr(tracer.Tracer, "start", interrupted)
+
+    def trains() -> None:
+        for number, x in enumerate(loop.batches(60)):
+            loop.micro_batch(x)
+            loop.gpu.host_work(FIRST.get(number, 0.0))
+            loop.update()
+            timer.step()
+
+    timer = hooks(loop, trace_slow_steps=tmp_path).attach()
+    with pytest.raises(KeyboardInterrupt):
+        trains()
+    assert Profile.running == 1
+    timer.remove()
+    assert Profile.running == 0
+
+
+def test_a_profiler_is_stopped_whatever_fails_before(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("no ranges")
+
+    monkeypatch.setattr(tracer, "_end_ranges", fails)
+    train(loop, FIRST, 100, tmp_path)
+    assert (Profile.started, Profile.running) == (1, 0)
+    assert "no ranges" in caplog.records[0].getMessage()
+
+
+def test_a_pause_inside_the_capture_of_a_graph_does_not_break_it(
+    loop: Loop, tmp_path: Path
+) -> None:
+    gpu, running = loop.gpu, []
+
+    def captures(number: int, timer: GPUPhaseHooks) -> None:
+        if number == 60:
+            gpu.capturing = True
+            with timer.paused():
+                running.append(Profile.running)
+            gpu.capturing = False
+
+    train(loop, FIRST, 100, tmp_path, captures)
+    # To stop a profiler is to wait for the device, which breaks a capture.
+    assert running == [1]
 
 
 def test_remove_and_loss_end_the_window(loop: Loop, tmp_path: Path) -> None:
@@ -390,7 +445,7 @@ def test_no_step_is_traced_while_a_graph_is_captured(loop: Loop, tmp_path: Path)
     assert not gpu.capture_broken
 
 
-def test_a_range_that_is_entered_across_steps_keeps_the_next_window_shut(
+def test_a_range_that_is_entered_across_steps_keeps_no_window_shut(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(capture, "_COOL_DOWN", 25)
@@ -402,28 +457,52 @@ def test_a_range_that_is_entered_across_steps_keeps_the_next_window_shut(
 
     train(loop, dict.fromkeys(range(20, 300, 10), 100.0), 300, tmp_path, enters)
     across.__exit__(None, None, None)
-    assert Profile.started == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "Slow steps are not traced now, because a record_function is entered across steps: leave"
-        " it before the step ends."
-    ]
+    assert Profile.started == 3
+    assert not caplog.records
 
 
 def test_another_thread_that_begins_a_profiler_ends_the_window(loop: Loop, tmp_path: Path) -> None:
     def begins(number: int, timer: GPUPhaseHooks) -> None:
         if number == 60:
             assert Profile.running == 1
-            thread = threading.Thread(target=profiles)
-            thread.start()
-            thread.join()
-            assert running == [0]
+            threads.append(threading.Thread(target=profiles))
+            threads[0].start()
+            while not tracer._running[0].must_stop:
+                time.sleep(0.001)
+        elif number == 61:
+            threads[0].join()
 
     def profiles() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             running.append(Profile.running)
 
     running: list[int] = []
-    train(loop, {**FIRST, 65: 100.0}, 100, tmp_path / "traces", begins)
+    threads: list[threading.Thread] = []
+    train(loop, {**FIRST, 70: 100.0}, 100, tmp_path / "traces", begins)
+    assert running == [0]
+    assert files(tmp_path / "traces") == set()
+
+
+def test_a_profiler_is_refused_in_a_thread_that_the_loop_waits_for(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracer, "_PATIENCE_S", 0.1)
+
+    def begins(number: int, timer: GPUPhaseHooks) -> None:
+        if number == 60:
+            thread = threading.Thread(target=profiles)
+            thread.start()
+            thread.join()
+
+    def profiles() -> None:
+        with pytest.raises(RuntimeError, match="does not wait for the thread that does"):
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
+        refused.append(Profile.running)
+
+    refused: list[int] = []
+    train(loop, {**FIRST, 70: 100.0}, 100, tmp_path / "traces", begins)
+    # What the loop could not do then it does at its next mark.
+    assert refused == [1]
     assert files(tmp_path / "traces") == set()
 
 
@@ -478,6 +557,9 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
         "begun_inside",
         "inside_and_around",
         "across_steps",
+        "beside_threads",
+        "in_a_backward",
+        "removed_elsewhere",
         "in_threads",
         "lightning",
         "workers",
@@ -487,4 +569,4 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
 def test_with_torchs_own_profiler_beside_that_of_a_user_nothing_breaks(
     way: str, tmp_path: Path
 ) -> None:
-    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, cwd=tmp_path))
+    finish(start_process(Path(__file__).with_name("trace_run.py"), way, tmp_path, cwd=tmp_path))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -183,9 +183,98 @@ def across_steps(folder: Path) -> None:
     assert traces(folder) <= 5
 
 
+def beside_threads(folder: Path) -> None:
+    """Threads that compute all the time, as those do that load data or save a model.
+
+    They are not profiled: a profiler of all threads ends the process, in one of some fifty windows.
+    """
+    is_over = False
+
+    def computes() -> None:
+        a = torch.randn(4, 4)
+        while not is_over:
+            with record_function("beside"):
+                a = (a @ a).tanh() + 1
+
+    threads = [Thread(target=computes) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    train(lambda number: None, folder)
+    is_over = True
+    for thread in threads:
+        thread.join()
+    assert traces(folder) >= 2
+    for path in folder.iterdir():
+        with gzip.open(path, "rt") as file:
+            assert '"beside"' not in file.read(), path
+
+
+def in_a_backward(folder: Path) -> None:
+    """A profiler that begins inside a backward, where ours cannot end: it is refused."""
+    errors = []
+
+    def way(number: int) -> None:
+        def begins(grad: Tensor) -> None:
+            if torch.autograd.profiler._is_profiler_enabled:
+                try:
+                    profile(activities=ACTIVITIES).start()
+                except RuntimeError as error:
+                    errors.append(str(error))
+
+        if number % 7 == 5:
+            hooked.append(begins)
+
+    hooked: list[Any] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if hooked and output.requires_grad:
+            output.register_hook(hooked.pop())
+
+    with nn.modules.module.register_module_forward_hook(hook):
+        train(way, folder)
+    assert errors
+    assert all("outside of a backward" in error for error in errors)
+    assert traces(folder) >= 2
+
+
+def removed_elsewhere(folder: Path) -> None:
+    """A timer that another thread removes inside a window, while the loop computes on."""
+    for _ in range(5):
+        timers: list[GPUPhaseHooks] = []
+        is_over = Event()
+
+        def loops(timers: list[GPUPhaseHooks] = timers, is_over: Event = is_over) -> None:
+            model = nn.Linear(16, 16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            timers.append(
+                GPUPhaseHooks(model, optimizer, warmup_steps=0, trace_slow_steps=folder).attach()
+            )
+            number = 0
+            while not is_over.is_set():
+                number += 1
+                model(torch.randn(8, 16)).sum().backward()
+                if number % 7 == 6:
+                    time.sleep(0.02)
+                optimizer.step()
+                timers[0].step()
+
+        thread = Thread(target=loops)
+        thread.start()
+        while not torch.autograd.profiler._is_profiler_enabled:
+            time.sleep(0.001)
+        timers[0].remove()
+        assert not torch.autograd.profiler._is_profiler_enabled
+        is_over.set()
+        thread.join()
+        with profile(activities=ACTIVITIES) as after:
+            torch.ones(2) + 1
+        assert any(event.name == "aten::add" for event in after.events())
+
+
 def in_threads(folder: Path) -> None:
     """Another thread that profiles again and again."""
     is_over, done = False, 0
+    import torch._dynamo  # Else both threads import it at once, which Python refuses.
 
     def profiles() -> None:
         nonlocal done
@@ -307,6 +396,9 @@ WAYS = (
     inside_and_around,
     nvtx,
     across_steps,
+    beside_threads,
+    in_a_backward,
+    removed_elsewhere,
     in_threads,
     lightning,
     workers,

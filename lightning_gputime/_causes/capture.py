@@ -1,19 +1,15 @@
 """Traces of slow steps: where some have been, the next ones are caught with `torch.profiler`."""
 
-import gzip
 import os
-import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._causes.cutting import cut
+from lightning_gputime._causes.files import MOST_BYTES, exported, written
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._causes.tracer import Tracer
 from lightning_gputime._causes.window import Window
@@ -39,10 +35,7 @@ _COOL_DOWN, _LONGEST_COOL_DOWN = 300, 10_000
 """For so many steps after that it rests, and twice as long after each window without a trace."""
 
 _AT_ONCE, _FILES = 2, 5
-"""It keeps so many traces of a window, and of a run."""
-
-_MOST_READ, _MOST_BYTES = 500_000_000, 20_000_000
-"""It reads no window, and keeps no trace, that is larger."""
+"""It keeps so many traces of a window, and of a fit."""
 
 _PATIENCE = 100
 """So many steps after a window its own must have been read."""
@@ -75,7 +68,7 @@ class Capture:
         self._now_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         self._inquiry = inquiry
         self._deliver = deliver
-        self._tracer = Tracer()
+        self._tracer = Tracer(getattr(clock, "device", None))
         self._tell_once = TellOnce()
         self.is_due = False
         """Whether `turn` must be called between two steps."""
@@ -115,7 +108,10 @@ class Capture:
         Args:
             recorder: Is paused while a profiler starts or stops, and reads what it may.
         """
-        if recorder.state is not OPEN or self._is_capturing():
+        if self._is_capturing():
+            return
+        if recorder.state is not OPEN:
+            self.close()
             return
         try:
             window = self._window
@@ -146,7 +142,9 @@ class Capture:
 
         @untraced
         def tell(label: str | None) -> None:
-            if self._tracer.must_stop or (label is None and not self._turns):
+            is_pause = label is None and not self._turns
+            # To stop it would break the capture of a graph.
+            if (self._tracer.must_stop or is_pause) and not self._is_capturing():
                 self.close()
             if also is not None:
                 also(label)
@@ -155,15 +153,17 @@ class Capture:
 
     def close(self) -> None:
         """Stops the profiler, if it runs: what follows is no step, or not one of this loop."""
-        window = self._window
-        if window is None or window.closing_ns is not None:
-            return
+        window, closing_ns = self._window, self._now_ns()
         try:
-            window.closing_ns = self._now_ns()
-            window.profile = self._tracer.stop()
-            self._spoiled_ns.append((window.opened_ns, self._now_ns()))
+            # Also where nothing is known of it: Ctrl-C may come at any moment.
+            profile = self._tracer.stop()
         except Exception as error:
             self._give_up(error)
+            return
+        # Else the loop's thread has closed it by now.
+        if window is not None and window.closing_ns is None:
+            window.closing_ns, window.profile = closing_ns, profile
+            self._spoiled_ns.append((window.opened_ns, self._now_ns()))
 
     def drop(self) -> None:
         """Stops the profiler where the loop may have raised, and does not wait for the device."""
@@ -228,53 +228,21 @@ class Capture:
         slow.sort(key=lambda one: one[1].excess_ms, reverse=True)
         kept: list[SlowStep] = []
         if slow:
-            text = _exported(window.profile)
+            text = exported(window.profile)
             for step, found in slow[: min(_AT_ONCE, _FILES - self._files)] if text else ():
                 place = bisect_left(window.begins_ns, step.host_ns[-1]) - 1
                 trace = cut(text, f"{_RANGE} {place}", f"step {step.number}")
-                if path := self._write(trace, step.number):
+                if path := written(self._folder, trace, step.number):
+                    self._files += 1
                     kept.append(replace(found, trace=path))
+                else:
+                    self._tell_once("A trace of more than %d MB is not kept.", MOST_BYTES // 10**6)
             if not text:
                 self._tell_once("%d steps have too large a trace, which is not kept.", _WINDOW)
         return kept
 
-    def _write(self, trace: str, number: int) -> str:
-        content = gzip.compress(trace.encode(), 6)
-        if len(content) > _MOST_BYTES:
-            self._tell_once("A trace of %d MB is not kept.", len(content) // 1_000_000)
-            return ""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        rank = f"-rank-{torch.distributed.get_rank()}" if is_distributed() else ""
-        # Of another fit, or another run, none is overwritten.
-        for again in range(1, 1_000):
-            path = self._folder / f"step-{number}{rank}{f'-{again}' * (again > 1)}.json.gz"
-            try:
-                with path.open("xb") as file:
-                    try:
-                        file.write(content)
-                        file.flush()
-                    except OSError:
-                        path.unlink()
-                        raise
-            except FileExistsError:
-                continue
-            self._files += 1
-            return str(path)
-        raise FileExistsError(f"{self._folder} has a thousand traces of step {number}")
-
     def _give_up(self, error: Exception) -> None:
         self._is_over, self.is_due, self._window = True, False, None
         self._tell_once("Slow steps are no longer traced: %r", error)
-        try:
+        with suppress(Exception):
             self._tracer.stop()
-        except Exception:
-            self._tracer.forget()
-
-
-def _exported(profile: Any) -> str:
-    """Returns a trace as JSON; empty if it is too large."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        # What tools write into it, such as names of files, need not be UTF-8.
-        return path.read_text(errors="replace") if path.stat().st_size <= _MOST_READ else ""

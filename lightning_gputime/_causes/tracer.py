@@ -1,12 +1,15 @@
 """One run of `torch.profiler`, which ends before any other profiler begins."""
 
+import functools
 import gc
 import os
-import weakref
-from threading import Event, RLock, Thread, get_ident
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 
 from lightning_gputime._boundaries.attach import StandIn, listen
 from lightning_gputime._untraced import untraced
@@ -17,30 +20,42 @@ _BEGINS = ("_prepare_profiler", "_enable_profiler")
 # After an error the device may never finish; and a loop may wait for the thread that waits for it.
 _PATIENCE_S = 5.0
 
-# Those that run. Module state, because a fork happens to no timer in particular.
-_running: "weakref.WeakSet[Tracer]" = weakref.WeakSet()
+# What a long trace takes at most to be ended.
+_LONGEST_S = 300.0
+
+# The one that runs, or is about to. Module state, as a profiler and a fork are of the process.
+_running: "list[Tracer]" = []
+
+_IN_THE_WAY = (
+    "lightning_gputime profiles slow steps in the loop's thread, and cannot end that now: begin"
+    " this profiler outside of a backward, and where the loop does not wait for the thread that"
+    " does; or leave out trace_slow_steps"
+)
 
 
 @untraced
 class Tracer:
-    """Runs a profiler, unless there is another, and ends it where another one begins.
+    """Runs a profiler of the calling thread, unless there is another in the process.
 
-    Two of them at a time, or one that begins while the other warms up, end the process. So does a
-    `record_function` that was entered under one of ours and is left under the next.
+    Two of them at a time, one that begins while another warms up, and what was entered under one
+    and is left under the next: each may end the process. So may one of all threads: when it ends,
+    it frees what the others still write to.
+
+    Args:
+        device: What is timed, if it is an accelerator: to end a profiler is to wait for it.
     """
 
-    def __init__(self) -> None:
-        # Another thread may begin a profiler at any moment.
-        self._lock = RLock()
+    def __init__(self, device: Any = None) -> None:
+        self._device = device
         self._profile: Any = None
         self._range: Any = None
         self._stand_ins: list[StandIn] = []
-        self._starts_in = self._home = -1
-        self._has_stopped = Event()
+        self._is_starting = False
+        # The thread that has started it, and which alone can stop it.
+        self._home: Thread | None = None
+        self._is_over = Event()
         self.must_stop = False
         """Whether another thread waits for the one that has started it to stop it."""
-        # What may have been entered while it ran, and not left.
-        self._entered: list[weakref.ref[Any]] = []
 
     @property
     def is_running(self) -> bool:
@@ -49,126 +64,136 @@ class Tracer:
 
     def start(self) -> str:
         """Starts it. Returns why it did not, as the end of a sentence; empty if it did."""
-        with self._lock:
+        self._home, self.must_stop = current_thread(), False
+        self._is_over.clear()
+        try:
+            # Without a lock, which a process that is forked off might find taken.
+            _running.append(self)
+            if _running[0] is not self:
+                return "another profiler runs"
             # First: else another might begin in between.
-            self._stand_ins = [listen(torch.autograd.profiler, name, self) for name in _BEGINS]
-            try:
-                why_not = self._why_not()
-                if not why_not:
-                    self._start()
-                return why_not
-            finally:
-                if self._profile is None:
-                    self._take_off()
+            for name in _BEGINS:
+                self._stand_ins.append(listen(torch.autograd.profiler, name, self, _giving_way))
+            why_not = _why_not()
+            if not why_not:
+                self._start()
+            return why_not
+        finally:
+            if self._profile is None:
+                self.forget()
 
     def _start(self) -> None:
         profile = _new_profile()
-        self._starts_in = self._home = get_ident()
+        self._is_starting = True
         try:
             profile.start()
-            self._has_stopped.clear()
             self._profile = profile
-            _running.add(self)
         finally:
-            self._starts_in = -1
+            self._is_starting = False
             if self._profile is None:
                 profile.stop()
 
     def range(self, name: str) -> None:
         """Begins a range in the trace, which ends the one before."""
-        with self._lock:
-            if self._profile is not None:
-                self._end_range()
-                self._range = torch.autograd.profiler.record_function(name)
-                self._range.__enter__()
+        if self._profile is not None:
+            self._end_range()
+            self._range = torch.autograd.profiler.record_function(name)
+            self._range.__enter__()
 
     def stop(self) -> Any:
-        """Stops it. Returns what was profiled, or None if it did not run. Safe to call twice."""
+        """Stops it, or waits until the thread that has started it does. Safe to call twice.
+
+        Returns:
+            What was profiled; None if it did not run, or was not stopped here.
+        """
         if self._profile is None:
-            return None  # Or a thread of `try_to_stop` hangs with the lock.
-        with self._lock:
-            profile, self._profile = self._profile, None
-            if profile is None:
-                return None
-            _running.discard(self)
-            self._take_off()
-            self.must_stop = False
+            return None
+        if current_thread() is not self._home:
+            self._ask()
+            return None
+        profile, self._profile = self._profile, None
+        try:
+            self._end_range()
+            _end_ranges()
+        finally:
             try:
-                self._end_range()
                 profile.stop()
             finally:
-                self._has_stopped.set()
-            self._entered = [
-                weakref.ref(one)
-                for one in _living(torch.autograd.profiler.record_function)
-                if getattr(one, "record", None) is not None
-            ]
-            return profile
+                self.forget()
+        return profile
 
     def give_way(self) -> None:
-        """Stops it for somebody else, in whichever thread."""
-        if get_ident() != self._home:
-            # It may be about to start, or to stop.
-            if self._lock.acquire(timeout=_PATIENCE_S):
-                self._lock.release()
-            # Under an operation of the loop's it must not be stopped: that ends the process.
-            if self.is_running:
-                self.must_stop = True
-                self._has_stopped.wait(_PATIENCE_S)
-        self.stop()
+        """Stops it for another profiler, in whichever thread that begins.
+
+        Raises:
+            RuntimeError: If it cannot: to begin all the same could end the process.
+        """
+        if current_thread() is not self._home:
+            self._ask()
+        elif self._is_starting:
+            return
+        elif _current_graph_task_id() == -1:
+            with suppress(Exception):  # It is over, also after an error.
+                self.stop()
+        if self in _running:
+            raise RuntimeError(_IN_THE_WAY)
 
     def try_to_stop(self) -> None:
-        """Stops it, and drops what was profiled, where the device may never finish its work."""
-        if self.is_running:
-            # To stop it is to wait for the device.
-            thread = Thread(target=self.stop, daemon=True)
-            thread.start()
-            thread.join(_PATIENCE_S)
+        """Stops it where the device may never finish its work; then it is left as it is."""
+        if self.is_running and current_thread() is self._home and not _finishes(self._device):
+            self.forget()
+        self.stop()
 
     def forget(self) -> None:
-        """Forgets it in a process that was forked off: it is the parent's."""
+        """Forgets it: it was stopped, or is that of the process that this one was forked off."""
         self._profile = self._range = None
         self.must_stop = False
-        self._take_off()
+        stand_ins, self._stand_ins = self._stand_ins, []
+        for one in stand_ins:
+            one.forget(self)
+        if self in _running:
+            _running.remove(self)
+        self._is_over.set()
 
-    def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Is told that a profiler is prepared, or starts."""
-        if self._starts_in != get_ident():
-            self.give_way()
-        return False
+    def _ask(self) -> None:
+        """Lets the thread that has started it stop it, and waits for that."""
+        if self._home is not None and not self._home.is_alive():
+            self.forget()  # It ended with its thread.
+            return
+        self.must_stop = True
+        if not self._is_over.wait(_PATIENCE_S) and self._profile is None:
+            self._is_over.wait(_LONGEST_S)
 
     def _end_range(self) -> None:
-        # Before the profiler ends, or it would be left under the next.
         entered, self._range = self._range, None
         if entered is not None:
             entered.__exit__(None, None, None)
 
-    def _take_off(self) -> None:
-        stand_ins, self._stand_ins = self._stand_ins, []
-        for one in stand_ins:
-            one.forget(self)
 
-    def _why_not(self) -> str:
-        profiler = torch.autograd.profiler
-        if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
-            return "another profiler runs"
-        if os.environ.get("KINETO_USE_DAEMON"):
-            return "a daemon may profile this process (KINETO_USE_DAEMON)"
-        # Nothing else tells of one that warms up.
-        if any(map(_is_begun, _living(profiler.profile))):
-            return "another profiler warms up"
-        if any(one() is not None for one in self._entered):
-            return "a record_function is entered across steps: leave it before the step ends"
-        return ""
+def _giving_way(call: Callable[..., Any], tracers: list[Tracer]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def begins(*args: Any, **kwargs: Any) -> Any:
+        for one in [*tracers]:
+            one.give_way()
+        return call(*args, **kwargs)
+
+    return begins
+
+
+def _why_not() -> str:
+    profiler = torch.autograd.profiler
+    if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+        return "another profiler runs"
+    if os.environ.get("KINETO_USE_DAEMON"):
+        return "a daemon may profile this process (KINETO_USE_DAEMON)"
+    # Nothing else tells of one that warms up.
+    if any(map(_is_begun, _living(profiler.profile))):
+        return "another profiler warms up"
+    return ""
 
 
 def _new_profile() -> Any:
-    from torch._C._profiler import _ExperimentalConfig
-
-    # It is then of the process, not of the thread: it can be stopped from another one, and what is
-    # entered under it may be left under a profiler of the user's.
-    config = _ExperimentalConfig(profile_all_threads=True)
-    return torch.profiler.profile(experimental_config=config)
+    return torch.profiler.profile()
 
 
 def _is_begun(profile: Any) -> bool:
@@ -176,15 +201,38 @@ def _is_begun(profile: Any) -> bool:
     return getattr(profile, "entered", False) and getattr(profile, "kineto_results", 0) is None
 
 
+def _end_ranges() -> None:
+    """Ends what was entered and not left: then the next profiler knows nothing of it."""
+    for one in _living(torch.autograd.profiler.record_function):
+        # To leave it again does nothing.
+        if (record := getattr(one, "record", None)) is not None:
+            torch.ops.profiler._record_function_exit._RecordFunction(record)
+
+
 def _living(kind: type) -> list[Any]:
     # By their type, as `isinstance` would ask objects of the user's.
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
+def _finishes(device: Any) -> bool:
+    """Tells whether a device finishes its work, or fails, in time."""
+    if device is None or device.type == "cpu":
+        return True
+    thread = Thread(target=_synchronize, args=[device], daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return not thread.is_alive()
+
+
+def _synchronize(device: Any) -> None:
+    with suppress(Exception):
+        torch.accelerator.synchronize(device)
+
+
 def _stop_all() -> None:
     # A process that is forked off would go on recording what nobody reads.
     for one in [*_running]:
-        one.give_way()
+        one.stop()
 
 
 if hasattr(os, "register_at_fork"):

@@ -241,9 +241,9 @@ class Session(Asked):
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
+        self._stop_tracing()  # First: the loop's own thread does it, at a mark.
         if not self._may_read():
             self._recorder.rest()  # The loop goes on beside this thread, without marks.
-        self._stop_tracing()
         self._recorder.flush()
         if self._capture is not None:
             self._capture.settle(self._recorder)
