@@ -319,7 +319,7 @@ def test_a_trace_of_a_slow_step_has_its_kernels_and_no_others(tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", ["alone", "scheduled", "begun_inside", "inside_and_around", "nvtx"])
 def test_traces_beside_a_profiler_of_the_users_on_a_gpu(way: str, tmp_path: Path) -> None:
-    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, "cuda"))
+    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, "cuda", cwd=tmp_path))
 
 
 def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:

@@ -487,4 +487,4 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
 def test_with_torchs_own_profiler_beside_that_of_a_user_nothing_breaks(
     way: str, tmp_path: Path
 ) -> None:
-    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path))
+    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, cwd=tmp_path))
