@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -33,6 +35,22 @@ def test_history_keeps_the_newest_steps() -> None:
     results = filled(*(raw(step, forward=1.0) for step in range(10)), capacity=3)
     assert results.history()["step"].tolist() == [7, 8, 9]
     assert results.last == raw(9, forward=1.0).times()
+
+
+def test_a_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
+    marks = {"data": 0.5} | {f"forward/{i}": 1.25 + i for i in range(399)}
+    labels = raw(0, **marks).labels
+    results = Results(1000, 0)
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            results.add([raw(number, **marks)._replace(labels=labels)])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1000 * (400 * 16 + 800)
+    assert results.last == raw(999, **marks).times()
+    assert pickle.loads(pickle.dumps(results)).last == results.last
 
 
 def test_an_empty_history_has_no_rows() -> None:
