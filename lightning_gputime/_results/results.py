@@ -188,6 +188,7 @@ class Results:
             summary.gap_share,
             summary.ranks,
             self.setup,
+            self.on_host_clock,
         )
         return replace(summary, advice=advise(found))
 
