@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gputime._fabric import FabricTimer
-from lightning_gputime._options import Options, SyncRanks
+from lightning_gputime._options import Options, SyncRanks, by_name
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -29,7 +29,8 @@ class PhaseTimeCallback(FabricTimer):
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         log_every_n_steps: How many steps are averaged into one log.
-        modules: Modules of the first model that are sub-phases: dotted names, or a mapping.
+        modules: Modules of the first model that are sub-phases: a depth, "all", dotted names,
+            patterns such as "layers.*", or a mapping.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
         probe_every_n_steps: One step in so many is probed for launch gaps; with 0 none is.
@@ -50,6 +51,7 @@ class PhaseTimeCallback(FabricTimer):
         >>> print(timer.summary())
     """
 
+    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)")
     def __init__(
         self,
         *,
@@ -58,7 +60,7 @@ class PhaseTimeCallback(FabricTimer):
         warmup_steps: int = 5,
         history: int = 10_000,
         log_every_n_steps: int = 50,
-        modules: Sequence[str] | Mapping[str, nn.Module] = (),
+        modules: int | str | Sequence[str] | Mapping[str, nn.Module] = (),
         annotate: bool = False,
         every_n_steps: int = 1,
         probe_every_n_steps: int = 0,
