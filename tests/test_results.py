@@ -189,6 +189,16 @@ def test_where_the_host_hardly_waits_the_probed_steps_tell_whether_the_gpu_idles
     assert results.summary().verdict.startswith(verdict)
 
 
+@pytest.mark.parametrize("on_host_clock", [True, False])
+def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
+    results = Results(10, 0, on_host_clock)
+    results.add([raw(0, data=0.0, forward=0.0)])
+    results.add_probed(raw(1, forward=0.0))
+    summary = results.summary()
+    assert (summary.verdict, summary.advice, summary.gap_share) == ("", (), None)
+    assert "nan" not in str(summary)
+
+
 def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> None:
     results = Results(10, 0, on_host_clock=True)
     results.add([raw(0, forward=2.0, backward=6.0, optimizer=2.0)])

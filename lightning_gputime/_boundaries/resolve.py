@@ -34,7 +34,8 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
         return {check_name(name): module for name, module in modules.items()}
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
     inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
-    called, named = _called(inner), dict(inner.named_modules())
+    # A module that the model holds twice has two names.
+    called, named = _called(inner), dict(inner.named_modules(remove_duplicate=False))
     asked = [modules] if isinstance(modules, int | str) else modules
     # Of a module that is asked for twice, the name counts that was given in full.
     chosen = {id(called[name]): name for name in _of_patterns(asked, called)}

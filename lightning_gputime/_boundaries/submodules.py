@@ -44,6 +44,11 @@ class SubmoduleBoundary:
         self._tensor_handles: list[Removable] = []
         self._outputs = WeakIdKeyDictionary()
 
+    @property
+    def was_called(self) -> bool:
+        """Whether any of the modules was called inside `forward`."""
+        return bool(self._labels)
+
     def step_ended(self) -> None:
         """Must be called at the end of each step."""
         self._open.clear()

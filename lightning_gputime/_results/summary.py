@@ -82,7 +82,7 @@ class PhaseSummary(Tabular):
         return str(self._judged())
 
     def _judged(self) -> Verdict:
-        if not self.steps:
+        if not self.steps or not self.step.mean_ms:
             return Verdict()
         for held_up in (held_up_between_batches(self.rows), held_up_by_ranks(self.rows)):
             if held_up.bound:
@@ -98,7 +98,7 @@ class PhaseSummary(Tabular):
         Not counted is what it waits for in `data`, which is the loader's, and in `backward/comm`,
         which is the other ranks'. None if no step was probed.
         """
-        if not self.probed_steps or not self.steps:
+        if not self.probed_steps or not self.steps or not self.step.mean_ms:
             return None
         gaps_ms = 0.0
         for name, row in self.rows.items():
