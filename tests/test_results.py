@@ -119,7 +119,7 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "Next: a larger batch; torch.compile; CUDA graphs;"
         " probe_every_n_steps=100 tells how much there is to win",
         "",
-        "Time per step in ms over 1 step (0 warm-up steps left out)",
+        "Time per step in ms over 1 step",
         "",
         "phase        mean   share      p50      p95      max     host  steps",
         "--------------------------------------------------------------------",
