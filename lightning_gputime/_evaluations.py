@@ -9,9 +9,11 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import HostClock
+from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.evaluation import Evaluation
+from lightning_gputime._runs.setup import cores_of_rank, known_of_loader
 
 STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
@@ -47,6 +49,7 @@ class Evaluations:
         clock = _lightning.clock_of(trainer, self._options.clock)
         self._results.pop(stage, None)
         results = Results(self._options.history, 0, isinstance(clock, HostClock))
+        results.setup = _setup_of(stage, trainer)
         self._results[stage] = results
         keep = partial(self._keep, stage, number)
         epochs = _lightning.Epochs(trainer)
@@ -106,6 +109,11 @@ class Evaluations:
         if self._now is not None:
             self._now.abort()
             self._now = None
+
+
+def _setup_of(stage: str, trainer: _lightning.Trainer) -> Setup:
+    known = known_of_loader(_lightning.evaluation_loaders_of(trainer, stage))
+    return Setup(cores=cores_of_rank(trainer.world_size), **known)
 
 
 def tells(method: Callable[[Evaluations], None]) -> Callable[..., None]:

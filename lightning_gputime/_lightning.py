@@ -229,6 +229,11 @@ def loader_of(trainer: pl.Trainer) -> object:
     return trainer.train_dataloader
 
 
+def evaluation_loaders_of(trainer: pl.Trainer, stage: str) -> object:
+    """Returns the loader, or the loaders, of the stage "val", "test" or "predict"."""
+    return getattr(trainer, f"{stage}_dataloaders", None)
+
+
 def defines(one: object, hook: str) -> bool:
     """Tells whether a callback or module does something in a hook."""
     module = getattr(getattr(one, hook, None), "__module__", None) or ""

@@ -1,6 +1,8 @@
 """The options that all timers share, checked once: they fail at once, with value and fix."""
 
+import difflib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,21 +110,33 @@ class Options:
         return self.warmup_steps // self.every_n_steps
 
 
-def by_name(most: int, hint: str) -> Callable[[Init], Init]:
-    """Makes a constructor answer options that are given by position.
+def by_name(
+    most: int, hint: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Init], Init]:
+    """Makes a constructor answer options that it does not have, or that are given by position.
 
     Args:
         most: How many arguments may be, besides `self`.
         hint: What to do instead.
+        elsewhere: For options that are none here, what there is in their place.
     """
 
     def decorate(init: Init) -> Init:
+        known = [*inspect.signature(init).parameters][1:]
+
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
             if len(args) > most:
                 raise TypeError(
                     f"{type(self).__name__} takes its options by name, got {args[most]!r:.60} by"
                     f" position: {hint}"
+                )
+            for option in options.keys() - known:
+                alike = difflib.get_close_matches(option, known, 1)
+                fix = f"write {alike[0]}=" if alike else f"it has {', '.join(known)}"
+                raise TypeError(
+                    f"{type(self).__name__} has no option {option}:"
+                    f" {(elsewhere or {}).get(option, fix)}"
                 )
             init(self, *args, **options)
 

@@ -70,7 +70,8 @@ FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTE
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
 _RESERVED = ("step", "host_wait", "slow", "local")
-_NAME = re.compile(r"[^/<>]+(/[^/<>]+)*")
+# No line of a table, and no key of a logger, has control characters.
+_NAME = re.compile(r"[^/<>\x00-\x1f\x7f]+(/[^/<>\x00-\x1f\x7f]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +231,8 @@ def check_name(name: str) -> str:
     """
     if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
-            f"phase name {name!r} is not usable: give a non-empty string without '<' or '>',"
-            " such as 'augment' or 'forward/body'"
+            f"phase name {name!r} is not usable: give a non-empty string without '<', '>' or"
+            " control characters, such as 'augment' or 'forward/body'"
         )
     return name
 

@@ -19,6 +19,16 @@ from lightning_gputime._reports import Reports
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._trainer import TrainerTimer
 
+_ELSEWHERE = {
+    "model": "the trainer tells it the model",
+    "optimizers": "the trainer tells it the optimizers",
+    "device": "the trainer tells it the device",
+    "logger": "the trainer's loggers get the means",
+    "log_every_n_steps": "the trainer's log_every_n_steps counts",
+    "accumulate_grad_batches": "the trainer's accumulate_grad_batches counts",
+}
+"""Options of the other timers."""
+
 
 class GPUPhaseTimer(TrainerTimer):
     """Logs how long the phases of each training step take, on the device's own clock.
@@ -101,7 +111,7 @@ class GPUPhaseTimer(TrainerTimer):
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 
-    @by_name(0, "such as GPUPhaseTimer(save='run.json')")
+    @by_name(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
     def __init__(
         self,
         *,

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gputime._fabric import FabricTimer
-from lightning_gputime._options import FlopsOption, ItemsOption, Modules, Options, SyncRanks
+from lightning_gputime._options import (
+    FlopsOption,
+    ItemsOption,
+    Modules,
+    Options,
+    SyncRanks,
+    by_name,
+)
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -29,7 +36,8 @@ class PhaseTimeCallback(FabricTimer):
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         log_every_n_steps: How many steps are averaged into one log.
-        modules: Modules of the first model that are sub-phases: a depth, names, or patterns.
+        modules: Modules of the first model that are sub-phases: a depth, "all", dotted names,
+            patterns such as "layers.*", or a mapping.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB).
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
@@ -56,6 +64,7 @@ class PhaseTimeCallback(FabricTimer):
         >>> print(timer.summary())
     """
 
+    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)")
     def __init__(
         self,
         *,

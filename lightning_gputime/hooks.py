@@ -13,6 +13,15 @@ from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.loggers import MetricsLogger
 from lightning_gputime._results.slow import SlowStep
 
+_ELSEWHERE = {
+    "loader": "write for batch in timer.steps(loader)",
+    "save": "call timer.save(path)",
+    "summary": "write print(timer.summary())",
+    "prog_bar": "show timer.last.step_ms on a bar of your own",
+    "log_figure": "call timer.plot()",
+}
+"""Options of the other timers."""
+
 
 class GPUPhaseHooks(PlainTimer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
@@ -88,7 +97,9 @@ class GPUPhaseHooks(PlainTimer):
         >>> print(timer.summary())
     """
 
-    @by_name(2, "give several optimizers as a list, and the loader to timer.steps(loader)")
+    @by_name(
+        2, "give several optimizers as a list, and the loader to timer.steps(loader)", _ELSEWHERE
+    )
     def __init__(
         self,
         model: nn.Module,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_gputime._huggingface.timer import TrainerTimer
-from lightning_gputime._options import Modules, Options, SyncRanks, check_bools
+from lightning_gputime._options import Modules, Options, SyncRanks, by_name, check_bools
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -28,7 +28,8 @@ class PhaseTimeCallback(TrainerTimer):
         warmup_steps: How many of the first steps the summary leaves out.
         history: How many of the newest steps `history` returns, and percentiles are taken over.
         summary: Whether to print the table of the summary when training ends.
-        modules: Modules of the model that are sub-phases: a depth, names, or patterns.
+        modules: Modules of the model that are sub-phases: a depth, "all", dotted names,
+            patterns such as "layers.*", or a mapping.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB).
         every_n_steps: One step in so many is timed; in the others the hooks do nothing.
@@ -51,6 +52,7 @@ class PhaseTimeCallback(TrainerTimer):
         >>> trainer = Trainer(model, args, callbacks=[PhaseTimeCallback()])
     """
 
+    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)")
     def __init__(
         self,
         *,

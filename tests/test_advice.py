@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU, raw
-from fake_lightning import Model, fit
+from fake_lightning import Model, fit, trainer
 from fake_loop import Loop, hooks
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lightning_gputime import load
+from lightning_gputime import GPUPhaseTimer, load
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs.setup import _unfused, known_of_loader
+from lightning_gputime._runs.setup import _unfused, cores_of_rank, known_of_loader
 
 CORES = 16
 WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
+BY_INDEX = "whole batches by index, as the dataset's tensors are on the device already"
 CHEAPER = "cheaper transforms, or workers that load ahead"
 
 
@@ -49,6 +50,12 @@ def fetching(**phases: float) -> dict[str, float]:
             ["cheaper transforms (num_workers is 16, of 16 CPU cores)"],
         ),
         (Setup(has_loader=True), fetching(), [CHEAPER]),
+        (
+            replace(WORKERS, num_workers=0, is_iterable=True),
+            fetching(),
+            ["num_workers=4 (now 0), each with a part of the IterableDataset of its own"],
+        ),
+        (replace(WORKERS, num_workers=0, is_on_device=True), fetching(), [BY_INDEX]),
         (
             Setup(),
             {"data": 8.0, "forward": 4.0},
@@ -166,9 +173,59 @@ def test_a_held_up_host_is_told_what_it_should_not_do_where() -> None:
     results = Results(100, 0)
     results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
     [told] = results.summary().advice
-    assert told == "no .item(), prints and copies from unpinned memory in `loss`"
+    assert told == "no .item(), prints or copies from unpinned memory in `loss`"
     results.setup = Setup(pin_memory=True)
-    assert results.summary().advice == ("no .item(), prints in `loss`",)
+    assert results.summary().advice == ("no .item() or prints in `loss`",)
+
+
+def test_a_plain_loop_whose_loader_holds_it_up_is_told_of_workers() -> None:
+    device, host = {"data": 0.1, "forward": 9.0}, {"data": 6.1, "forward": 3.0}
+    results = Results(100, 0)
+    results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
+    assert results.summary().verdict.startswith("mixed")
+    results.setup = replace(WORKERS, num_workers=0)
+    assert results.summary().advice == ("num_workers=4 (now 0)",)
+
+
+def test_without_a_device_nothing_is_advised_on_copies() -> None:
+    results = Results(100, 0, on_host_clock=True)
+    results.setup = replace(WORKERS, num_workers=0)
+    results.add([raw(0, 0.0, **fetching(**{"data/copy": 3.0}))])
+    assert results.summary().advice == ("num_workers=4 (now 0)",)
+    copies = Results(100, 0, on_host_clock=True)
+    copies.setup = WORKERS
+    copies.add([raw(0, 0.0, **{"data/copy": 8.0, "forward": 8.0})])
+    assert copies.summary().advice == ()
+
+
+def test_ranks_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert [cores_of_rank(ranks) for ranks in (1, 4, 8, 32)] == [64, 16, 8, 8]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores_of_rank(32) == 32
+
+
+def test_what_a_dataset_is_made_of_is_known() -> None:
+    there = TensorDataset(torch.zeros(8, 2, device="meta"))
+    known = known_of_loader(DataLoader(Subset(there, [0, 1])))
+    assert (known["is_on_device"], known["is_iterable"]) == (True, False)
+    known = known_of_loader([loader(), DataLoader(Endless())])
+    assert (known["is_on_device"], known["is_iterable"]) == (False, True)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(8, 2))
+
+
+def test_the_loader_of_an_evaluation_is_known(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    data: Any = torch.zeros(8, 2)
+    trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)
+    setup = timer._evaluations._results["val"].setup
+    assert (setup.has_loader, setup.num_workers, setup.batch_size) == (True, 0, 4)
 
 
 def test_the_rank_that_the_others_wait_for_is_named() -> None:

@@ -45,6 +45,19 @@ def test_it_is_told_when_some_steps_after_the_warm_up_are_read(
     assert len(told(caplog)) == 3
 
 
+@pytest.mark.parametrize("strange", [True, False])
+def test_modules_of_which_the_model_calls_none_are_told(
+    loop: Loop, strange: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = {"strange": nn.Linear(1, 1)} | ({} if strange else {"own": loop.model})
+    with hooks(loop, warmup_steps=WARMUP, modules=modules) as timer:
+        for x in timer.steps(loop.batches(60)):
+            loop.train(x)
+    assert [message[:45] for message in told(caplog)] == [
+        "None of the modules that `modules` means was "
+    ] * strange
+
+
 def test_a_model_that_is_not_called_is_told_before_the_end(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,12 +150,12 @@ def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptu
 def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     timer = hooks(loop)
     assert str(timer.summary()) == (
-        "No step was timed (0 warm-up steps left out). The timer was never attached: call attach(),"
+        "No step was timed. The timer was never attached: call attach(),"
         " or use 'with GPUPhaseHooks(...) as timer:'."
     )
     with timer:
         pass
-    assert str(timer.summary()) == "No step was timed (0 warm-up steps left out)."
+    assert str(timer.summary()) == "No step was timed."
 
 
 @pytest.mark.parametrize("configured", [False, True])

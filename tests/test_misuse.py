@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._boundaries.arguments import tell_devices
+from lightning_gputime.fabric import PhaseTimeCallback
 
 NET = nn.Linear(2, 1)
 SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
@@ -29,7 +30,7 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ((SGD,), "SGD"),
         (([NET, NET], SGD), "for several models give torch.nn.ModuleList([...])"),
         ((pl.Trainer, SGD), "got the class Trainer"),
-        ((NET, NET.parameters()), "got parameters: give the optimizer that updates them"),
+        ((NET, NET.parameters()), "got a generator: give a list of optimizers, or, if it has"),
         ((NET, list(NET.parameters())), "got parameters: give the optimizer that updates them"),
         ((NET, torch.optim.Adam), "got the class Adam: give an instance, such as Adam(...)"),
         (
@@ -38,6 +39,7 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ),
         ((NET, LOADER), "got a DataLoader: give the loader to timer.steps(loader)"),
         ((NET, NET), "got a Linear: for several models give torch.nn.ModuleList([...])"),
+        ((NET, [SGD, None]), "got None among 2"),
         ((NET, {"a": SGD}), "got a mapping: give the list of its values"),
         ((NET, "adam"), "got 'adam'"),
         ((NET, SGD, LOADER), "by position: give several optimizers as a list, and the loader to"),
@@ -90,9 +92,28 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
     with pytest.raises(TypeError) as error:
         GPUPhaseTimer("run.json")  # type: ignore[call-arg]  # the mistake
     assert str(error.value) == (
-        "GPUPhaseTimer takes its options by name, got 'run.json' by position: such as"
+        "GPUPhaseTimer takes its options by name, got 'run.json' by position: write"
         " GPUPhaseTimer(save='run.json')"
     )
+
+
+@pytest.mark.parametrize(
+    ("timer", "option", "said"),
+    [
+        (GPUPhaseHooks, "optimizer", "has no option optimizer: write optimizers="),
+        (GPUPhaseHooks, "save", "has no option save: call timer.save(path)"),
+        (GPUPhaseTimer, "warmup", "GPUPhaseTimer has no option warmup: write warmup_steps="),
+        (GPUPhaseTimer, "model", "has no option model: the trainer tells it the model"),
+        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prefix, lag,"),
+        (PhaseTimeCallback, "warmup", "has no option warmup: write warmup_steps="),
+    ],
+)
+def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
+    timer: Any, option: str, said: str
+) -> None:
+    with pytest.raises(TypeError) as error:
+        timer(**{option: 1})
+    assert said in str(error.value)
 
 
 def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) -> None:

@@ -52,6 +52,17 @@ def test_forward_and_backward_are_split_and_parents_stay_sums(gpu: FakeGPU) -> N
     assert train(gpu, Net(gpu), ["body", "head"]) == [{**FORWARD, **BACKWARD}] * 3
 
 
+def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
+    model = Net(gpu)
+    timer = GPUPhaseHooks(model, Adder(model.parameters(), gpu, 2.0), clock=gpu, modules="all")
+    with timer:
+        for x in timer.steps(batches(gpu, 4)):
+            model(x).sum().backward()
+    _, second, *others = timer._results._newest.steps()
+    assert "forward/body/body.0" in second.labels
+    assert [step.labels is second.labels for step in others] == [True, True]
+
+
 def test_parts_can_be_given_by_name(gpu: FakeGPU) -> None:
     model = Net(gpu)
     found = train(gpu, model, {"first": model.body[0]})

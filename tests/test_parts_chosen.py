@@ -283,3 +283,10 @@ def test_many_modules_are_not_taken_for_a_step_that_never_ends(
         optimizer.step()
     assert "boundaries" not in caplog.text
     assert len(timer.history()) == 1
+
+
+def test_a_module_that_the_model_holds_twice_has_two_names() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Linear(1, 1)
+    assert resolve(["second"], model) == {"second": model.first}
+    assert resolve("all", model) == {"first": model.first}

@@ -84,6 +84,11 @@ def test_an_unusable_name_is_refused_with_the_name(name: str) -> None:
         check_name(name)
 
 
+def test_a_name_with_control_characters_would_break_a_table() -> None:
+    with pytest.raises(ValueError, match=r"'a\\nb' is not usable: .* control characters"):
+        check_name("a\nb")
+
+
 def test_a_name_that_is_no_string_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\['a'\] is not usable"):
         check_name(["a"])  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -33,6 +35,22 @@ def test_history_keeps_the_newest_steps() -> None:
     results = filled(*(raw(step, forward=1.0) for step in range(10)), capacity=3)
     assert results.history()["step"].tolist() == [7, 8, 9]
     assert results.last == raw(9, forward=1.0).times()
+
+
+def test_a_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
+    marks = {"data": 0.5} | {f"forward/{i}": 1.25 + i for i in range(399)}
+    labels = raw(0, **marks).labels
+    results = Results(1000, 0)
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            results.add([raw(number, **marks)._replace(labels=labels)])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1000 * (400 * 16 + 800)
+    assert results.last == raw(999, **marks).times()
+    assert pickle.loads(pickle.dumps(results)).last == results.last
 
 
 def test_an_empty_history_has_no_rows() -> None:
@@ -101,7 +119,7 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "Next: a larger batch; torch.compile; CUDA graphs;"
         " probe_every_n_steps=100 tells how much there is to win",
         "",
-        "Time per step in ms over 1 step (0 warm-up steps left out)",
+        "Time per step in ms over 1 step",
         "",
         "phase        mean   share      p50      p95      max     host  steps",
         "--------------------------------------------------------------------",
@@ -169,6 +187,16 @@ def test_where_the_host_hardly_waits_the_probed_steps_tell_whether_the_gpu_idles
     results = filled(raw(0, 0.4, forward=16.0))
     results.add_probed(raw(1, forward=busy_ms))
     assert results.summary().verdict.startswith(verdict)
+
+
+@pytest.mark.parametrize("on_host_clock", [True, False])
+def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
+    results = Results(10, 0, on_host_clock)
+    results.add([raw(0, data=0.0, forward=0.0)])
+    results.add_probed(raw(1, forward=0.0))
+    summary = results.summary()
+    assert (summary.verdict, summary.advice, summary.gap_share) == ("", (), None)
+    assert "nan" not in str(summary)
 
 
 def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> None:

@@ -106,6 +106,27 @@ def test_columns_are_left_out_in_order_and_no_number_is_ever_cut(width: int, sca
     assert max(map(len, rich)) <= width
 
 
+LONG = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_a_long_name_takes_lines_and_no_columns(with_rich: bool) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG}": 2.5, "日本語": 1.5})])
+    table = results.summary()._table()
+    lines = on_console(table, 80) if with_rich else table.text(80).splitlines()
+    assert header(lines)[:4] == ["phase", "mean", "share", "p50"]
+    assert max(map(len, lines)) <= 80
+    [first] = [i for i, line in enumerate(lines) if line.startswith("  base_model")]
+    words = lines[first].split()
+    assert words[1] == "2.500"
+    assert words[0] + lines[first + 1].strip() + lines[first + 2].strip() == LONG
+    # Each of its characters is two columns wide.
+    [wide] = [line for line in lines if line.startswith("日本語")]
+    assert wide.index("1.500") + 3 == lines[first].index("2.500")
+    assert LONG in table.text(200 if with_rich else None)
+
+
 def test_a_table_that_is_written_to_a_file_has_all_columns() -> None:
     names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert header(str(of_ranks()).splitlines()) == [*names, "min - max (rank)"]

@@ -66,7 +66,7 @@ def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPh
 
 def loads(timer: Any) -> list[tuple[float, ...]]:
     timer.flush()
-    return [step.load for step in timer._results._newest]
+    return [step.load for step in timer._results._newest.steps()]
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_function_that_raises_ends_no_training(
 def test_steps_whose_items_are_not_known_are_left_out(loop: Loop) -> None:
     sizes = iter([4, 4, float("nan"), 4])
     timer = train(loop, loop.batches(4))
-    for record, size in zip(timer._results._newest, sizes, strict=True):
+    for record, size in zip(timer._results._newest.steps(), sizes, strict=True):
         assert record.load == (1.0,)
         timer._results.sums.work.add([(size,)], [10.0], {})
     assert timer._results.sums.work.items == 4 + 12

@@ -10,6 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gputime._messages import messages
 
+_MOST_SHOWN = 60
+"""So many characters of what was given a message shows."""
+
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
 
 
@@ -75,18 +78,22 @@ def check_optimizers(optimizers: Any) -> list[Any]:
 def _no_optimizer(one: Any, given: Any) -> str:
     if isinstance(one, type):
         return f"the class {one.__name__}: give an instance, such as {one.__name__}(...)"
-    if isinstance(one, torch.Tensor) or _is_generator(one):
+    if isinstance(one, torch.Tensor):
         return "parameters: give the optimizer that updates them"
-    inner = getattr(one, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        return f"a {type(one).__name__}: give the optimizer inside, its attribute `optimizer`"
+    if _is_generator(one):
+        return "a generator: give a list of optimizers, or, if it has parameters, their optimizer"
+    for name in ("optimizer", "optim"):
+        if isinstance(getattr(one, name, None), Optimizer):
+            return f"a {type(one).__name__}: give the optimizer inside, its attribute `{name}`"
     if isinstance(one, DataLoader | Dataset):
         return f"a {type(one).__name__}: give the loader to timer.steps(loader)"
     if isinstance(one, nn.Module):
         return f"a {type(one).__name__}: for several models give torch.nn.ModuleList([...])"
     if isinstance(given, Mapping):
         return "a mapping: give the list of its values"
-    return _shown(given)
+    if one is given or len(repr(given)) <= _MOST_SHOWN:
+        return _shown(given)
+    return f"{_shown(one)} among {len(given)}"
 
 
 def _is_generator(one: Any) -> bool:
@@ -145,4 +152,4 @@ def tell_devices(model: nn.Module, timed: torch.device) -> None:
 def _shown(one: Any) -> str:
     """Returns what was given, and its type where it is long."""
     text = repr(one)
-    return text if len(text) <= 60 else f"a {type(one).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"a {type(one).__name__}"

@@ -108,6 +108,11 @@ class Boundaries:
         return self._forward.was_ever_called
 
     @property
+    def sees_no_modules(self) -> bool:
+        """Whether there are modules to be seen as parts, and no call of any was seen."""
+        return self._submodules is not None and not self._submodules.was_called
+
+    @property
     def sees_waits(self) -> bool:
         """Whether waits for other ranks are seen."""
         return self._waits is not None

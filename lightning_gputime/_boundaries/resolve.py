@@ -34,7 +34,8 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
         return {check_name(name): module for name, module in modules.items()}
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
     inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
-    called, named = _called(inner), dict(inner.named_modules())
+    # A module that the model holds twice has two names.
+    called, named = _called(inner), dict(inner.named_modules(remove_duplicate=False))
     asked = [modules] if isinstance(modules, int | str) else modules
     # Of a module that is asked for twice, the name counts that was given in full.
     chosen = {id(called[name]): name for name in _of_patterns(asked, called)}
@@ -113,7 +114,9 @@ def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
         for depth in range(1, max(depths) + 1)
         if sum(one <= depth for one in depths) <= MOST
     ]
-    fixes = [*few[-1:], "a pattern such as 'layers.*'", "names in full, which have no limit"]
+    layer = next((name for name in called if name.rpartition(".")[2].isdecimal()), "layers.0")
+    pattern = f"{layer.rpartition('.')[0]}.*".removeprefix(".")
+    fixes = [*few[-1:], f"a pattern such as {pattern!r}", "names in full, which have no limit"]
     return (
         f"modules={modules!r} means {n} modules of this model, and may mean {MOST}, because each"
         f" takes the host some tens of microseconds a call: give {', or '.join(fixes)}"
@@ -122,5 +125,5 @@ def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
 
 def _usable(name: str) -> str:
     # What a ModuleDict was given as a key may be no name of a phase; `comm` is a wait.
-    usable = re.sub(r"[/<>]", "_", name)
+    usable = re.sub(r"[/<>\x00-\x1f\x7f]", "_", name)
     return f"{usable}_" if usable == COMM else usable

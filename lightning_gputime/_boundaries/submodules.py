@@ -28,6 +28,8 @@ class SubmoduleBoundary:
     def __init__(self, recorder: Recorder, parts: Mapping[str, nn.Module]) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
+        # Each is made once: a step has hundreds.
+        self._labels: dict[tuple[str, int], tuple[str, str]] = {}
         # For each call that is not over: the label before it, and its inputs.
         self._open: list[tuple[str, dict[int, Any]] | None] = []
         self._handles: list[Removable] = []
@@ -41,6 +43,11 @@ class SubmoduleBoundary:
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part, with that.
         self._tensor_handles: list[Removable] = []
         self._outputs = WeakIdKeyDictionary()
+
+    @property
+    def was_called(self) -> bool:
+        """Whether any of the modules was called inside `forward`."""
+        return bool(self._labels)
 
     def step_ended(self) -> None:
         """Must be called at the end of each step."""
@@ -65,9 +72,8 @@ class SubmoduleBoundary:
             return
         inputs = list(_tensors_with_grad((args, kwargs)))
         self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
-        label = f"{outer}/{self._names[id(module)]}"
+        label, own = self._labels_of(outer, module)
         self._recorder.mark(label)
-        own = _backward(label)
         for tensor in inputs:
             # Where the input is the output of a part, that part's begin is this one's end; unless
             # it is this one's parent, as where a layer is called twice in a row.
@@ -84,7 +90,7 @@ class SubmoduleBoundary:
         if opened is None:
             return
         outer, inputs = opened
-        label = _backward(f"{outer}/{self._names[id(module)]}")
+        _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
             # An input that is returned as it is has no work behind it; and what a part inside this
             # one returned begins that, and so this one.
@@ -93,6 +99,14 @@ class SubmoduleBoundary:
                 self._at_gradient(tensor, lambda: self._begin(label))
                 self._outputs[tensor] = label
         self._recorder.mark(outer)
+
+    def _labels_of(self, outer: str, module: nn.Module) -> tuple[str, str]:
+        """Returns what the module is inside `outer`, in forward and in backward."""
+        found = self._labels.get((outer, id(module)))
+        if found is None:
+            label = f"{outer}/{self._names[id(module)]}"
+            found = self._labels[outer, id(module)] = label, _backward(label)
+        return found
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
         # On a GPU the engine's thread calls it, on the stream of the forward; on a CPU the

@@ -1,6 +1,7 @@
 """Steps that have ended: their marks, and how these become times."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from lightning_gputime._record.clock import TimingEvent
 from lightning_gputime._record.steps import StepRecord
@@ -64,7 +65,7 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
         device_ms = elapsed_ms(events)
     record = StepRecord(
         step.number,
-        labels[:-1],
+        _the_same(labels[:-1]),
         device_ms,
         host_ns,
         step.wait_ms,
@@ -75,6 +76,12 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
         step.load,
     )
     return record, events
+
+
+@lru_cache(maxsize=256)
+def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the labels of the first step that had these: the history holds them once."""
+    return labels
 
 
 def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:

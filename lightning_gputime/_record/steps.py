@@ -1,5 +1,6 @@
 """One step as it was read: the record that the numbers are made of."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ class StepRecord(NamedTuple):
 
     number: int
     labels: tuple[str, ...]
-    device_ms: tuple[float, ...]
-    host_ns: tuple[int, ...]
+    device_ms: Sequence[float]
+    host_ns: Sequence[int]
     wait_ms: float
     finished_ns: int
     skipped_update: bool
@@ -58,7 +59,7 @@ class StepRecord(NamedTuple):
             for name in names:
                 phase_ms[name] = phase_ms.get(name, 0.0) + ms
                 host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
-        timeline = Timeline(settled, self.device_ms, self.host_ns, self.finished_ns)
+        timeline = Timeline(settled, (*self.device_ms,), (*self.host_ns,), self.finished_ns)
         return StepTimes(
             self.number,
             phase_ms,

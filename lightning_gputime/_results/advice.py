@@ -30,6 +30,8 @@ class Setup:
 
     Attributes:
         has_loader: Whether it was told what the batches come from.
+        is_iterable: Whether they come from an iterable dataset, of which each worker has a copy.
+        is_on_device: Whether they come from tensors that are on the device already.
         num_workers: How many workers load.
         pin_memory: Whether batches are in pinned memory.
         persistent_workers: Whether workers outlive an epoch.
@@ -43,6 +45,8 @@ class Setup:
     """
 
     has_loader: bool = False
+    is_iterable: bool = False
+    is_on_device: bool = False
     num_workers: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
@@ -66,6 +70,7 @@ class Findings:
         gap_share: The part of the step in which the device waits for launches, if it is known.
         ranks: All ranks beside each other, if there are several.
         setup: How the training is set up.
+        on_host_clock: Whether there is no device.
     """
 
     verdict: verdict.Verdict
@@ -74,6 +79,7 @@ class Findings:
     gap_share: float | None
     ranks: RankSummary | None
     setup: Setup
+    on_host_clock: bool = False
 
     def share(self, name: str) -> float:
         """The part of the step that a phase is, from 0 to 1."""
@@ -100,6 +106,11 @@ def _nothing(found: Findings) -> Iterator[str]:
 def _load_faster(found: Findings) -> Iterator[str]:
     setup = found.setup
     workers, cores = setup.num_workers, setup.cores
+    apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
+    if setup.is_on_device:
+        # Workers cannot use the device that the training process has begun to use.
+        yield "whole batches by index, as the dataset's tensors are on the device already"
+        return
     if workers is None:
         if not setup.has_loader and found.verdict.phases == (DATA,):
             # Without parts nothing says that it is the loader.
@@ -107,10 +118,10 @@ def _load_faster(found: Findings) -> Iterator[str]:
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         enough = min(_ENOUGH_WORKERS, cores or _ENOUGH_WORKERS)
-        yield f"num_workers={enough} (now 0)"
+        yield f"num_workers={enough} (now 0){apart}"
     elif cores is None or workers < cores:
         of = f", of {cores} CPU cores" if cores is not None else ""
-        yield f"more workers (num_workers is {workers}{of})"
+        yield f"more workers (num_workers is {workers}{of}){apart}"
         yield "cheaper transforms"
     else:
         yield f"cheaper transforms (num_workers is {workers}, of {cores} CPU cores)"
@@ -132,6 +143,8 @@ def _is_uneven(found: Findings) -> bool:
 
 
 def _copy_faster(found: Findings) -> Iterator[str]:
+    if found.on_host_clock:
+        return  # Nothing is copied to a device.
     if found.setup.pin_memory is False:
         yield "pin_memory=True (now False)"
     elif found.verdict.bound == verdict.COPIES:
@@ -201,15 +214,15 @@ def _launch_faster(found: Findings) -> Iterator[str]:
 
 def _let_the_host_go(found: Findings) -> Iterator[str]:
     for name in found.verdict.phases:
-        if name == FETCH:
+        if name in (FETCH, DATA):
             yield from _load_faster(found)
         elif name == COPY:
             yield from _copy_faster(found)
-    others = [name for name in found.verdict.phases if name not in (FETCH, COPY)]
+    others = [name for name in found.verdict.phases if name not in (FETCH, DATA, COPY)]
     if others:
         named = ", ".join(f"`{name}`" for name in others)
         pinned = "copies from unpinned memory"
-        waits = ".item(), prints" if found.setup.pin_memory else f".item(), prints and {pinned}"
+        waits = ".item() or prints" if found.setup.pin_memory else f".item(), prints or {pinned}"
         yield f"no {waits} in {named}"
 
 

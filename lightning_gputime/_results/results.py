@@ -1,7 +1,6 @@
 """The times of many steps as numbers: the newest ones one by one, all of them as a summary."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock
@@ -15,6 +14,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results import columns
 from lightning_gputime._results.advice import Findings, Setup, advise
 from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.newest import Newest
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowSteps
@@ -45,7 +45,7 @@ class Results:
         """Whether the steps are timed without a device."""
         self._hint = hint
         self._warmup_steps = warmup_steps
-        self._newest: deque[StepRecord] = deque(maxlen=capacity)
+        self._newest = Newest(capacity)
         self._seen = 0
         self.sums = Sums()
         """The sums over all steps but the warm-up."""
@@ -85,14 +85,14 @@ class Results:
     @property
     def last(self) -> StepTimes | None:
         """The newest step, or None."""
-        return self._newest[-1].times() if self._newest else None
+        return self._newest.last().times() if len(self._newest) else None
 
     def newest(self) -> list[StepTimes]:
         """Returns the steps in the history, oldest first."""
         with self._lock:
-            newest = [*self._newest]
+            newest = self._newest.copy()
         # Outside of the lock, which the thread of the loop may be waiting for.
-        return [step.times() for step in newest]
+        return [step.times() for step in newest.steps()]
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> Sequence[StepRecord]:
         """Takes the next steps, and returns those that are no warm-up.
@@ -148,18 +148,18 @@ class Results:
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
         """Returns `history`, and how many of its first steps are warm-up."""
         with self._lock:
-            newest, seen = [*self._newest], self._seen
-        return columns.history(newest), max(self._warmup_steps - (seen - len(newest)), 0)
+            newest, seen = self._newest.copy(), self._seen
+        return columns.history(newest.steps()), max(self._warmup_steps - (seen - len(newest)), 0)
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
         with self._lock:
             forgotten = self._seen - len(self._newest)
-            newest, seen = [*self._newest], self._seen
+            newest, seen = self._newest.copy(), self._seen
             sums, busy = self.sums.copy(), self._busy.copy()
             skipped_updates = self._skipped_updates + sums.skipped_updates
             slow = self.slow.copy()
-        measured = newest[max(self._warmup_steps - forgotten, 0) :]
+        measured = newest.steps()[max(self._warmup_steps - forgotten, 0) :]
         times = columns.history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
         tflops = sums.work.tflops(self.yardstick.parts)
@@ -202,6 +202,7 @@ class Results:
             summary.gap_share,
             summary.ranks,
             self.setup,
+            self.on_host_clock,
         )
         return replace(summary, advice=advise(found))
 
@@ -229,12 +230,12 @@ class Results:
     def summary_to_print(self) -> PhaseSummary:
         """Returns the summary, or that of the warm-up where there was nothing else."""
         with self._lock:
-            newest = [*self._newest]
-        if self.sums.step.n or not newest:
+            newest = self._newest.copy()
+        if self.sums.step.n or not len(newest):
             return self.summary()
         warmup = Results(len(newest), 0, self.on_host_clock)
         warmup.yardstick = self.yardstick
-        warmup.add(newest)
+        warmup.add(newest.steps())
         warmup.peaks = self.peaks
         return replace(warmup.summary(), is_warmup=True)
 

@@ -100,7 +100,7 @@ class PhaseSummary(Tabular):
         return str(self._judged())
 
     def _judged(self) -> Verdict:
-        if not self.steps:
+        if not self.steps or not self.step.mean_ms:
             return Verdict()
         for held_up in (held_up_between_batches(self.rows), held_up_by_ranks(self.rows)):
             if held_up.bound:
@@ -116,7 +116,7 @@ class PhaseSummary(Tabular):
         Not counted is what it waits for in `data`, which is the loader's, and in `backward/comm`,
         which is the other ranks'. None if no step was probed.
         """
-        if not self.probed_steps or not self.steps:
+        if not self.probed_steps or not self.steps or not self.step.mean_ms:
             return None
         gaps_ms = 0.0
         for name, row in self.rows.items():
@@ -138,9 +138,10 @@ class PhaseSummary(Tabular):
         return Table(self._title(), self._cells(), self._sentences(), lead=told, drops=DROPS)
 
     def _title(self) -> str:
-        left_out = f"{self.warmup_steps} warm-up step{'s' * (self.warmup_steps != 1)} left out"
+        n = self.warmup_steps
+        left_out = f" ({n} warm-up step{'s' * (n != 1)} left out)" if n else ""
         if not self.steps:
-            return f"No step was timed ({left_out}). {self.hint}".rstrip()
+            return f"No step was timed{left_out}. {self.hint}".rstrip()
         unit = unit_of(self.step.mean_ms).name
         of = f"Time per {self.stage} step" if self.stage else "Time per step"
         over = f"{of} in {unit} over {self.steps} step{'s' * (self.steps != 1)}"
@@ -150,7 +151,7 @@ class PhaseSummary(Tabular):
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
             skipped = f"; {self.skipped_updates} have no update"
-        return f"{over} ({left_out}){skipped}"
+        return f"{over}{left_out}{skipped}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")

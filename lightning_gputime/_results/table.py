@@ -5,10 +5,18 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 _BETWEEN = 2
 """Spaces between the columns of plain text."""
+
+_MOST_OF_WIDTH = 0.4
+"""A column of words that takes a larger part is folded where the table is too wide."""
+
+_LEAST_WIDTH = 16
+"""None is folded below that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +49,20 @@ class Table:
         """
         if not self.lines:
             return self.title
-        narrower = [self, *self._narrower()]
+        narrower = [self] if width is None else [*self._narrower(width)]
         fits = (one for one in narrower if width is None or one._width() <= width)
         shown = next(fits, narrower[-1])
         widths = shown._widths()
         text = [
             (" " * _BETWEEN)
             .join(
-                cell.ljust(width) if i in shown.left else cell.rjust(width)
+                _padded(cell, width, i in shown.left)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             .rstrip()
             for line in shown.lines
         ]
-        rule = "-" * max(map(len, text))
+        rule = "-" * max(map(_width_of, text))
         table = [text[0], rule, *text[1:-1], rule, text[-1]]
         lead = "\n".join(_wrapped(sentence, width) for sentence in self.lead)
         above, below = [self.title], self.sentences
@@ -110,7 +118,7 @@ class Table:
         yield Text(self.title)
         yield Text()
         wide = options.update(max_width=10_000)
-        narrower = [self, *self._narrower()]
+        narrower = [*self._narrower(options.max_width)]
         tables = (one._rich() for one in narrower)
         fits = (
             table
@@ -139,13 +147,25 @@ class Table:
             table.add_row(*map(Text, line), end_section=i == len(body) - 2)
         return table
 
-    def _narrower(self) -> Iterator["Table"]:
-        """Yields it with ever fewer columns."""
+    def _narrower(self, width: int) -> Iterator["Table"]:
+        """Yields it, then with long names on several lines, then both with ever fewer columns."""
         table = self
+        yield from (table, table._folded(width))
         for name in self.drops:
             if name in table.lines[0]:
                 table = table._without(table.lines[0].index(name))
-                yield table
+                yield from (table, table._folded(width))
+
+    def _folded(self, width: int) -> "Table":
+        """Returns it with its words on several lines where they take most of the width."""
+        most = max(int(_MOST_OF_WIDTH * width), _LEAST_WIDTH)
+        lines: list[tuple[str, ...]] = []
+        for line in self.lines:
+            cells = [
+                _folded(cell, most) if i in self.left else [cell] for i, cell in enumerate(line)
+            ]
+            lines += zip_longest(*cells, fillvalue="")
+        return replace(self, lines=lines)
 
     def _without(self, column: int) -> "Table":
         return replace(
@@ -155,7 +175,7 @@ class Table:
         )
 
     def _widths(self) -> list[int]:
-        return [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        return [max(map(_width_of, column)) for column in zip(*self.lines, strict=True)]
 
     def _width(self) -> int:
         widths = self._widths()
@@ -189,6 +209,28 @@ class Tabular:
     def __rich__(self) -> Any:
         """Returns the table for rich."""
         return self._table()
+
+
+def _width_of(text: str) -> int:
+    """Returns how many columns of a terminal a text takes."""
+    marks = sum(combining(one) > 0 for one in text)
+    return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
+
+
+def _padded(cell: str, width: int, left: bool) -> str:
+    space = " " * (width - _width_of(cell))
+    return f"{cell}{space}" if left else f"{space}{cell}"
+
+
+def _folded(cell: str, most: int) -> list[str]:
+    """Returns the lines of a cell, each as far in as the first."""
+    indent = " " * (len(cell) - len(cell.lstrip()))
+    lines = [""]
+    for one in cell:
+        if _width_of(lines[-1] + one) > most:
+            lines.append(indent)
+        lines[-1] += one
+    return lines
 
 
 def _escaped(text: str) -> str:

@@ -23,6 +23,10 @@ _NO_UPDATE = (
     "No update of an optimizer was seen in %d steps: where it is none of torch's, name its time,"
     ' `with phase("optimizer")`.'
 )
+_NO_MODULES = (
+    "None of the modules that `modules` means was called inside `forward`, and so none has a row:"
+    " give modules that the model calls, none of a copy of it or inside scripted code."
+)
 _TOO_EARLY = (
     "The process group was created after the timer was attached: waits for other ranks are not told"
     " apart, and the ranks are not compared. Attach the timer after init_process_group()."
@@ -80,6 +84,8 @@ class Checkup:
         ran, n = sums.phases, sums.step.n
         trains = self._boundaries.has_optimizers
         self._tell_forward()
+        if FORWARD in ran and self._boundaries.sees_no_modules:
+            messages.warning(_NO_MODULES)
         if trains and BACKWARD not in ran:
             messages.warning(_NO_BACKWARD)
         with_forward = ran[FORWARD].n if FORWARD in ran else n

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.places import attribute
@@ -14,6 +15,9 @@ from lightning_gputime._runs.environment import Environment
 
 _MOST_LOADERS = 10
 """More side by side are no loaders, but the batches themselves."""
+
+_MOST_LAYERS = 5
+"""No dataset is wrapped more often."""
 
 
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
@@ -28,7 +32,7 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setu
     is_cuda = environment.device_type == "cuda"
     try:
         return Setup(
-            cores=_cores(),
+            cores=cores_of_rank(environment.world_size),
             precision=environment.precision if told_precision else "",
             has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
             compiled=environment.compiled,
@@ -50,7 +54,31 @@ def known_of_loader(loader: object) -> dict[str, Any]:
         "batch_size": int,
     }
     told = {name: _alike([attribute(one, name) for one in loaders], kinds[name]) for name in kinds}
-    return {"has_loader": True, **told}
+    datasets = [_dataset(one) for one in loaders]
+    return {
+        "has_loader": True,
+        "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
+        "is_on_device": any(map(_is_on_device, datasets)),
+        **told,
+    }
+
+
+def _dataset(loader: object) -> object:
+    """Returns what a loader loads from: of a part of a dataset, the whole."""
+    dataset = attribute(loader, "dataset")
+    for _ in range(_MOST_LAYERS):
+        inner = attribute(dataset, "dataset")
+        if inner is None:
+            break
+        dataset = inner
+    return dataset
+
+
+def _is_on_device(dataset: object) -> bool:
+    """Tells whether a dataset, such as a `TensorDataset`, has tensors that are not on the CPU."""
+    tensors = attribute(dataset, "tensors")
+    several = tensors if isinstance(tensors, list | tuple) else ()
+    return any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in several)
 
 
 def _several(loader: object) -> list[object]:
@@ -67,16 +95,21 @@ def _alike(values: Sequence[Any], kind: type) -> Any:
     return first if all(type(one) is kind and one == first for one in values) else None
 
 
-def _cores() -> int | None:
-    """Returns how many cores there are for each rank of this host."""
+def cores_of_rank(world_size: int) -> int | None:
+    """Returns how many cores of the CPU there are for each rank of this host.
+
+    Args:
+        world_size: How many ranks there are, on all hosts.
+    """
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
         cores = os.cpu_count() or 0
     try:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError:
-        ranks = 1
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        # Not all launchers tell: Lightning's own does not. A host has a rank for each device.
+        ranks = min(world_size, torch.accelerator.device_count() or world_size)
     return max(cores // max(ranks, 1), 1) if cores else None
 
 
