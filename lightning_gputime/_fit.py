@@ -155,6 +155,9 @@ class Fit:
         self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
+        update = _lightning.module_action(self._trainer, self._model, "on_before_optimizer_step")
+        calls[update] = self._session.update_begins
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):

@@ -21,7 +21,12 @@ Callback = pl.Callback
 
 
 # What Lightning calls in every batch, and the timer does not need.
-_UNUSED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+_UNUSED = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 class Unused:

@@ -11,7 +11,12 @@ from fake_lightning import Model, fit
 
 from lightning_gputime import GPUPhaseTimer
 
-UNUSED = {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
+UNUSED = {
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+}
 
 
 class Watch(pl.Callback):
