@@ -96,25 +96,22 @@ class Fit:
     @untraced
     def batch_ends(self, batch_idx: int) -> None:
         """Says that a batch is over, and ends the step if it was the last. Raises nothing."""
-        try:
-            self._end_batch(batch_idx)
-        except Exception as error:
-            self._fail(error)
-
-    def _end_batch(self, batch_idx: int) -> None:
         # A batch that is None ends without having started; its time is the next one's `data`.
         if not self._in_batch:
             return
-        self._in_batch = self._batch.is_open = False
-        session = self._session
-        self._accumulates = not self._ends_step(batch_idx)
-        if self._accumulates:
-            session.batch_ends()
-            session.part_began(CALLBACKS)
-        else:
-            if session.end_step(_lightning.step_number(self._trainer)):
+        try:
+            self._in_batch = self._batch.is_open = False
+            session = self._session
+            self._accumulates = not self._ends_step(batch_idx)
+            if self._accumulates:
+                session.batch_ends()
                 session.part_began(CALLBACKS)
-            self._books.step_ends()
+            else:
+                if session.end_step(_lightning.step_number(self._trainer)):
+                    session.part_began(CALLBACKS)
+                self._books.step_ends()
+        except Exception as error:
+            self._fail(error)
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -155,6 +152,9 @@ class Fit:
         self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
+        update = _lightning.module_action(self._trainer, self._model, "on_before_optimizer_step")
+        calls[update] = self._session.update_begins
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):

@@ -1,7 +1,7 @@
 """All that reaches into Lightning; the only place with its private names."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,12 @@ Callback = pl.Callback
 
 
 # What Lightning calls in every batch, and the timer does not need.
-_UNUSED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+_UNUSED = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 class Unused:
@@ -30,13 +35,14 @@ class Unused:
     It calls none that is None.
 
     Args:
-        callback: The callback. If another one passes calls on to it, it keeps all hooks.
+        callback: The callback. If another one may pass calls on to it, it keeps all hooks.
         trainer: Whose callback it is.
     """
 
     def __init__(self, callback: pl.Callback, trainer: pl.Trainer) -> None:
         self._hooks = vars(callback)
-        if any(one is callback for one in callbacks_of(trainer)):
+        callbacks = callbacks_of(trainer)
+        if _has(callbacks, callback) and not any(_passes_on(one, callback) for one in callbacks):
             for name in _UNUSED:
                 # A subclass may have given it something to do.
                 if getattr(type(callback), name) is getattr(pl.Callback, name):
@@ -46,6 +52,20 @@ class Unused:
         """Lets them be called again. Safe to call twice."""
         for name in unused_of(self._hooks):
             del self._hooks[name]
+
+
+def _passes_on(one: pl.Callback, callback: pl.Callback) -> bool:
+    """Tells whether a callback has another one, and hooks in which it may call it."""
+    if not any(defines(one, hook) for hook in _UNUSED):
+        return False
+    values = [*vars(one).values()]
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    return any(_has(some, callback) for some in (values, *lists))
+
+
+def _has(some: Sequence[object], callback: pl.Callback) -> bool:
+    # Not by `in`: what is in there may compare as it likes.
+    return any(one is callback for one in some)
 
 
 def unused_of(attributes: Mapping[str, Any]) -> list[str]:

@@ -105,10 +105,6 @@ class TrainerTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.batch_begins(batch)
 
-    @_lightning.never_raises
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._session.update_begins()
-
     @untraced
     def on_train_batch_end(
         self,

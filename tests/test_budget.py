@@ -121,6 +121,28 @@ def test_cheap_events_cost_no_step() -> None:
     assert numbers(train(DearGPU(1.0), 300, max_overhead=0.01)) == [*range(300)]
 
 
+class DearToRead(DearGPU):
+    """As above; and each interval that is read takes the host 0.1 ms."""
+
+    def event(self) -> FakeEvent:
+        event = EventDearToRead(self)
+        self.created += 1
+        return event
+
+
+class EventDearToRead(DearEvent):
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        self._gpu.now += 100_000
+        return super().elapsed_time(end_event)
+
+
+def test_a_step_that_is_read_as_it_ends_costs_no_more_than_one_that_is_read_later() -> None:
+    # 1.2 ms a step, a quarter more for what is not seen, in steps of 11.2 ms.
+    for options in ({}, {"on_step": lambda times: None}):
+        timer = train(DearToRead(100.0), 120, max_overhead=0.15, **options)
+        assert timer.summary().one_in == 1
+
+
 def test_micro_batches_count_with_their_step() -> None:
     timer = train(DearGPU(100.0), 1000, host_ms=5.0, max_overhead=0.01, accumulate_grad_batches=2)
     assert 9 < timer.summary().one_in < 20
@@ -195,10 +217,14 @@ def test_all_ranks_do_what_the_dearest_one_wishes(
     assert turn(1, 1, 1) == [4, 4, 4]
 
 
-def test_where_a_wish_is_missing_what_was_agreed_goes_on(agreements: list[Agreement]) -> None:
+def test_a_rank_without_a_timer_has_no_wish(agreements: list[Agreement]) -> None:
     zero, one, _ = agreements
-    assert [one.agree(7), zero.agree(7)] == [1, 1]
-    assert [[zero.agree(7), one.agree(7)] for _ in range(3)] == [[1, 1]] * 3
+    assert [one.agree(7), zero.agree(5)] == [1, 1]
+    assert [[zero.agree(3), one.agree(2)] for _ in range(3)] == [[1, 1], [7, 7], [3, 3]]
+
+
+def test_rank_zero_alone_does_what_it_wishes(agreements: list[Agreement]) -> None:
+    assert [agreements[0].agree(7) for _ in range(4)] == [1, 1, 7, 7]
 
 
 def test_a_rank_that_is_left_alone_says_so_once(
@@ -207,6 +233,7 @@ def test_a_rank_that_is_left_alone_says_so_once(
     assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
     assert len(caplog.messages) == 1
     assert "agree no more" in caplog.text
+    assert "or this one sync_ranks=False" in caplog.text
 
 
 def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:

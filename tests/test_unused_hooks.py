@@ -11,7 +11,12 @@ from fake_lightning import Model, fit
 
 from lightning_gputime import GPUPhaseTimer
 
-UNUSED = {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
+UNUSED = {
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+}
 
 
 class Watch(pl.Callback):
@@ -73,3 +78,18 @@ def test_a_timer_inside_another_callback_has_all_hooks(gpu: FakeGPU) -> None:
     inner = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
     fit(gpu, Model(gpu), callbacks=[Passes()], n=4)
     assert inner.summary().steps == 4
+
+
+@pytest.mark.parametrize("of", [lambda timer: timer, lambda timer: [timer]])
+def test_a_timer_has_all_hooks_that_another_callback_passes_on(gpu: FakeGPU, of: Any) -> None:
+    class Calls(pl.Callback):
+        def __init__(self, timer: GPUPhaseTimer) -> None:
+            self.others = of(timer)
+
+        def on_after_backward(self, *args: Any) -> None:
+            for one in self.others if isinstance(self.others, list) else [self.others]:
+                one.on_after_backward(*args)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    fit(gpu, Model(gpu), timer=timer, callbacks=[Calls(timer)], n=3)
+    assert timer.summary().steps == 3

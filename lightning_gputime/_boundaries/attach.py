@@ -173,6 +173,8 @@ def _announced(call: Callable[..., Any], listeners: list[Listener]) -> Callable[
                     told.append(listener)
             except Exception as error:
                 _lose(listener, listeners, error)
+        if not told:
+            return call(*args, **kwargs)
         result = None
         try:
             result = call(*args, **kwargs)

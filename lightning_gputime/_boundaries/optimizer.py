@@ -171,9 +171,9 @@ class ZeroGradBoundary:
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
         recorder = self._recorder
+        ends = recorder.state is OPEN and recorder.label not in (OTHER, AFTER_UPDATE)
         # Inside a backward it belongs to an update there.
-        is_free = recorder.state is OPEN and _current_graph_task_id() == -1
-        if is_free and recorder.label not in (OTHER, AFTER_UPDATE):
+        if ends and _current_graph_task_id() == -1:
             recorder.mark(OTHER)
         return False
 

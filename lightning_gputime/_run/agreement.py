@@ -12,7 +12,13 @@ from lightning_gputime._messages import messages
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()
 
-_LONGEST = timedelta(seconds=30)
+# Ranks that train together are never a turn apart: who has said nothing by then has no timer.
+_LONGEST = timedelta(seconds=1)
+
+_ALONE = (
+    "The ranks agree no more on which steps are timed, and one in %d is: give all of them a timer"
+    " with max_overhead, or this one sync_ranks=False. %r"
+)
 
 
 class Agreement:
@@ -20,8 +26,8 @@ class Agreement:
 
     No collective, and no wait as long as the ranks are less than one turn apart: in each turn a
     rank writes its wish, rank zero takes the largest of those of the turn before, and all take what
-    rank zero has written a turn ago. So it takes two turns until a wish holds. Until then, and
-    where one is missing, what was agreed before goes on.
+    rank zero has written a turn ago. So it takes two turns until a wish holds. Who has no timer has
+    no wish.
 
     Args:
         store: Any store that all ranks share.
@@ -34,9 +40,9 @@ class Agreement:
         from torch._C._distributed_c10d import PrefixStore
 
         self._store: Any = PrefixStore(f"lightning_gputime/agreement/{next(_runs)}", store)
-        self._rank, self._ranks = rank, range(world_size)
+        self._rank, self._ranks = rank, [*range(world_size)]
         self._turn = 0
-        self._agreed = self._collected = 1
+        self._agreed = 1
 
     def agree(self, wish: int) -> int:
         """Says what this rank wishes. All ranks must call it at the same places of the training.
@@ -53,16 +59,18 @@ class Agreement:
                 self._agreed = self._look(turn - 1)
         except Exception as error:
             # Those who do not share it may time other steps; nobody waits for this one.
-            messages.warning("The ranks agree no more on which steps are timed: %r", error)
+            messages.warning(_ALONE, self._agreed, error)
             self.agree = lambda wish: self._agreed  # type: ignore[method-assign]
         return self._agreed
 
     def _collect(self, turn: int) -> None:
         """Writes the largest wish of the turn before."""
-        keys = [f"{turn - 1}/{rank}" for rank in self._ranks]
-        if self._store.check(keys):
-            self._collected = max(map(int, self._store.multi_get(keys)))
-        self._store.set(f"{turn}/agreed", str(self._collected))
+        said = f"{turn - 1}/{{}}".format
+        if not self._store.check([*map(said, self._ranks)]):
+            # Asked no more: one by one they would take time in every turn.
+            self._ranks = [rank for rank in self._ranks if self._store.check([said(rank)])]
+        largest = max(map(int, self._store.multi_get([*map(said, self._ranks)])))
+        self._store.set(f"{turn}/agreed", str(largest))
 
     def _look(self, turn: int) -> int:
         """Returns what rank zero has written in a turn."""

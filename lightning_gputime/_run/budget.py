@@ -101,6 +101,7 @@ class Budget:
 
         def timed_end_step(number: int) -> R:
             begun_ns, marks_ns = self._now_ns(), self._marks_ns
+            read_ns = self._inquiry.read_ns
             if self._ended_ns is not None:
                 self._steps_ns.append(begun_ns - self._ended_ns)
             self._ended_ns = begun_ns
@@ -108,6 +109,8 @@ class Budget:
                 return end_step(number)
             finally:
                 if marks_ns is not None:
+                    # What was read in it is counted for itself.
+                    begun_ns += self._inquiry.read_ns - read_ns
                     self._costs_ns.append(marks_ns + self._now_ns() - begun_ns)
                     self._marks_ns = None
                     self._look_at_reading()
