@@ -32,9 +32,11 @@ class UncountableError(Exception):
 
 
 class OnlyCopies(TorchDispatchMode):
-    """Lets nothing be computed with a tensor of the module itself: its gradient would be set.
+    """Lets nothing leave the copy.
 
-    A copy leads to one by what a copy cannot follow, as a lambda that has kept `self`.
+    Nothing is computed with a tensor of the module itself, whose gradient would be set: a copy
+    leads to one by what it cannot follow, as a lambda that has kept `self`. And no other rank is
+    asked, which may not be counting.
 
     Args:
         module: The module that was copied.
@@ -50,6 +52,8 @@ class OnlyCopies(TorchDispatchMode):
         self._own = {id(one) for one in (*module.parameters(), *module.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") == "c10d":
+            raise UncountableError(f"its forward communicates with other ranks, by {func}")
         for one in tree_leaves((args, kwargs)):
             if not isinstance(one, Tensor) or isinstance(one, self._fake):
                 continue

@@ -4,10 +4,11 @@ import logging
 import math
 import random
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,9 +245,11 @@ def _undisturbed() -> Iterator[None]:
     # What it says of an operator that has refused a fake is told by us.
     says = logging.getLogger("torch._subclasses.fake_tensor")
     was_silent, says.disabled = says.disabled, True
+    # What is compiled would be compiled again, for fakes.
+    eager = torch.compiler.set_stance("force_eager") if _compiles() else nullcontext()
     checkpoint.get_device_states = lambda *_: ([], [])
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with eager, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -254,3 +257,8 @@ def _undisturbed() -> Iterator[None]:
         checkpoint.get_device_states = states
         random.setstate(python)
         np.random.set_state(of_numpy)
+
+
+def _compiles() -> bool:
+    # Who has compiled nothing has not imported it, which takes a second.
+    return "torch._dynamo" in sys.modules
