@@ -2,16 +2,19 @@ import logging
 import random
 import threading
 from collections import UserDict, namedtuple
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fake_gpu import STEP_MS, FakeGPU, work
 from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 import lightning_gputime
@@ -19,9 +22,11 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._results import lost
 from lightning_gputime._results.lost import in_points
 from lightning_gputime._work import flops as counting
-from lightning_gputime._work import work as working
+from lightning_gputime._work import measure as measuring
+from lightning_gputime._work import precision as precisions
 from lightning_gputime._work.items import Items
-from lightning_gputime._work.peaks import peak_tflops, precision_of
+from lightning_gputime._work.peaks import peak_tflops
+from lightning_gputime._work.precision import looks_like, precision_of
 
 STEP = sum(STEP_MS.values())
 FIRST = "first dimension of the batch's first tensor"
@@ -71,8 +76,8 @@ def loads(timer: Any) -> list[tuple[float, ...]]:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(working, "peak_tflops", lambda name, precision: 1e-6)
+    monkeypatch.setattr(measuring, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: 1e-4)
 
 
 # Items
@@ -355,12 +360,12 @@ def test_mfu_is_held_against_the_peak_and_logged(gpu: FakeGPU) -> None:
     logger = Logger()
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 4, gpu, logger=logger, log_every_n_steps=2)
     rate = 2 * LINEAR / 6e-3 / 1e12
-    assert timer.summary().mfu == pytest.approx(rate / 1e-6)
+    assert timer.summary().mfu == pytest.approx(rate / 1e-4)
     work = timer.summary().work
     assert work is not None
     assert work.hfu == work.mfu
     [_, (_, metrics)] = logger.calls
-    assert metrics["phase_time/mfu"] == pytest.approx(rate / 1e-6)
+    assert metrics["phase_time/mfu"] == pytest.approx(rate / 1e-4)
     assert metrics["phase_time/forward_tflops"] == LINEAR / 2e-3 / 1e12
     assert "phase_time/hfu" not in metrics
 
@@ -554,9 +559,187 @@ def test_a_frozen_part_and_a_call_without_grad_have_no_backward(gpu: FakeGPU) ->
     assert loads(timer)[-1] == (8, 4 * LINEAR, 3 * LINEAR, LINEAR)
 
 
+class KeepsItself(nn.Module):
+    """A copy of it leads to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 32), nn.BatchNorm1d(32)
+        self.run: Callable[[Tensor], Tensor] = lambda x: self.norm(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.run(x)
+        return result
+
+
+class PartlyScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.jit.script(nn.Linear(64, 32)), nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.linear(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(KeepsItself, "a lambda does that has kept self"), (PartlyScripted, "script")]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_whose_copy_leads_to_itself_is_left_alone(
+    caplog: pytest.LogCaptureFixture, kind: Any, why: str
+) -> None:
+    def run(**options: Any) -> Any:
+        torch.manual_seed(1)
+        model, batches = kind(), [torch.rand(8, 64) for _ in range(4)]
+        learn(model, batches, FakeGPU(), **options)
+        return {name: one.tolist() for name, one in model.state_dict().items()}
+
+    assert run(flops="count") == run(flops=None)
+    assert why in caplog.text
+
+
+def test_what_is_trained_of_the_model_is_that_of_the_call(gpu: FakeGPU) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker, self.judge = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    model, square = Pair(), 2 * LINEAR
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            made = model.maker(x)
+            model.judge.requires_grad_(False)
+            model.judge(made).mean().backward()
+            model.judge.requires_grad_(True)
+            model.judge(made.detach()).mean().backward()
+            optimizer.step()
+    # Maker: its weight. Judge: the gradient of what is made, then its weight.
+    assert loads(timer)[-1] == (8, 6 * square, 3 * square, 3 * square)
+
+
+def test_what_is_trained_later_is_counted_anew(gpu: FakeGPU) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps([torch.ones(8, 64)] * 6)):
+            if number == 3:
+                model[0].requires_grad_(True)
+            model(x).mean().backward()
+            optimizer.step()
+    backward = [load[3] / LINEAR / 2 for load in loads(timer)]
+    assert backward[1:3] == [1, 1]
+    assert backward[4:] == [3, 3]
+    assert str(backward[3]) == "nan"
+
+
+def test_an_argument_that_chooses_what_is_computed_is_part_of_the_call(gpu: FakeGPU) -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor, mode: str) -> Tensor:
+            result: Tensor = self.last(x) if mode == "short" else self.last(self.first(x))
+            return result
+
+    model = Chooses()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            (model(x, "short").mean() + model(x, "long").mean()).backward()
+            optimizer.step()
+    assert loads(timer)[-1][2] == LINEAR + 3 * LINEAR
+
+
+def test_autocast_inside_of_the_call_is_seen(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: seen.append(precision))
+    for flops in ("count", 1e6):
+        model: Any = nn.Linear(64, 32)
+        # As Accelerate has it.
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__).__get__(model)
+        learn(model, [torch.ones(8, 64)] * 3, gpu, flops=flops)
+    assert seen == ["bf16", "bf16"]
+
+
+def test_products_of_several_precisions_have_no_peak(gpu: FakeGPU) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(64, 32).bfloat16(), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.body(x.bfloat16()).float())
+            return result
+
+    timer = learn(Mixed(), [torch.ones(8, 64)] * 3, gpu)
+    found = timer.summary().work
+    assert found is not None
+    assert found.mfu is None
+    # Of the body forward and the weight; of the head its input, too.
+    assert found.note == "bf16 (57%) and fp32 (43%) have no peak in common: there is no MFU"
+
+
+def test_flops_of_an_item_without_items_are_said_once(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop, flops=1e6) as timer:
+        for x in loop.batches(5):
+            loop.train(x)
+            timer.step()
+    assert caplog.text.count("how many items a batch has is not known: pass items=") == 1
+    assert "pass items=" in str(timer.summary())
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_other_rank_is_asked_while_flops_are_counted(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            dist.barrier()
+            return super().forward(x)
+
+    timer = learn(Asks(gpu), [torch.ones(8, 64)] * 3, gpu)
+    assert str(loads(timer)[-1][1]) == "nan"
+    assert "its forward communicates with other ranks, by c10d.barrier" in caplog.text
+
+
+def test_a_compiled_forward_is_not_compiled_for_fakes(gpu: FakeGPU) -> None:
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        @torch.compile(backend=compiler)
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(x)
+            return result
+
+    timer = learn(Compiled(), [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+    assert len(graphs) == 1
+
+
 def test_autocast_is_that_of_the_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = Net(gpu), []
-    monkeypatch.setattr(working, "peak_tflops", lambda name, precision: seen.append(precision))
+    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: seen.append(precision))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
@@ -587,7 +770,7 @@ class Takes(Net):
     ("kind", "batch", "why"),
     [
         (Depends, torch.ones(8, 64), "DataDependentOutputException"),
-        (Takes, Graphs(), "it takes a Graphs, which is no tensor"),
+        (Takes, Graphs(), "it takes a Graphs, which is no plain tensor"),
     ],
 )
 def test_what_cannot_be_counted_is_said_once_with_the_fix(
@@ -784,7 +967,7 @@ def test_flops_that_are_told_are_those_of_an_item_or_of_the_batch(
 ) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=flops)
     summary = timer.summary()
-    assert summary.mfu == pytest.approx(expected / 6e-3 / 1e12 / 1e-6)
+    assert summary.mfu == pytest.approx(expected / 6e-3 / 1e12 / 1e-4)
     assert (summary.rows["forward"].tflops is not None) == has_phases
     assert summary.work is not None
     assert (summary.work.hfu is not None) == has_phases
@@ -828,14 +1011,15 @@ def test_nothing_is_counted_hooked_or_imported_while_flops_are_off(
     ("name", "precision", "expected"),
     [
         ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA H200 NVL", "bf16", 835.5),
+        ("NVIDIA H200 NVL", "bf16", 836.0),
+        ("NVIDIA H200 NVL", "tf32", None),
         ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
         ("NVIDIA H100 PCIe", "bf16", 756.0),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
         ("NVIDIA A100-PCIE-40GB", "bf16", 312.0),
-        ("NVIDIA GH200 480GB", "bf16", 989.4),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA GH200 480GB", "bf16", 989.0),
+        ("NVIDIA H100 NVL", "bf16", 835.0),
         ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
         ("NVIDIA A10", "bf16", 125.0),
         ("NVIDIA A10G", "bf16", None),
@@ -861,19 +1045,38 @@ def test_the_peak_is_the_dense_one_of_the_data_sheet(
 
 
 def test_the_precision_is_that_of_autocast_or_of_the_parameters() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert precision_of(cpu, torch.float32).name == "fp32"
-    assert precision_of(cpu, torch.bfloat16).name == "bf16"
+    cpu, net = torch.device("cpu"), cast("Any", nn.Linear(2, 2))
+    assert precision_of(cpu, looks_like(net, cpu)).name == "fp32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert precision_of(cpu, torch.float32).name == "bf16"
+        assert precision_of(cpu, looks_like(net, cpu)).name == "bf16"
+    net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)
+    assert precision_of(cpu, looks_like(net, cpu)).name == "bf16"
+    assert precision_of(cpu, looks_like(nn.Linear(2, 2).bfloat16(), cpu)).name == "bf16"
+
+
+def test_tf32_is_that_of_convolutions_and_of_products_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, least = torch.device("cuda"), [(8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: least[0])
+    products, convolutions = (torch.float32, False), (torch.float32, True)
     before = torch.get_float32_matmul_precision()
     try:
-        torch.set_float32_matmul_precision("high")
-        assert precision_of(cuda, torch.float32).name == "tf32"
         torch.set_float32_matmul_precision("highest")
-        assert precision_of(cuda, torch.float32).name == "fp32"
+        assert precision_of(cuda, {products: 1.0}).name == "fp32"
+        # As torch has it by default.
+        assert precision_of(cuda, {convolutions: 99.0, products: 1.0}).name == "tf32"
+        both = precision_of(cuda, {convolutions: 3.0, products: 1.0})
+        assert (both.name, both.dtype) == ("tf32 (75%) and fp32 (25%)", None)
+        torch.set_float32_matmul_precision("high")
+        assert precision_of(cuda, {convolutions: 3.0, products: 1.0}).name == "tf32"
+        least[0] = (7, 5)
+        assert precision_of(cuda, {products: 1.0}).name == "fp32"
     finally:
         torch.set_float32_matmul_precision(before)
+    assert precision_of(cuda, {(torch.float8_e4m3fn, False): 2, (torch.float8_e5m2, False): 4}) == (
+        precisions.Precision("fp8", torch.float8_e5m2)
+    )
 
 
 @pytest.mark.usefixtures("h200")
@@ -887,7 +1090,7 @@ def test_a_matmul_is_measured_once_where_that_is_asked_for(
         gpu.work(50.0)
         return 4e-7
 
-    monkeypatch.setattr(working, "matmul_tflops", matmul)
+    monkeypatch.setattr(measuring, "matmul_tflops", matmul)
     timer = learn(Net(gpu), [torch.ones(n, 64) for n in (8, 8, 4, 8)], gpu, measure_peak=True)
     assert asked == [(torch.device("cpu"), torch.float32)]
     assert timer.history()["step_ms"].tolist() == [6.0] * 4
@@ -935,7 +1138,16 @@ def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
     assert work.lost["other"] == pytest.approx(1.0 / step_ms)
     kernels = 6.0 / step_ms - summary.mfu
     assert work.lost[lost.KERNELS] == pytest.approx(kernels)
-    assert f"MFU {round(100 * summary.mfu)} %; lost: launch gaps" in str(summary)
+    assert f"MFU {round(100 * summary.mfu)} %; lost: " in str(summary)
+
+
+@pytest.mark.usefixtures("h200")
+def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
+    timer = learn(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
+    work = timer.summary().work
+    assert work is not None
+    assert work.lost == {}
+    assert "which cannot be: FLOPs or precision are not those" in str(timer.summary())
 
 
 def test_points_add_up_to_a_hundred_as_they_are_printed() -> None:

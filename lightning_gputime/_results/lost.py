@@ -22,7 +22,7 @@ COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
 
 
 def waterfall(mfu: float, rows: Mapping[str, PhaseStats], step: PhaseStats) -> dict[str, float]:
-    """Returns what the rest of the peak is lost to; with `mfu` it adds up to 1.
+    """Returns what the rest of the peak is lost to; with `mfu` it adds up to 1, else it is empty.
 
     Args:
         mfu: The part of the peak that the model's FLOPs are.
@@ -50,11 +50,13 @@ def waterfall(mfu: float, rows: Mapping[str, PhaseStats], step: PhaseStats) -> d
             lost[OPTIMIZER if name == OPTIMIZER else OTHER] += busy_ms
     # Below zero only by chance: the probed steps are others.
     shares = {name: max(ms / whole_ms, 0.0) for name, ms in lost.items()}
-    return {KERNELS: 1.0 - mfu - sum(shares.values()), **shares}
+    below_peak = 1.0 - mfu - sum(shares.values())
+    # More than all: the FLOPs, or the peak, are not those of this training.
+    return {KERNELS: below_peak, **shares} if below_peak >= 0 else {}
 
 
 def in_points(shares: Mapping[str, float]) -> dict[str, int]:
-    """Returns shares that add up to 1 as whole percents that add up to 100."""
+    """Returns shares as whole percents that add up to their sum, rounded."""
     floors = {name: int(100 * share // 1) for name, share in shares.items()}
     rest = {name: 100 * share - floors[name] for name, share in shares.items()}
     # The largest remainders are rounded up.

@@ -114,6 +114,8 @@ class WorkSummary:
         else:
             peak = f"{self.peak_tflops:.4g} dense {self.precision} TFLOP/s"
             told = f"MFU {_percent(self.mfu)} (of {peak})"
+            if self.mfu > 1:
+                told += ", which cannot be: FLOPs or precision are not those of this training"
         if self.matmul_tflops:
             part = _percent(self.tflops / self.matmul_tflops)
             told += f", {part} of what this GPU reaches in a large matmul"
@@ -124,8 +126,9 @@ class WorkSummary:
     def _lost(self) -> str:
         if not self.lost or self.mfu is None:
             return ""
-        points = in_points({"": self.mfu, **self.lost})
-        mfu = points.pop("")
+        # Not one of the shares that are rounded up to 100: it was said above, rounded for itself.
+        points = in_points(self.lost)
+        mfu = 100 - sum(points.values())
         parts = [f"{name} {n}" for name, n in sorted(points.items(), key=lambda one: -one[1]) if n]
         if not parts:
             return ""

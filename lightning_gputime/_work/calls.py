@@ -1,15 +1,25 @@
 """The calls of models in a step, by the sizes of what they are given."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Key = tuple[Any, ...]
-"""What decides how many FLOPs a call has: the module, and the shapes that it gets."""
+"""What decides how many FLOPs a call has: the module, what of it is trained, and what it gets."""
 
+ALIKE = 4
+"""So many of the first parts of two keys are equal where only the arguments differ."""
+
+_TRAINED = 3
+
+_requires_grad = attrgetter("requires_grad")
+
+# Arguments that choose what is computed; numbers may be others in each step, and choose little.
+_CHOICES = (bool, str, type(None))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -39,6 +49,7 @@ class Call:
         args: Its arguments, with a `Like` for each tensor.
         kwargs: Those with a name.
         with_grad: Whether it was recorded for a backward.
+        trained: Which parameters of the module needed a gradient, see `trained`.
         autocast: The type of the device and the dtype of autocast, where that was on.
     """
 
@@ -46,12 +57,25 @@ class Call:
     args: Any
     kwargs: Any
     with_grad: bool
+    trained: bytes
     autocast: tuple[str, torch.dtype] | None
 
 
-def key_of(module: nn.Module, args: Any, kwargs: Any) -> Key:
-    """Returns what two calls have in common that have the same FLOPs."""
-    shapes: list[Any] = [id(module), module.training, torch.is_grad_enabled()]
+def trained(parameters: Iterable[Tensor]) -> bytes:
+    """Returns of each parameter whether it needs a gradient, for little: at each call."""
+    return bytes(map(_requires_grad, parameters))
+
+
+def key_of(module: nn.Module, needs_grad: bytes, args: Any, kwargs: Any) -> Key:
+    """Returns what two calls have in common that have the same FLOPs.
+
+    Args:
+        module: What is called.
+        needs_grad: Which of its parameters need a gradient, see `trained`.
+        args: Its arguments.
+        kwargs: Those with a name.
+    """
+    shapes: list[Any] = [id(module), module.training, torch.is_grad_enabled(), needs_grad]
     _add_shapes(args, shapes)
     if kwargs:
         _add_shapes(kwargs, shapes)
@@ -66,19 +90,23 @@ def elements(key: Key) -> int:
     return 0
 
 
-def call_of(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
-    """Returns what is needed to make a call again."""
+def call_of(key: Key, module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
+    """Returns what is needed to make the call of a key again."""
     kind = device.type
     autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-    return Call(module, _like(args), _like(kwargs), torch.is_grad_enabled(), autocast)
+    with_grad = torch.is_grad_enabled()
+    return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], autocast)
 
 
 def _add_shapes(value: Any, shapes: list[Any]) -> None:
     if isinstance(value, Tensor):
         shapes.append(value.shape)
         shapes.append(value.requires_grad)
+    elif isinstance(value, _CHOICES):
+        shapes.append(value)
     elif isinstance(value, Mapping):
-        for one in value.values():
+        for key, one in value.items():
+            shapes.append(key)
             _add_shapes(one, shapes)
     elif isinstance(value, list | tuple):
         for one in value:
@@ -87,7 +115,7 @@ def _add_shapes(value: Any, shapes: list[Any]) -> None:
 
 def _like(value: Any) -> Any:
     # Not the value itself: a batch must not live on for this.
-    if type(value) in (Tensor, nn.Parameter):
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
         return Like(value.shape, value.dtype, value.device, value.requires_grad)
     if isinstance(value, Mapping):
         return {key: _like(one) for key, one in value.items()}
@@ -96,4 +124,7 @@ def _like(value: Any) -> Any:
         if hasattr(value, "_fields"):
             return type(value)(*several)
         return several if isinstance(value, list) else tuple(several)
-    return value if isinstance(value, _PLAIN) else Opaque(type(value).__name__)
+    if isinstance(value, _PLAIN):
+        return value
+    kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
+    return Opaque(kind)

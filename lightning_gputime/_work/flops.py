@@ -1,11 +1,14 @@
 """The FLOPs of a call, counted on a copy of the module whose tensors have no memory."""
 
+import logging
 import math
 import random
 import re
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,14 @@ from torch.autograd import graph
 from torch.utils import checkpoint, flop_counter
 
 from lightning_gputime._work.calls import Call
-from lightning_gputime._work.copies import UncountableError, check, copied, fakes, unwrapped
+from lightning_gputime._work.copies import (
+    OnlyCopies,
+    UncountableError,
+    check,
+    copied,
+    fakes,
+    unwrapped,
+)
 
 aten: Any = torch.ops.aten
 
@@ -67,11 +77,13 @@ class Count:
         whole: All of it.
         parts: The modules that are timed apart, by name.
         uncounted: Operators that have no formula, and may be work.
+        computed_in: How many FLOPs have factors of which type, and are convolutions.
     """
 
     whole: Flops
     parts: Mapping[str, Flops]
     uncounted: tuple[str, ...]
+    computed_in: Mapping[tuple[torch.dtype, bool], float]
 
 
 def count(call: Call, parts: Mapping[str, nn.Module]) -> Count:
@@ -105,6 +117,7 @@ class _Counter(flop_counter.FlopCounterMode):
         self.is_backward = False
         self.found: dict[str, Flops] = {}
         self.uncounted: set[str] = set()
+        self.computed_in: Counter[tuple[torch.dtype, bool]] = Counter()
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         formula: Any = self.flop_registry.get(func_packet)
@@ -115,6 +128,8 @@ class _Counter(flop_counter.FlopCounterMode):
                 self.uncounted.add(name)
             return out
         flops = formula(*args, **kwargs, out_val=out)
+        factor = next(one for one in args if isinstance(one, Tensor))
+        self.computed_in[factor.dtype, "conv" in func_packet.__name__] += flops
         # What is computed again is recorded again.
         again = flops if self.is_backward and torch.is_grad_enabled() else 0
         if func_packet.__name__ in _RECOMPUTING:
@@ -160,7 +175,7 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
     mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
     with FakeCopyMode(mode):
-        copy = copied(module, mode.from_tensor)
+        copy = copied(module, call.trained, mode.from_tensor)
     counter = _Counter()
     with ExitStack() as stack:
         if call.autocast is not None:
@@ -169,6 +184,7 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
         stack.enter_context(torch.set_grad_enabled(call.with_grad))
         stack.enter_context(mode)
         args, kwargs = fakes(call.args), fakes(call.kwargs)
+        stack.enter_context(OnlyCopies(module))
         stack.enter_context(counter)
         outputs = [one for one in _tensors(copy(*args, **kwargs)) if one.grad_fn is not None]
         if outputs:
@@ -186,6 +202,7 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
             if path is not None
         },
         tuple(sorted(counter.uncounted)),
+        counter.computed_in,
     )
 
 
@@ -225,12 +242,23 @@ def _undisturbed() -> Iterator[None]:
     python, of_numpy = random.getstate(), np.random.get_state()
     # On a device checkpointing would set the state of random numbers by a fake one.
     states = checkpoint.get_device_states
+    # What it says of an operator that has refused a fake is told by us.
+    says = logging.getLogger("torch._subclasses.fake_tensor")
+    was_silent, says.disabled = says.disabled, True
+    # What is compiled would be compiled again, for fakes.
+    eager = torch.compiler.set_stance("force_eager") if _compiles() else nullcontext()
     checkpoint.get_device_states = lambda *_: ([], [])
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with eager, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        says.disabled = was_silent
         checkpoint.get_device_states = states
         random.setstate(python)
         np.random.set_state(of_numpy)
+
+
+def _compiles() -> bool:
+    # Who has compiled nothing has not imported it, which takes a second.
+    return "torch._dynamo" in sys.modules

@@ -10,22 +10,23 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
-from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._results.work import Yardstick
-from lightning_gputime._work.calls import Call, Key, call_of, elements, key_of
+from lightning_gputime._work.calls import ALIKE, Call, Key, call_of, elements, key_of, trained
 from lightning_gputime._work.copies import UncountableError
 from lightning_gputime._work.flops import Count, Flops, count
 from lightning_gputime._work.items import Items, number
-from lightning_gputime._work.matmul import matmul_tflops
-from lightning_gputime._work.peaks import device_name, peak_tflops, precision_of
+from lightning_gputime._work.measure import Measure
 
-MOST_SHAPES = 8
-"""Calls of so many shapes are counted, each once; others are scaled by their elements."""
+MOST_SHAPES, MOST_CALLS = 8, 64
+"""Calls of so many shapes are counted of a module, each once; others are scaled by their elements.
+As often as what is trained of it changes, but no more than so many calls in all."""
 
 _NUMBER = "as flops= says"
 _FIX = "pass flops= the FLOPs of an item, forward and backward"
+_NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
+_NO_BATCH = "No batch is shown to flops=, as timer.steps(loader) does: pass the FLOPs of an item"
 
 
 class Work:
@@ -46,20 +47,18 @@ class Work:
         self._parts = loop.submodules if self._counts else {}
         self.yardstick = Yardstick(items_by=self._items.told_by, parts=tuple(self._parts))
         """What the work is held against."""
-        self._measures_peak = options.measure_peak
-        self._has_looked = False
+        self._measure = Measure(self.yardstick, loop, times_matmul=options.measure_peak)
         self.is_due = False
         """Whether `measure` must be called before the next step begins."""
         self.note: Callable[..., None] | None = None if options.flops is None else self._note
         """Must be told of each call of a model in a step that is timed; None if it need not."""
-        self._device = device_of(loop.model)
-        self._parameter = _dtype_of(loop.model)
+        self._parameters: dict[int, list[nn.Parameter]] = {}
         # Of each call that was counted; None of one that cannot be.
         self._known: dict[Key, Count | None] = {}
         self._new: dict[Key, Call] = {}
         self._told: set[str] = set()
         if loop.compiled_step and options.flops is not None:
-            self._take_precision()  # No call of the model will be seen.
+            self.is_due = True  # No call of the model will be seen.
             if self._counts:
                 self._give_up(
                     f"FLOPs of a step that is compiled as a whole are not counted: {_FIX}"
@@ -69,6 +68,7 @@ class Work:
         self._batch_items, self._batch_flops = self._untold, nan
         self._step_items = self._step_flops = 0.0
         self._calls: list[Key] = []
+        self._unknown = 0  # steps on end
 
     def takes(self, batch: Any) -> None:
         """Must be told of each batch, when it is there."""
@@ -104,6 +104,9 @@ class Work:
             return (items,)
         self.batch_ends()
         of_step = self._of_calls() if self._counts else _split(self._option, self._step_flops)
+        self._unknown = self._unknown + 1 if of_step[0] != of_step[0] else 0
+        if self._unknown == 2 and not self._counts:
+            self._tell_once(_NO_BATCH if callable(self._option) else _NO_ITEMS)
         load = (self._step_items, *of_step)
         self._step_items = self._step_flops = 0.0
         self._calls.clear()
@@ -113,22 +116,29 @@ class Work:
 
     def _note(self, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         try:
-            if not self.yardstick.precision:
-                self._take_precision()
             if self._counts:
-                key = key_of(module, args, kwargs)
+                key = self._key_of(module, args, kwargs)
+                if key not in self._known and key not in self._new:
+                    # As they are now: they may have been replaced.
+                    self._parameters[id(module)] = [*module.parameters()]
+                    key = self._key_of(module, args, kwargs)
+                    if self._has_room(key):
+                        self._new[key] = call_of(key, module, args, kwargs, self._measure.device)
+                        self.is_due = True
                 self._calls.append(key)
-                if key not in self._known and len(self._known) + len(self._new) < MOST_SHAPES:
-                    self._new[key] = call_of(module, args, kwargs, self._device)
-                    self.is_due = True
+            elif not self._measure.is_known:
+                self._measure.see(module)
+                self.is_due = True
         except Exception as error:
             self._give_up(f"FLOPs are not counted any more: {error!r}")
 
-    def _take_precision(self) -> None:
-        """Takes what is computed in here and now."""
-        precision = precision_of(self._device, self._parameter)
-        self.yardstick.precision, self._dtype = precision.name, precision.dtype
-        self.is_due = True
+    def _key_of(self, module: nn.Module, args: Any, kwargs: Any) -> Key:
+        return key_of(module, trained(self._parameters.get(id(module), ())), args, kwargs)
+
+    def _has_room(self, key: Key) -> bool:
+        all_calls = [*self._known, *self._new]
+        alike = sum(one[:ALIKE] == key[:ALIKE] for one in all_calls)
+        return key not in all_calls and alike < MOST_SHAPES and len(all_calls) < MOST_CALLS
 
     def _of_calls(self) -> Sequence[float]:
         """Returns the FLOPs of the calls of the step: of the model, and as they ran."""
@@ -149,8 +159,10 @@ class Work:
         if key in self._new:
             return None
         # One shape too many: as one of the same module, by its elements.
-        like = [one for one in self._known if one[:3] == key[:3] and elements(one)]
+        like = [one for one in self._known if one[:ALIKE] == key[:ALIKE] and elements(one)]
         known = self._known[like[-1]] if like else None
+        if not like:
+            self._tell_once(f"What is trained of the model changes too often to count it: {_FIX}")
         if known is None:
             return None
         self._tell_once(
@@ -159,15 +171,14 @@ class Work:
         )
         factor = elements(key) / elements(like[-1])
         parts = {name: one.scaled(factor) for name, one in known.parts.items()}
-        return Count(known.whole.scaled(factor), parts, ())
+        return Count(known.whole.scaled(factor), parts, (), {})
 
     def measure(self) -> None:
-        """Looks the peak up, measures it, and counts what is new. No step may be timed."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """Counts what is new, looks the peak up, and measures it. No step may be timed."""
+        if self._measure.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # It stays due: a wait would break the capture.
         self.is_due = False
         try:
-            self._hold_against()
             new, self._new = self._new, {}
             is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
             try:
@@ -175,6 +186,8 @@ class Work:
                     self._known[key] = self._count(call)
             finally:
                 self._loop.batch.is_open = is_open
+            if self._measure.is_known or not self._counts:
+                self._measure.take(self._give_note)
         except Exception as error:
             self._give_up(f"FLOPs are not counted any more: {error!r}")
 
@@ -187,23 +200,13 @@ class Work:
         if found.uncounted:
             named = ", ".join(found.uncounted)
             self._tell_once(f"No formula tells the FLOPs of {named}, which are left out: {_FIX}")
+            if not found.whole.forward:
+                return None  # Nothing is known of it.
+        self._measure.add(found)
         return found
 
-    def _hold_against(self) -> None:
-        yardstick = self.yardstick
-        if yardstick.peak_tflops is None and not self._has_looked:
-            self._has_looked = True
-            name = device_name(self._device)
-            yardstick.peak_tflops = peak_tflops(name, yardstick.precision)
-            if yardstick.peak_tflops is None:
-                what = f"{yardstick.precision} peak is known of {name}"
-                yardstick.note = yardstick.note or f"no {what}: there is no MFU"
-        if self._measures_peak:
-            self._measures_peak = False
-            try:
-                yardstick.matmul_tflops = matmul_tflops(self._device, self._dtype)
-            except Exception as error:
-                messages.warning("No matmul could be measured: %r", error)
+    def _give_note(self, why: str) -> None:
+        self.yardstick.note = self.yardstick.note or why
 
     # FLOPs that the user tells
 
@@ -245,10 +248,3 @@ def _split(option: Any, flops: float) -> tuple[float, float, float]:
         return flops, nan, nan
     forward = flops * option[0] / (sum(option) or nan)
     return flops, forward, flops - forward
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.get_default_dtype()
