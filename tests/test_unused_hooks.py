@@ -102,7 +102,8 @@ def test_an_update_is_seen_where_a_subclass_has_that_hook_for_itself(gpu: FakeGP
 
     class Skips(Model):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            self.trainer.precision_plugin._wrap_closure(self, self.optimizers(), args[-1])
+            plugin: Any = self.trainer.precision_plugin
+            plugin._wrap_closure(self, self.optimizers(), args[-1])
 
     timer = Mine(clock=gpu, summary=False, warmup_steps=0)
     fit(gpu, Skips(gpu), timer=timer, n=3)
