@@ -93,3 +93,19 @@ def test_a_timer_has_all_hooks_that_another_callback_passes_on(gpu: FakeGPU, of:
     timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
     fit(gpu, Model(gpu), timer=timer, callbacks=[Calls(timer)], n=3)
     assert timer.summary().steps == 3
+
+
+def test_an_update_is_seen_where_a_subclass_has_that_hook_for_itself(gpu: FakeGPU) -> None:
+    class Mine(GPUPhaseTimer):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            pass
+
+    class Skips(Model):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            plugin: Any = self.trainer.precision_plugin
+            plugin._wrap_closure(self, self.optimizers(), args[-1])
+
+    timer = Mine(clock=gpu, summary=False, warmup_steps=0)
+    fit(gpu, Skips(gpu), timer=timer, n=3)
+    assert timer.summary().steps == 3
+    assert timer.summary().skipped_updates == 3
