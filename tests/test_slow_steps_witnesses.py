@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
+from lightning_gputime._causes import preemption
 from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._causes.places import Callbacks, Loader, Ranks
@@ -107,6 +108,28 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     [slow] = bench.found
     cause = Cause("preemption", 50.0, 50.0, "stopped, or blocked")
     assert slow.causes == ((cause,) if is_told else ())
+
+
+def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "_WORTH_MS", 1e3)
+    scheduler = Scheduler(gpu)
+    asked: list[int] = []
+
+    def ask(*_: int) -> bytes:
+        asked.append(gpu.now)
+        return scheduler()
+
+    bench = Bench(gpu, Preemption(gpu.host_ns, ask))
+    bench.usual()
+    n = len(asked)
+    assert 0 < n < SLOW
+    scheduler.queued, scheduler.slices = 30 * MS, 8
+    bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
+    assert len(asked) == n
+    [slow] = bench.found
+    assert (slow.causes, slow.unexplained_ms) == ((), 35.0)
 
 
 def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU) -> None:

@@ -11,11 +11,14 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gputime._causes.scene import Scene
-from lightning_gputime._causes.usual import AROUND
+from lightning_gputime._causes.usual import AROUND, Usual
 from lightning_gputime._phases import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from lightning_gputime._untraced import untraced
 
 _SOURCE = "/proc/thread-self/schedstat"
+
+_WORTH_MS = 2.0
+"""In shorter steps it does not look: beside an H200, a reading took the host 6 us."""
 
 # So many steps it remembers: those that are not judged yet, and those around them.
 _MOST = 1_000
@@ -51,6 +54,7 @@ class Preemption:
         self._file = -1
         self._read = read
         self._newest: deque[tuple[int, bytes]] = deque(maxlen=_MOST)
+        self._is_worth_it = True
 
     def attach(self) -> None:
         """Does nothing: only `loop_begins` knows the thread."""
@@ -84,11 +88,17 @@ class Preemption:
         # Every step pays for this. What is read is taken apart only where one was slow.
         # Another thread may end it meanwhile.
         read = self._read
-        if read is not None:
+        if read is not None and self._is_worth_it:
             try:
                 self._newest.append((self._now_ns(), read(self._file, 64, 0)))
             except OSError:
                 self._read = None
+
+    def steps_were_read(self, usual: Usual) -> None:
+        """Looks no more where steps are too short for that, and looks again where they are not."""
+        was_worth_it, self._is_worth_it = self._is_worth_it, usual.host_ms >= _WORTH_MS
+        if was_worth_it and not self._is_worth_it:
+            self.steps_pass()
 
     def steps_pass(self) -> None:
         """Must be told where steps begin that nobody looks at."""

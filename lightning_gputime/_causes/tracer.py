@@ -193,7 +193,8 @@ def _why_not() -> str:
 
 
 def _new_profile() -> Any:
-    return torch.profiler.profile()
+    # Else some versions of torch warn that a second profiler would clear the events of the first.
+    return torch.profiler.profile(acc_events=True)
 
 
 def _is_begun(profile: Any) -> bool:
