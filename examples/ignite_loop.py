@@ -33,14 +33,12 @@ def main(max_epochs: int = 2) -> GPUPhaseHooks:
     trainer = Engine(train)
     timer = GPUPhaseHooks(model, optimizer)
 
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def _end_step(engine: Engine) -> None:
-        timer.step()
-
-    @trainer.on(Events.EPOCH_COMPLETED)
-    def _evaluate(engine: Engine) -> None:
+    def evaluate() -> None:
         with timer.paused(), torch.inference_mode():
             loss_of(model(data.tensors[0].to(DEVICE)), data.tensors[1].to(DEVICE))
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, timer.step)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluate)
 
     loader: Any = DataLoader(data, batch_size=64, shuffle=True)
     with timer:
