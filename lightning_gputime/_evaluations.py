@@ -12,14 +12,14 @@ from lightning_gputime._record.clock import HostClock
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.evaluation import Evaluation
+from lightning_gputime._run.evaluation import Evaluating, Evaluation
 from lightning_gputime._runs.setup import cores_of_rank, known_of_loader
 
 STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
 
 
-class Evaluations:
+class Evaluations(Evaluating):
     """Times the validation, test and prediction loops of a trainer, apart from its training.
 
     Args:
@@ -30,18 +30,9 @@ class Evaluations:
     def __init__(
         self, options: Options, keep: Callable[[str, int, Mapping[str, float]], None]
     ) -> None:
-        self._options, self._keep = options, keep
-        self._now: Evaluation | None = None
+        super().__init__(options, keep)
         # The newest of each stage, the newest last.
         self._results: dict[str, Results] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_now": None}  # Events cannot be pickled.
-
-    @property
-    def is_running(self) -> bool:
-        """Whether one runs."""
-        return self._now is not None
 
     def start(self, stage: str, trainer: _lightning.Trainer, model: _lightning.Module) -> None:
         """Says that one starts, whose means are logged under its name."""
@@ -92,23 +83,6 @@ class Evaluations:
         """Says that a batch is there."""
         if self._now is not None:
             self._now.batch_begins(batch)
-
-    def batch_ends(self) -> None:
-        """Says that the step of a batch is over."""
-        if self._now is not None:
-            self._now.batch_ends()
-
-    def end(self) -> None:
-        """Says that it is over."""
-        if self._now is not None:
-            self._now.finish()
-            self._now = None
-
-    def abort(self) -> None:
-        """Ends it without a wait for the device."""
-        if self._now is not None:
-            self._now.abort()
-            self._now = None
 
 
 def _setup_of(stage: str, trainer: _lightning.Trainer) -> Setup:

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_gputime._boundaries.attach import StandIn, listen_while_alive
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._guard import never_raises
-from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import clock_for
@@ -231,8 +230,7 @@ class FabricTimer(Timer):
             self._stand_in.forget(ref(self))
             self._stand_in = None
 
-    def _give_up(self, error: Exception) -> None:
-        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+    def _detach(self) -> None:
         self._abort()
         self._forget()
 

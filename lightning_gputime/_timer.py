@@ -11,6 +11,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.resolve import resolve
+from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._readings import Readings
@@ -91,6 +92,15 @@ class Timer(Readings):
     def _abort(self) -> None:
         """Ends the measurement after an error, without a wait for the device or other ranks."""
         self._take_session().abort()
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends all timing, and says so, after an error in a hook that a trainer calls."""
+        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
+        self._detach()
+
+    def _detach(self) -> None:
+        """Ends whatever runs, without a wait for the device or other ranks."""
+        self._abort()
 
     def _take_session(self) -> Session | Detached:
         """Returns the session, which the timer has no more."""

@@ -178,10 +178,6 @@ class TrainerTimer(Timer, pl.Callback):
         if books is not None and books is self._results.books:
             self._reports.save(self, trainer)
 
-    def _give_up(self, error: Exception) -> None:
-        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-        self._detach()
-
     def _leave_fit(self) -> None:
         if self._fit is not None:
             self._fit.remove()

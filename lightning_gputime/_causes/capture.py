@@ -192,11 +192,14 @@ class Capture:
     def remove(self) -> None:
         """Stops what runs, for good. Safe to call twice."""
         self.close()
-        self._is_over, self.is_due, self._window = True, False, None
+        self._end()
 
     def forget(self) -> None:
         """Forgets what runs, in a process that was forked off."""
         self._tracer.forget()
+        self._end()
+
+    def _end(self) -> None:
         self._is_over, self.is_due, self._window = True, False, None
 
     def _open(self) -> None:
@@ -242,7 +245,7 @@ class Capture:
         return kept
 
     def _give_up(self, error: Exception) -> None:
-        self._is_over, self.is_due, self._window = True, False, None
+        self._end()
         self._tell_once("Slow steps are no longer traced: %r", error)
         with suppress(Exception):
             self._tracer.stop()

@@ -49,6 +49,8 @@ class Usual:
     """How long a step takes (in milliseconds)."""
     limit_ms = float("inf")
     """From which time on it is slow (in milliseconds)."""
+    host_ms = 0.0
+    """How long the host takes for a step (in milliseconds)."""
     wait_ms = 0.0
     """How long the timer itself makes the host wait in a step (in milliseconds)."""
 
@@ -62,11 +64,6 @@ class Usual:
     def is_known(self) -> bool:
         """Whether there were enough steps."""
         return self.limit_ms != float("inf")
-
-    @property
-    def host_ms(self) -> float:
-        """How long the host takes for a step (in milliseconds)."""
-        return _median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
 
     @property
     def host_limit_ms(self) -> float:
@@ -83,6 +80,7 @@ class Usual:
         self._new = 0
         self._parts = None
         self.step_ms = _median(self._each_ms)
+        self.host_ms = _median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
         noise_ms = _MADS * _deviation(self._each_ms, self.step_ms)
         self.limit_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True

@@ -11,10 +11,10 @@ from lightning_gputime._options import Options
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._run.evaluation import Evaluation
+from lightning_gputime._run.evaluation import Evaluating, Evaluation
 
 
-class Evaluations:
+class Evaluations(Evaluating):
     """Times the loops of `evaluate` and `predict`, apart from training.
 
     Args:
@@ -25,15 +25,13 @@ class Evaluations:
     def __init__(
         self, options: Options, keep: Callable[[str, int, Mapping[str, float]], None]
     ) -> None:
-        self._options, self._keep = options, keep
-        self._now: Evaluation | None = None
+        super().__init__(options, keep)
         self._model: nn.Module | None = None
         self._trainer: Any = None
         self._stage, self._found = "", dict[str, float]()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events cannot be pickled.
-        return {**self.__dict__, "_now": None, "_model": None, "_trainer": None}
+        return {**super().__getstate__(), "_model": None, "_trainer": None}
 
     def start(self, trainer: Any, stage: str) -> None:
         """Says that one begins, whose metrics have this prefix."""
@@ -50,22 +48,15 @@ class Evaluations:
                 self._begin(model)
             self._now.batch_begins()
 
-    def batch_ends(self) -> None:
-        """Says that the step of a batch is over."""
-        if self._now is not None:
-            self._now.batch_ends()
-
     def end(self) -> None:
         """Says that it is over."""
-        if self._now is not None:
-            self._now.finish()
+        super().end()
         self.abort()
 
     def abort(self) -> None:
         """Ends it without a wait for the device."""
-        if self._now is not None:
-            self._now.abort()
-        self._now = self._model = self._trainer = None
+        super().abort()
+        self._model = self._trainer = None
 
     def take(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns the means that belong to what is logged, the first time."""

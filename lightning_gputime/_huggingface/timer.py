@@ -18,7 +18,7 @@ from lightning_gputime._huggingface.trainer import (
     stand_around,
 )
 from lightning_gputime._huggingface.training import Training
-from lightning_gputime._messages import TellOnce, messages
+from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
@@ -219,10 +219,6 @@ class TrainerTimer(Timer, TrainerCallback):
         if self._owes_table and self._summary and self._is_first:
             show(self._read().summary_to_print())
         self._owes_table = False
-
-    def _give_up(self, error: Exception) -> None:
-        messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-        self._detach()
 
     def _leave_training(self) -> None:
         if self._training is not None:

@@ -1,9 +1,11 @@
 """Timing of the steps of an evaluation loop: `data`, `forward`, `other`."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.clock import Clock
@@ -76,3 +78,43 @@ class Evaluation:
         """Takes everything off."""
         self._boundaries.remove()
         self._recorder.rest()
+
+
+class Evaluating:
+    """The evaluations of a trainer, one at a time; who knows the trainer starts them.
+
+    Args:
+        options: How steps are timed.
+        keep: Is called with the stage, the number and the means of each.
+    """
+
+    def __init__(
+        self, options: Options, keep: Callable[[str, int, Mapping[str, float]], None]
+    ) -> None:
+        self._options, self._keep = options, keep
+        self._now: Evaluation | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_now": None}  # Events cannot be pickled.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs."""
+        return self._now is not None
+
+    def batch_ends(self) -> None:
+        """Says that the step of a batch is over."""
+        if self._now is not None:
+            self._now.batch_ends()
+
+    def end(self) -> None:
+        """Says that it is over."""
+        if self._now is not None:
+            self._now.finish()
+            self._now = None
+
+    def abort(self) -> None:
+        """Ends it without a wait for the device."""
+        if self._now is not None:
+            self._now.abort()
+            self._now = None

@@ -23,7 +23,6 @@ MOST_SHAPES, MOST_CALLS = 8, 64
 """Calls of so many shapes are counted of a module, each once; others are scaled by their elements.
 As often as what is trained of it changes, but no more than so many calls in all."""
 
-_NUMBER = "as flops= says"
 _FIX = "pass flops= the FLOPs of an item, forward and backward"
 _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
 _NO_BATCH = "No batch is shown to flops=, as timer.steps(loader) does: pass the FLOPs of an item"
