@@ -72,7 +72,7 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
 
 
 def beside_the_profiler(run: Any) -> list[dict[str, float]]:
-    rows: Rows = run("beside_the_profiler", large=256, n_small=100, n_large=5, vectors=20)
+    rows: Rows = run("beside_the_profiler", large=256, n_small=100, n_large=5, vectors=500)
     assert len(rows) == 4
     return list(rows.values())
 

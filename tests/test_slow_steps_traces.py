@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -549,24 +550,39 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
     assert str(timer.slowest()) == "No step was judged yet: that takes ten after the warm-up."
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "alone",
-        "scheduled",
-        "begun_inside",
-        "inside_and_around",
-        "across_steps",
-        "beside_threads",
-        "in_a_backward",
-        "removed_elsewhere",
-        "in_threads",
-        "lightning",
-        "workers",
-        "compiled",
-    ],
+# The longest first.
+WAYS = (
+    "lightning",
+    "scheduled",
+    "inside_and_around",
+    "compiled",
+    "alone",
+    "begun_inside",
+    "across_steps",
+    "beside_threads",
+    "in_a_backward",
+    "removed_elsewhere",
+    "in_threads",
+    "workers",
 )
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], object]]:
+    """Waits for the process of a way. Two run at a time, ahead of the tests that wait for them."""
+    script = Path(__file__).with_name("trace_run.py")
+
+    def run_way(way: str) -> None:
+        folder = tmp_path_factory.mktemp(way)
+        finish(start_process(script, way, folder, cwd=folder))
+
+    with ThreadPoolExecutor(2) as two:
+        runs = {way: two.submit(run_way, way) for way in WAYS}
+        yield lambda way: runs[way].result()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_with_torchs_own_profiler_beside_that_of_a_user_nothing_breaks(
-    way: str, tmp_path: Path
+    way: str, ended: Callable[[str], object]
 ) -> None:
-    finish(start_process(Path(__file__).with_name("trace_run.py"), way, tmp_path, cwd=tmp_path))
+    ended(way)
