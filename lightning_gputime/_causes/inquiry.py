@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -12,9 +13,10 @@ from lightning_gputime._causes.garbage import Garbage
 from lightning_gputime._causes.places import Callbacks, Loader, Logger, Ranks
 from lightning_gputime._causes.preemption import Preemption
 from lightning_gputime._causes.scene import Scene
-from lightning_gputime._causes.usual import Usual
+from lightning_gputime._causes.usual import Usual, UsualPassed
 from lightning_gputime._causes.witness import Witness
 from lightning_gputime._messages import TellOnce
+from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import SlowStep
@@ -52,10 +54,9 @@ class Inquiry:
         self.read_ns = 0
         """How long that has taken, all in all (in nanoseconds)."""
         # First those that know when; then those that know how much; then those that know where.
+        self._know_when: list[Witness] = [Garbage(now_ns), Compilation(now_ns), self._logger]
         self.witnesses: list[Witness] = [
-            Garbage(now_ns),
-            Compilation(now_ns),
-            self._logger,
+            *self._know_when,
             # The scheduler goes by the system's clock.
             *([Preemption(now_ns)] if now_ns is perf_counter_ns else []),
             self._loader,
@@ -90,6 +91,11 @@ class Inquiry:
     def judges(self) -> bool:
         """Whether it has judged any step."""
         return self._usual.is_known
+
+    @property
+    def host_sets_pace(self) -> bool:
+        """Whether what the host takes for a step is what the step takes, as far as is known."""
+        return self._usual.host_sets_pace()
 
     def attach(self) -> None:
         """Lets the witnesses look."""
@@ -156,6 +162,28 @@ class Inquiry:
         self._usual_traced.add(steps, each_ms)
         return self._judge_by(self._usual_traced, steps, each_ms)
 
+    def judge_passed(
+        self, number: int, host_ns: tuple[int, int], usual_ns: float, limit_ns: float
+    ) -> list[SlowStep]:
+        """Judges a step that was not timed, and returns it with its causes if it was slow.
+
+        Args:
+            number: The number of the step.
+            host_ns: The host's time when it began, and when it ended (in nanoseconds).
+            usual_ns: How long the host usually takes for one (in nanoseconds).
+            limit_ns: From which time on it is slow (in nanoseconds).
+        """
+        took_ms = (host_ns[1] - host_ns[0]) / 1e6
+        step = StepRecord(number, (OTHER,), (took_ms,), host_ns, 0.0, 0, False)
+        if took_ms - self._read_ms(step) <= limit_ns / 1e6:
+            return []
+        try:
+            slow = self._explain(step, took_ms, UsualPassed(usual_ns / 1e6), self._know_when)
+            return [replace(slow, phase="")]
+        except Exception as error:
+            self._give_up(error)
+            return []
+
     def reading_begins(self) -> None:
         """Must be told where the timer begins to read steps."""
         self._reads_since = self._now_ns()
@@ -198,7 +226,7 @@ class Inquiry:
     ) -> list[tuple[StepRecord, SlowStep]]:
         limit_ms = usual.limit_ms
         return [
-            (step, self._explain(step, ms, usual))
+            (step, self._explain(step, ms, usual, self.witnesses))
             for step, ms in zip(steps, each_ms, strict=True)
             if ms > limit_ms and ms - self._read_ms(step) > limit_ms
         ]
@@ -208,9 +236,15 @@ class Inquiry:
         begin, end = step.host_ns[0], step.host_ns[-1]
         return sum(max(min(end, b) - max(begin, a), 0) for a, b in self._readings) / 1e6
 
-    def _explain(self, step: StepRecord, step_ms: float, usual: Usual) -> SlowStep:
+    def _explain(
+        self,
+        step: StepRecord,
+        step_ms: float,
+        usual: Usual | UsualPassed,
+        witnesses: Sequence[Witness],
+    ) -> SlowStep:
         scene = Scene(step, step_ms, usual, [*self._waits])
-        for one in self.witnesses:
+        for one in witnesses:
             one.testify(scene)
         causes = scene.causes()
         return SlowStep(
@@ -221,7 +255,7 @@ class Inquiry:
         self._tell_once("Why steps are slow is not said any more: %r", error)
         self.remove()
         # What is slow is still found, and unexplained.
-        self.witnesses = []
+        self.witnesses, self._know_when = [], []
 
 
 @untraced

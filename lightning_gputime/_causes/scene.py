@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from lightning_gputime._causes.usual import Usual, leaves
+from lightning_gputime._causes.usual import Usual, UsualPassed, leaves
 from lightning_gputime._phases import of_one_callback
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import Cause, Kind
@@ -68,7 +68,11 @@ class Scene:
     """
 
     def __init__(
-        self, step: StepRecord, step_ms: float, usual: Usual, waits: Iterable[tuple[int, int]]
+        self,
+        step: StepRecord,
+        step_ms: float,
+        usual: Usual | UsualPassed,
+        waits: Iterable[tuple[int, int]],
     ) -> None:
         self.begin_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
         """The host's time at its begin and at its end (in nanoseconds)."""

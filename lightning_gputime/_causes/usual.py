@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter, sub
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Usual:
 
     step_ms = 0.0
     """How long a step takes (in milliseconds)."""
-    limit_ms = float("inf")
+    limit_ms = inf
     """From which time on it is slow (in milliseconds)."""
     host_ms = 0.0
     """How long the host takes for a step (in milliseconds)."""
@@ -63,7 +64,7 @@ class Usual:
     @property
     def is_known(self) -> bool:
         """Whether there were enough steps."""
-        return self.limit_ms != float("inf")
+        return self.limit_ms != inf
 
     @property
     def host_limit_ms(self) -> float:
@@ -79,19 +80,54 @@ class Usual:
             return False
         self._new = 0
         self._parts = None
-        self.step_ms = _median(self._each_ms)
-        self.host_ms = _median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
-        noise_ms = _MADS * _deviation(self._each_ms, self.step_ms)
-        self.limit_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
+        self.step_ms = median(self._each_ms)
+        self.host_ms = median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
+        self.limit_ms = limit_of(self._each_ms, self.step_ms)
         return True
+
+    def host_sets_pace(self) -> bool:
+        """Tells whether the host takes about as long for a step as the device, and need not wait.
+
+        Then what it takes for a step is what the step takes.
+        """
+        wait_ms = median([one.wait_ms for one in self._steps]) if self.is_known else inf
+        most_ms = _SHARE * self.step_ms
+        return wait_ms <= most_ms and abs(self.host_ms - self.step_ms) <= most_ms
 
     def part(self, name: str) -> UsualPart:
         """Returns a part of the usual step; one that steps do not have usually takes no time."""
         if self._parts is None:
             # Only where a step was slow: most blocks of steps have none.
             self._parts = _parts_of([*self._steps])
-            self.wait_ms = _median([one.wait_ms for one in self._steps])
+            self.wait_ms = median([one.wait_ms for one in self._steps])
         return self._parts.get(name, UsualPart())
+
+
+class UsualPassed(NamedTuple):
+    """The usual step of those that are not timed: the host's time alone, in one part.
+
+    Attributes:
+        step_ms: How long it takes (in milliseconds).
+        wait_ms: How long the timer makes the host wait in it (in milliseconds).
+    """
+
+    step_ms: float
+    wait_ms: float = 0.0
+
+    def part(self, name: str) -> UsualPart:
+        """Returns its only part."""
+        return UsualPart(self.step_ms, self.step_ms)
+
+
+def limit_of(each: Iterable[float], usual: float, ms: float = 1.0) -> float:
+    """Returns from which time on a step is slow.
+
+    Args:
+        each: How long each took of those around it.
+        usual: The median of that.
+        ms: How many units of these are a millisecond.
+    """
+    return usual + max(_MADS * _deviation(each, usual), _SHARE * usual, _LEAST_MS * ms)
 
 
 def leaves(labels: tuple[str, ...]) -> list[str]:
@@ -123,12 +159,13 @@ def _part(device_ms: list[float], host_ns: list[int], n: int) -> UsualPart:
     # A step without it counts with nothing.
     absent = [0] * (n - len(device_ms))
     host_ns = host_ns + absent
-    usual_ns = _median(host_ns)
+    usual_ns = median(host_ns)
     noise_ns = _MADS * _deviation(host_ns, usual_ns)
-    return UsualPart(_median([*device_ms, *absent]), usual_ns / 1e6, noise_ns / 1e6)
+    return UsualPart(median([*device_ms, *absent]), usual_ns / 1e6, noise_ns / 1e6)
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
+    """Returns the median of some values."""
     # Not that of `statistics`, which takes as long again: this runs every few steps.
     ordered = sorted(values)
     n = len(ordered)
@@ -136,4 +173,4 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _deviation(values: Iterable[float], middle: float) -> float:
-    return _median([abs(value - middle) for value in values])
+    return median([abs(value - middle) for value in values])

@@ -68,7 +68,8 @@ class SlowStep:
         step: Its number.
         step_ms: How long it took (in milliseconds).
         usual_ms: The median of the steps around it (in milliseconds).
-        phase: The phase, or the part of one, that grew most.
+        phase: The phase, or the part of one, that grew most; empty for a step that was not timed,
+            which is known by the host's clock alone.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
         trace: The file with its trace, None if there is none. A step with a trace took longer
@@ -99,9 +100,10 @@ class SlowStep:
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
         trace = f"; its trace: {self.trace}" if self.trace else ""
+        where = f"and grew in `{self.phase}`" if self.phase else "by the host's clock"
         return (
             f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
-            f" and grew in `{self.phase}`: {', '.join(grounds)}{trace}"
+            f" {where}: {', '.join(grounds)}{trace}"
         )
 
 
@@ -163,6 +165,20 @@ def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
         yield (*first, "unexplained", "", f"{step.unexplained_ms:.3f}", "")
 
 
+class Passed:
+    """Steps that were not timed, and judged by the host's clock.
+
+    Attributes:
+        n: How many there were.
+        ns: What they took together (in nanoseconds).
+    """
+
+    __slots__ = ("n", "ns")
+
+    def __init__(self) -> None:
+        self.n = self.ns = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SlowSummary:
     """What slow steps cost a run.
@@ -209,6 +225,8 @@ class SlowLog:
         self.n = 0
         self.is_known = False
         """Whether any step was judged yet."""
+        self.passed = Passed()
+        """The steps that were judged, and not timed."""
         self._traced: list[SlowStep] = []
         self._excess_ms = self._unexplained_ms = 0.0
         self._cause_ms: dict[str, float] = {}
@@ -246,9 +264,10 @@ class SlowLog:
         """Returns what they cost a run; None if there are none.
 
         Args:
-            steps: How many steps it has.
+            steps: How many steps were timed.
             all_ms: What these took together (in milliseconds).
         """
+        steps, all_ms = steps + self.passed.n, all_ms + self.passed.ns / 1e6
         if not self.n or not all_ms:
             return None
         causes = sorted(self._cause_ms.items(), key=lambda one: one[1], reverse=True)

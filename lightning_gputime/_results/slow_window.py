@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.slow import Passed, SlowStep
 
 
 class SlowWindow:
@@ -11,6 +11,10 @@ class SlowWindow:
     def __init__(self) -> None:
         self._steps: list[SlowStep] = []
         self._is_known = False
+        self.passed = Passed()
+        """The steps that were judged, and not timed."""
+        # How many of them were in a window before.
+        self._passed_before = 0
         # The kinds that were logged once: loggers such as CSV want a constant set of keys.
         self._kinds: list[str] = []
 
@@ -29,13 +33,16 @@ class SlowWindow:
 
         Args:
             newest: The number of the last step of the window.
-            n: How many steps it has.
+            n: How many steps it has that were timed.
             keep: Whether the next window has them, too.
         """
         if not self._is_known:
             return {}
         due = [step for step in self._steps if step.step <= newest]
+        passed = self.passed.n
+        n += passed - self._passed_before
         if not keep:
+            self._passed_before = passed
             self._steps = [step for step in self._steps if step.step > newest]
         causes = [cause for step in due for cause in step.causes]
         self._kinds += dict.fromkeys(

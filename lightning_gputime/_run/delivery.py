@@ -15,7 +15,7 @@ from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.slow import Passed, SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.probe import Probe
@@ -106,12 +106,27 @@ class Delivery:
                 else:
                     self._add([*some])
 
+    def counts_passed(self, passed: Passed) -> None:
+        """Must be told what counts the steps that are judged and not timed, if there are any."""
+        self._results.slow.passed = self._means.slow.passed = passed
+
     def add_traced(self, slow: Sequence[SlowStep]) -> None:
         """Takes slow steps that have a trace; their times count nowhere."""
         self._results.add_traced(slow)
         self._inquiry.own.begin()
         self._call_slow(slow)
         self._inquiry.own.end("on_slow_step")
+
+    def add_slow_passed(self, slow: Sequence[SlowStep]) -> None:
+        """Takes slow steps that were not timed."""
+        self._add_slow(slow)
+        self._inquiry.own.begin()
+        self._call_slow(slow)
+        self._inquiry.own.end("on_slow_step")
+
+    def _add_slow(self, slow: Sequence[SlowStep]) -> None:
+        self._results.add_slow(slow, known=self._inquiry.judges)
+        self._means.slow.add(slow, known=self._inquiry.judges)
 
     def _pass_over(self, steps: Sequence[StepRecord]) -> None:
         if self._means.pass_over(steps):
@@ -123,10 +138,9 @@ class Delivery:
         self._comparison.add(measured)
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
-        self._results.add_slow(slow, known=self._inquiry.judges)
+        self._add_slow(slow)
         if self.capture is not None:
             self.capture.saw(slow)
-        self._means.slow.add(slow, known=self._inquiry.judges)
         self._inquiry.reading_ends()
         if self._means.add(steps, sums):
             self._owes_log = False

@@ -1,10 +1,11 @@
-"""The recorder of a session: with the marks' peaks of memory, with a profiler, or without."""
+"""What a session records with: with the marks' peaks of memory, with a profiler, or without."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.passing import Passing
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.memory import meter_for
@@ -26,6 +27,13 @@ def capture_for(
         return None
     delivery.capture = Capture(folder, clock, inquiry, delivery.add_traced)
     return delivery.capture
+
+
+def passing_for(clock: Clock, recorder: Recorder, inquiry: Inquiry, delivery: Delivery) -> Passing:
+    """Returns what looks at the steps that are not timed; who gets steps gets the slow ones."""
+    passing = Passing(recorder, inquiry, clock.host_ns, delivery.add_slow_passed)
+    delivery.counts_passed(passing.passed)
+    return passing
 
 
 def recorder_for(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._causes.passing import Passing
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._run.budget import Budget
 from lightning_gputime._run.probe import Probe
@@ -20,6 +21,7 @@ class Selection:
         lag: How many ended steps may be pending in the recorder.
         budget: Says now and then how many steps may be timed, if somebody asked for that.
         has_others: Whether other ranks may probe a step that this one does not.
+        passing: Looks at the steps that are not timed.
         waits_before_batch: Whether the host waits for the device before each batch: what keeps that
             busy must begin behind.
     """
@@ -34,6 +36,7 @@ class Selection:
         lag: int,
         budget: Budget | None,
         has_others: bool,
+        passing: Passing,
         waits_before_batch: bool = False,
     ) -> None:
         self._schedule = schedule
@@ -43,6 +46,7 @@ class Selection:
         self._lag = lag
         self._budget = budget
         self._has_others = has_others
+        self._passing = passing
         self._waits_before_batch = waits_before_batch
         # Whether the first batch of the open step has not begun.
         self._is_early = False
@@ -75,6 +79,8 @@ class Selection:
             self._recorder.begin()
         else:
             self._recorder.rest()
+        # What it began with, such as the start of a loader, no clock has seen.
+        self._passing.leave()
         self._is_early = False
         if self._probe is not None:
             self._probe.step_begins()
@@ -87,8 +93,12 @@ class Selection:
         if not self._schedule.is_plain:
             self.begin_next()
 
-    def end_quiet_step(self) -> bool:
-        """Ends the open step, if neither it nor the next is timed. Tells if it did."""
+    def end_quiet_step(self, number: int) -> bool:
+        """Ends the open step, if neither it nor the next is timed. Tells if it did.
+
+        Args:
+            number: The number that it would be logged under.
+        """
         if self._index >= self._quiet_until:
             return False
         self._index += 1
@@ -96,6 +106,7 @@ class Selection:
         self._recorder.end_untimed()
         if self._recorder.label is not None:
             self._recorder.rest()  # It recorded a graph.
+        self._passing.step_ends(number)
         return True
 
     def end_step(self, number: int, reads: bool) -> None:
@@ -118,6 +129,8 @@ class Selection:
         else:
             self._recorder.end_untimed(reads)
         self._index += 1
+        if kind is SKIPPED:
+            self._passing.step_ends(number)
 
     def begin_next(self) -> None:
         """Begins a step; where the last one was timed, its last mark is the first of this one."""
@@ -137,6 +150,9 @@ class Selection:
                 ) - 1
         elif kind in (SKIPPED, LEFT_OUT):
             self._recorder.begin()
+        # Of one that follows another its end has told.
+        if self._kind is SKIPPED and kind is not SKIPPED:
+            self._passing.step_begins()
         if self._waits_before_batch:
             self._is_early = self._probe is not None
         else:

@@ -30,7 +30,7 @@ from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.recording import capture_for, recorder_for
+from lightning_gputime._run.recording import capture_for, passing_for, recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 from lightning_gputime._work.work import Work
@@ -102,6 +102,7 @@ class Session(Asked):
             lag=options.lag,
             budget=budget,
             has_others=not results.on_host_clock and is_distributed(),
+            passing=passing_for(clock, self._recorder, self._inquiry, self._delivery),
             waits_before_batch=loop.waits_before_batch,
         )
         self._inquiry.attach()
@@ -170,7 +171,7 @@ class Session(Asked):
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
         self._newest = number
         self._tried_update = False
-        if not self._is_plain and self._selection.end_quiet_step():
+        if not self._is_plain and self._selection.end_quiet_step(number):
             return False
         self._inquiry.step_ends()
         recorder = self._recorder
