@@ -2,10 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_gputime._huggingface.timer import TrainerTimer
-from lightning_gputime._options import Modules, Options, SyncRanks, by_name, check_bools
+from lightning_gputime._options import (
+    FlopsOption,
+    ItemsOption,
+    Modules,
+    Options,
+    SyncRanks,
+    by_name,
+    check_bools,
+)
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -40,7 +48,9 @@ class PhaseTimeCallback(TrainerTimer):
         on_step: Is called with the times of every step, when they are read; or a metric.
         on_slow_step: Is called with each `SlowStep`, when it is read.
         trace_slow_steps: A folder for traces of slow steps.
-        flops: "count" for the FLOPs of the model, or None.
+        items: What a micro-batch holds: a function of the inputs, or a number; by default the size
+            of their first tensor.
+        flops: "count", or FLOPs of an item, or a function of the inputs.
         measure_peak: Whether to measure what the device reaches in a large matmul.
         clock: Takes the place of the device's clock, for tests and new kinds of device.
 
@@ -71,7 +81,8 @@ class PhaseTimeCallback(TrainerTimer):
         on_step: Any = None,
         on_slow_step: Callable[[SlowStep], object] | None = None,
         trace_slow_steps: str | Path | None = None,
-        flops: Literal["count"] | None = None,
+        items: ItemsOption = None,
+        flops: FlopsOption = None,
         measure_peak: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -91,6 +102,7 @@ class PhaseTimeCallback(TrainerTimer):
                 on_step=on_step,
                 on_slow_step=on_slow_step,
                 trace_slow_steps=trace_slow_steps,
+                items=items,
                 flops=flops,
                 measure_peak=measure_peak,
                 clock=clock,

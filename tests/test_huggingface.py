@@ -80,7 +80,7 @@ def phases(log: dict[str, Any], prefix: str = "phase_time") -> dict[str, float]:
     return {
         key.removeprefix(f"{prefix}/").removesuffix("_ms"): ms
         for key, ms in log.items()
-        if key.startswith(f"{prefix}/") and "data/" not in key
+        if key.startswith(f"{prefix}/") and key.endswith("_ms") and "data/" not in key
     }
 
 
@@ -389,6 +389,28 @@ def test_a_compiled_model_is_timed_and_not_compiled_anew(
     assert 0 < counters["stats"]["unique_graphs"] == graphs
     assert "_loss_function" not in vars(trainer.model)
     torch._dynamo.reset()
+
+
+def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
+    fake: Make, gpu: FakeGPU
+) -> None:
+    reporter = Reporter()
+    timer = PhaseTimeCallback(
+        clock=gpu,
+        warmup_steps=0,
+        summary=False,
+        items=lambda inputs: 5 * len(inputs["x"]),
+        flops=2e9,
+    )
+    trainer = fake([reporter, timer], gradient_accumulation_steps=3, logging_steps=2, max_steps=4)
+    trainer.train()
+    summary = timer.summary()
+    assert summary.items_per_s == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
+    step_ms = reporter.logs[0]["phase_time/step_ms"]
+    assert reporter.logs[0]["phase_time/items_per_s"] == pytest.approx(15.0 / step_ms * 1e3)
+    trainer.evaluate()
+    step_ms = reporter.logs[-1]["eval_phase_time/step_ms"]
+    assert reporter.logs[-1]["eval_phase_time/items_per_s"] == pytest.approx(5.0 / step_ms * 1e3)
 
 
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:

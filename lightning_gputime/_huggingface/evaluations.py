@@ -39,14 +39,14 @@ class Evaluations(Evaluating):
         self._stage, self._found, self._trainer = stage, {}, trainer
         self._begin(trainer.model)
 
-    def batch_begins(self, model: nn.Module) -> None:
+    def batch_begins(self, model: nn.Module, batch: object) -> None:
         """Says that a batch is there, and what is called with it."""
         if self._now is not None:
             if model is not self._model:
                 # It was wrapped or compiled meanwhile; the first fetch is lost.
                 self._now.abort()
                 self._begin(model)
-            self._now.batch_begins()
+            self._now.batch_begins(batch)
 
     def end(self) -> None:
         """Says that it is over."""
@@ -85,4 +85,5 @@ class Evaluations(Evaluating):
             Results(1, 0),
             lag=options.lag,
             number=number,
+            items=options.items,
         )

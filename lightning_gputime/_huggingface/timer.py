@@ -35,6 +35,7 @@ _NOT_FOUND = (
 _METHODS = {
     "train": ("_train_is_called", "_train_ends"),
     "get_batch_samples": ("_fetch_begins", "_nothing_ends"),
+    "training_step": ("_micro_batch_begins", "_nothing_ends"),
     "evaluation_loop": ("_evaluation_begins", "_evaluation_ends"),
     "prediction_step": ("_prediction_begins", "_nothing_ends"),
 }
@@ -193,6 +194,13 @@ class TrainerTimer(Timer, TrainerCallback):
             self._training.fetch_begins()
 
     @never_raises
+    def _micro_batch_begins(
+        self, trainer: Any, model: nn.Module, inputs: Any = None, *_: Any, **__: Any
+    ) -> None:
+        if self._training is not None:
+            self._training.takes(inputs)
+
+    @never_raises
     def _evaluation_begins(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.evaluation_begins()
@@ -201,8 +209,10 @@ class TrainerTimer(Timer, TrainerCallback):
         self._evaluations.start(trainer, stage)
 
     @never_raises
-    def _prediction_begins(self, trainer: Any, model: nn.Module, *_: Any, **__: Any) -> None:
-        self._evaluations.batch_begins(model)
+    def _prediction_begins(
+        self, trainer: Any, model: nn.Module, inputs: Any = None, *_: Any, **__: Any
+    ) -> None:
+        self._evaluations.batch_begins(model, inputs)
 
     @never_raises
     def _evaluation_ends(self, error: BaseException | None) -> None:

@@ -27,6 +27,8 @@ class Training:
         self._means, self._loss = means, loss
         # Whether a step has begun and not ended: it may reach across epochs.
         self._is_open = False
+        # Whether a micro-batch of it has begun.
+        self._has_batch = False
 
     def epoch_begins(self) -> None:
         """Says that an epoch begins; what lies between two belongs to no step."""
@@ -50,7 +52,15 @@ class Training:
         if self._session.thread == -1:
             self.epoch_begins()
         self._is_open = self._batch.is_open = True
+        self._has_batch = False
         self._session.batch_begins()
+
+    def takes(self, inputs: object) -> None:
+        """Says that the next of the micro-batches is trained on."""
+        if self._has_batch:
+            self._session.worked()
+        self._has_batch = True
+        self._session.takes(inputs)
 
     def step_ends(self, number: int) -> None:
         """Says that a step is over; what follows until the next fetch are callbacks."""

@@ -87,8 +87,8 @@ class Session(Asked):
         self.is_attached = self.was_attached = True
         """Whether the hooks are on, and whether they ever were."""
         self._work = Work(options, loop, self._recorder)
-        self.takes = self._work.takes
-        """Says what the batch is, when it has begun."""
+        self.takes, self.worked = self._work.takes, self._work.batch_ends
+        """Say what the batch is, when it has begun; that it is over, and the step has another."""
         results.yardstick = means.yardstick = self._work.yardstick
         self._boundaries = Boundaries(self._recorder, loop, self._work.note)
         self._checkup = Checkup(results, self._boundaries, self._recorder)
