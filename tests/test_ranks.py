@@ -674,9 +674,10 @@ def test_sync_ranks_is_checked(gpu: FakeGPU, value: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
     # These are real times: what else the machine does can spoil them, but not every time.
+    spoiled: dict[str, Any] = dict.fromkeys(CASES)
     for attempt in range(3):
         results = train_together(world_size, tmp_path / str(attempt))
-        spoiled = {case: found for case, found in results.items() if not is_named(case, found)}
+        spoiled = {case: results[case] for case in spoiled if not is_named(case, results[case])}
         if not spoiled:
             break
     assert spoiled == {}
@@ -687,7 +688,7 @@ def train_together(world_size: int, directory: Path) -> dict[str, dict[str, Any]
     directory.mkdir()
     finish(*(start(SCRIPT, directory, world_size, rank) for rank in range(world_size)))
     results: dict[str, dict[str, Any]] = json.loads((directory / "results.json").read_text())
-    assert list(results) == ["balanced", *LATE_IN, "one raises"]
+    assert list(results) == CASES
     assert all(math.isfinite(found["comm_ms"]) for found in results.values())
     # A rank that raised in its last step kept nobody.
     assert results["one raises"]["seconds"] < 10
@@ -700,6 +701,7 @@ LATE_IN = {
     "backward": "backward compute",
     "optimizer": "optimizer",
 }
+CASES = ["balanced", *LATE_IN, "one raises"]
 
 
 def is_named(case: str, found: dict[str, Any]) -> bool:
@@ -708,15 +710,13 @@ def is_named(case: str, found: dict[str, Any]) -> bool:
         # Two ranks of which one has raised are not compared, and so nothing is logged.
         nobody = (-1,) if case == "balanced" else (-1, None)
         return found["sentence"] == "" and found["logged"] in nobody
-    late = [
-        found["behind_ms"],
-        # Rank zero waited meanwhile, but backward/comm is no work of its own.
-        found["comm_ms"],
-    ]
-    return (
+    return bool(
         found["sentence"].startswith("rank 1 is ")
         and found["sentence"].endswith(f"slower than the median, in {LATE_IN[case]}")
-        and late == pytest.approx([30.0, 30.0], rel=0.25)
+        and found["behind_ms"] == pytest.approx(30.0, rel=0.25)
+        # Rank zero waited meanwhile, but backward/comm is no work of its own. More ranks than there
+        # are processors wait for these, too.
+        and found["comm_ms"] >= 0.75 * 30.0
         and found["logged"] == 1
     )
 
