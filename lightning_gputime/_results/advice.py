@@ -188,7 +188,7 @@ def _look_inside(found: Findings) -> Iterator[str]:
             yield f"look at `{most}`, {parts[most]:.0%} of the step"
     elif longest in (FORWARD, BACKWARD):
         share = found.share(longest)
-        yield f"split `{longest}`, {share:.0%} of the step, by module: modules=[...]"
+        yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
 
 
 def _fuse(found: Findings) -> Iterator[str]:
