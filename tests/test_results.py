@@ -199,6 +199,17 @@ def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
     assert "nan" not in str(summary)
 
 
+def test_one_long_fetch_makes_no_training_input_bound() -> None:
+    def verdict(stalls: int) -> str:
+        results = Results(100, 0)
+        fetches = [500.0] * stalls + [0.5] * (55 - stalls)
+        results.add([raw(i, data=ms, forward=10.0) for i, ms in enumerate(fetches)])
+        return results.summary().verdict
+
+    assert verdict(1).startswith("launch-bound")
+    assert verdict(2) == "input-bound: 65% of the step is `data`"
+
+
 def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> None:
     results = Results(10, 0, on_host_clock=True)
     results.add([raw(0, forward=2.0, backward=6.0, optimizer=2.0)])

@@ -102,7 +102,7 @@ class PhaseSummary(Tabular):
     def _judged(self) -> Verdict:
         if not self.steps or not self.step.mean_ms:
             return Verdict()
-        for held_up in (held_up_between_batches(self.rows), held_up_by_ranks(self.rows)):
+        for held_up in (held_up_between_batches(self.rows, self.step), held_up_by_ranks(self.rows)):
             if held_up.bound:
                 return held_up
         if self.on_host_clock:

@@ -50,7 +50,7 @@ class Verdict:
         return self.phases[0] if self.bound == LONGEST else self.bound
 
 
-def held_up_between_batches(rows: Rows) -> Verdict:
+def held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict:
     """Names the part of `data` that is 30 % of the step or more, or `data` itself."""
     # Where the parts are known, the whole says nothing about the loader.
     shares = {name: row.share for name, row in rows.items() if name in _HOLDS_UP}
@@ -58,9 +58,17 @@ def held_up_between_batches(rows: Rows) -> Verdict:
         shares.pop(DATA, None)
     name = max(shares, key=shares.__getitem__, default=DATA)
     share = shares.get(name, 0.0)
-    if share < _HELD_UP:
+    if share < _HELD_UP or _is_of_one_step(rows[name], step):
         return Verdict()
     return Verdict(_HOLDS_UP[name], f"{share:.0%} of the step is `{name}`", (name,))
+
+
+def _is_of_one_step(row: PhaseStats, step: PhaseStats) -> bool:
+    """Tells whether a phase is long in a single step: that is no habit of a training."""
+    in_phase_ms = row.n * row.mean_ms
+    elsewhere_ms = step.mean_ms - in_phase_ms / step.n
+    in_others_ms = in_phase_ms - row.max_ms
+    return in_others_ms < _HELD_UP * (in_others_ms + (step.n - 1) * elsewhere_ms)
 
 
 def held_up_by_ranks(rows: Rows) -> Verdict:
