@@ -68,6 +68,8 @@ class Backlog:
         self._finished: list[EndedStep] = []
         self.timed = 0
         """How many steps have ended that have marks."""
+        self.blocked_ns = (0, 0)
+        """The host's time when it last waited for a step, and when that was over."""
         # How many have ended, and how many without marks since the last one that has some.
         self._ended = self._untimed = 0
 
@@ -159,6 +161,14 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
+    def newest_ms(self) -> tuple[float, float] | None:
+        """Returns how long the newest step took host and device; None if there is none unread."""
+        if not self._finished or self._is_capturing():
+            return None
+        (_, first, begun), *_, (_, last, ended) = self._finished[-1].marks
+        # A mark on another stream can lag behind the last one.
+        return ((ended - begun) / 1e6, first.elapsed_time(last)) if first.query() else None
+
     def forget(self) -> None:
         """Forgets all steps that are not read."""
         self._pending.clear()
@@ -209,6 +219,7 @@ class Backlog:
             # Only a wait that has blocked ends in the moment in which the device is there.
             if now - start >= BLOCKED_NS:
                 step.finished_ns = now
+                self.blocked_ns = start, now
         self._finished.append(self._pending.popleft())
 
     def _read(self) -> None:
