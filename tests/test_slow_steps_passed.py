@@ -12,7 +12,7 @@ from fake_loop import Logger, Loop, hooks
 from test_budget import DearGPU
 from test_slow_steps import collect
 
-from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
+from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep, phase
 
 STEPS, EVERY = 300, 10
 HOST_MS = 31.25
@@ -123,6 +123,20 @@ def evaluate(loop: Loop) -> None:
 def test_an_evaluation_is_no_slow_step(loop: Loop) -> None:
     late = {number: lambda: evaluate(loop) for number in range(STEPS // 2, STEPS, 7)}
     assert [*train(loop, late).slowest()] == []
+
+
+def test_a_rollout_with_a_name_is_a_part_of_its_step(loop: Loop) -> None:
+    def roll_out(n: int = 4) -> None:
+        loop.model.eval()
+        with phase("rollout"), torch.no_grad():
+            for _ in range(n):
+                loop.model(torch.ones(1, 2))
+                loop.gpu.host_work(10.0)
+        loop.model.train()
+
+    late: dict[int, Callable[[], object]] = dict.fromkeys(range(STEPS), roll_out)
+    [slow] = train(loop, {**late, STEPS - EVERY: lambda: roll_out(8)}).slowest()
+    assert (slow.step, slow.excess_ms, slow.phase) == (STEPS - EVERY, 40.0, "")
 
 
 def test_a_pause_by_hand_is_no_slow_step_however_long_it_lasts(loop: Loop) -> None:
