@@ -86,7 +86,7 @@ class Usual:
         self._new = 0
         self._parts = None
         self.step_ms = median(self._each_ms)
-        self.host_ms = median(map(_host_ms, self._steps))
+        self.host_ms = median(self._each_host_ns()) / 1e6
         self.limit_ms = limit_of(self._each_ms, self.step_ms)
         return True
 
@@ -98,7 +98,8 @@ class Usual:
         if not self.is_known:
             return False
         wait_ms = median([one.wait_ms for one in self._steps])
-        each_ms = [*map(sub, self._each_ms, map(_host_ms, self._steps))]
+        host_ms = [ns / 1e6 for ns in self._each_host_ns()]
+        each_ms = [*map(sub, self._each_ms, host_ms)]
         behind_ms = median(each_ms)
         most_ms = _SHARE * self.step_ms
         chance_ms = _deviation(each_ms, behind_ms) / 2
@@ -111,7 +112,10 @@ class Usual:
 
     def newest_ms(self) -> tuple[float, float]:
         """Returns how long the newest step took the host, and the device (in milliseconds)."""
-        return _host_ms(self._steps[-1]), self._each_ms[-1]
+        return self._each_host_ns()[-1] / 1e6, self._each_ms[-1]
+
+    def _each_host_ns(self) -> list[int]:
+        return [one.host_ns[-1] - one.host_ns[0] for one in self._steps]
 
     def part(self, name: str) -> UsualPart:
         """Returns a part of the usual step; one that steps do not have usually takes no time."""
@@ -157,10 +161,6 @@ def falls_behind(host_ms: float, device_ms: float) -> bool:
 def leaves(labels: tuple[str, ...]) -> list[str]:
     """Returns for each mark the smallest phase that its time counts under; empty if none."""
     return [names[-1] if names else "" for names in settle(labels)]
-
-
-def _host_ms(step: StepRecord) -> float:
-    return (step.host_ns[-1] - step.host_ns[0]) / 1e6
 
 
 def _parts_of(steps: Sequence[StepRecord]) -> dict[str, UsualPart]:
