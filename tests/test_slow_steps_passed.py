@@ -121,7 +121,7 @@ def evaluate(loop: Loop) -> None:
 
 
 def test_an_evaluation_is_no_slow_step(loop: Loop) -> None:
-    late = {number: lambda: evaluate(loop) for number in range(STEPS // 2, STEPS, 7)}
+    late = {number: lambda: evaluate(loop) for number in range(STEPS // 2, STEPS, 11)}
     assert [*train(loop, late).slowest()] == []
 
 

@@ -70,8 +70,10 @@ class Backlog:
         """How many steps have ended that have marks."""
         self.blocked_ns = (0, 0)
         """The host's time when it last waited for a step, and when that was over."""
-        # How many have ended, and how many without marks since the last one that has some.
-        self._ended = self._untimed = 0
+        self.ended = 0
+        """How many steps have ended, with marks or without."""
+        # How many without since the last one that has some.
+        self._untimed = 0
 
     def add(
         self,
@@ -92,9 +94,9 @@ class Backlog:
             after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
             load: What it has worked on, see `StepRecord`.
         """
-        self._ended += 1
+        self.ended += 1
         self.timed += 1
-        step = EndedStep(marks, number, self._ended, self._untimed, skipped_update)
+        step = EndedStep(marks, number, self.ended, self._untimed, skipped_update)
         step.load = load
         self._pending.append(step)
         self._untimed = 0
@@ -117,9 +119,9 @@ class Backlog:
             number: The number that it is logged under.
             load: What it has worked on, see `StepRecord`.
         """
-        self._ended += 1
+        self.ended += 1
         self.timed += 1
-        step = EndedStep(marks, number, self._ended, self._untimed, False)
+        step = EndedStep(marks, number, self.ended, self._untimed, False)
         step.load = load
         self._pending.append(step)
         self._untimed = 0
@@ -130,7 +132,7 @@ class Backlog:
         Args:
             read: Whether to read the finished steps now.
         """
-        self._ended += 1
+        self.ended += 1
         self._untimed += 1
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
@@ -185,7 +187,7 @@ class Backlog:
         # Counted in steps that have ended, with times or without: so all ranks leave the same ones
         # out.
         graphs = self._graphs.closed
-        due = self._ended if graphs else self._ended - self._lag
+        due = self.ended if graphs else self.ended - self._lag
         while self._pending and self._pending[0].ended <= due:
             self._finish_oldest()
         if self._finished and (read or graphs or len(self._finished) >= self._batch):

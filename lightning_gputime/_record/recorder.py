@@ -94,6 +94,11 @@ class Recorder(Pauses):
         return self._backlog.timed
 
     @property
+    def ended_steps(self) -> int:
+        """How many steps have ended, timed or not."""
+        return self._backlog.ended
+
+    @property
     def blocked_ns(self) -> tuple[int, int]:
         """The host's time when it last waited for a step, and when that was over."""
         return self._backlog.blocked_ns

@@ -30,7 +30,7 @@ _WORDS: Mapping[str, str] = {
 # So many slow steps are kept, those with the largest excess; the others are only added up.
 _MOST = 1_000
 
-NOT_JUDGED = "No step was judged yet: that takes ten after the warm-up."
+NOT_JUDGED = "No step was judged yet: that takes ten that were timed after the warm-up."
 """What `slowest` says then."""
 
 
