@@ -76,7 +76,7 @@ class GPUPhaseTimer(TrainerTimer):
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in one
             of 20 steps and the first three.
-        every_n_steps: One step in so many is timed; in the others the hooks do nothing.
+        every_n_steps: One step in so many is timed; of the others the host's time alone is taken.
         probe_every_n_steps: One step in so many is launched while a spin kernel keeps the device
             busy, so that its phases are the work alone, without launch gaps; with 0 none is. Such
             steps, and those after them, are in no other statistics.

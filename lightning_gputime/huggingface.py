@@ -40,7 +40,7 @@ class PhaseTimeCallback(TrainerTimer):
             patterns such as "layers.*", or a mapping.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight, too.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB).
-        every_n_steps: One step in so many is timed; in the others the hooks do nothing.
+        every_n_steps: One step in so many is timed; of the others the host's time alone is taken.
         probe_every_n_steps: One step in so many is probed for launch gaps; with 0 none is.
         max_overhead: The part of the training's time that timing may take, such as 0.01.
         sync_ranks: When the ranks of a distributed run are compared: at the end of each epoch and

@@ -80,6 +80,12 @@ def test_so_few_steps_are_timed_that_they_take_no_more_than_that_part() -> None:
     assert (len(steps) - 64) * 0.7 < 0.01 * 10.0 * (2000 - 64)
 
 
+def test_what_cannot_be_kept_is_not_promised() -> None:
+    summary = train(DearGPU(100.0), 600, max_overhead=1e-5).summary()
+    assert "one step in 100 is timed, the fewest: it may take more than 0.001 %" in str(summary)
+    assert "to stay below" not in str(summary)
+
+
 def test_the_timed_steps_do_not_fall_on_the_same_places_of_a_pattern() -> None:
     timer = train(DearGPU(100.0), 256 + 900, max_overhead=0.01)
     steps = [step - 256 for step in numbers(timer) if step >= 256]

@@ -193,3 +193,35 @@ def test_a_pause_ends_when_its_code_raises(loop: Loop) -> None:
                 fails(timer)
             loop.train(x)
     assert steps(timer) == [STEP_MS] * 2
+
+
+def called(loop: Loop, n: int) -> None:
+    """Calls the model in eval mode without grad so many times, each of which takes 34 ms."""
+    loop.model.eval()
+    with torch.no_grad():
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+            loop.gpu.work(30.0)
+    loop.model.train()
+
+
+@pytest.mark.parametrize("every", [1, 2, 10, 50])
+def test_a_validation_that_always_falls_on_timed_steps_is_no_part_of_them(
+    loop: Loop, every: int
+) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(300)), 1):
+            loop.train(x)
+            if number % 50 == 0:
+                called(loop, 6)
+    assert timer.summary().step.max_ms == pytest.approx(sum(STEP_MS.values()), abs=1.0)
+
+
+@pytest.mark.parametrize("every", [1, 2, 10, 50])
+def test_a_rollout_in_each_step_is_a_part_of_those_that_are_timed(loop: Loop, every: int) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in timer.steps(loop.batches(300)):
+            called(loop, 6)
+            loop.train(x)
+    times = timer.summary().step
+    assert times.max_ms == times.p50_ms == pytest.approx(6 * 34.0 + sum(STEP_MS.values()))

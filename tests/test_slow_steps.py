@@ -345,6 +345,17 @@ def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
     assert len(train(loop).slowest()) == 0
 
 
+@pytest.mark.parametrize("every", [1, 5, 20])
+def test_what_is_judged_late_is_in_no_log_of_other_steps(loop: Loop, every: int) -> None:
+    logger = Logger()
+    late = {3: lambda: loop.gpu.host_work(400.0)}
+    timer = train(loop, late, logger=logger, log_every_n_steps=every)
+    excess_ms = {slow.step: slow.excess_ms for slow in timer.slowest()}[3]
+    # The first ten are judged together; by then logs of fewer steps are gone.
+    logged = {step: metrics.get("phase_time/slow_ms", 0.0) for step, metrics in logger.calls}
+    assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
+
+
 def test_a_logger_that_another_thread_calls_is_not_blamed(loop: Loop) -> None:
     class Late(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:

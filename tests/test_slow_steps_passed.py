@@ -12,7 +12,7 @@ from fake_loop import Logger, Loop, hooks
 from test_budget import DearGPU
 from test_slow_steps import collect
 
-from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
+from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep, phase
 
 STEPS, EVERY = 300, 10
 HOST_MS = 31.25
@@ -66,6 +66,40 @@ def test_where_the_device_sets_the_pace_the_hosts_clock_says_nothing(loop: Loop)
     assert [*train(loop, late, host_ms=1.0).slowest()] == []
 
 
+@pytest.mark.parametrize("item_every", [0, 50])
+@pytest.mark.parametrize("every", [EVERY, 100])
+@pytest.mark.parametrize("host_ms", [13.5, 14.0, 14.25])
+def test_no_step_is_slow_where_the_host_makes_up_for_the_lead_it_had(
+    loop: Loop, host_ms: float, every: int, item_every: int
+) -> None:
+    # A little faster than the device, which takes 14.625 ms: over many steps that adds up.
+    n, gpu = 15 * every, loop.gpu
+    late = {number: gpu_is_awaited(gpu) for number in range(0, n if item_every else 0, 50)}
+    timer = train(loop, late, host_ms, n, every_n_steps=every)
+    assert [*timer.slowest()] == []
+
+
+def gpu_is_awaited(gpu: FakeGPU) -> Callable[[], None]:
+    return lambda: gpu.host_work(max(gpu.free_at - gpu.now, 0) / 1e6)
+
+
+@pytest.mark.parametrize("log_every", [50, 1000])
+@pytest.mark.parametrize("item_every", [10, 20, 50, STEPS])
+def test_where_the_device_takes_over_the_pace_the_hosts_clock_says_nothing_any_more(
+    loop: Loop, item_every: int, log_every: int
+) -> None:
+    gpu, change = loop.gpu, 205
+    with hooks(loop, every_n_steps=EVERY, log_every_n_steps=log_every, logger=Logger()) as timer:
+        for number, x in enumerate(timer.steps(batches(gpu, 2 * STEPS, HOST_MS))):
+            if number >= change:
+                gpu.work(50.0)
+                if number % item_every == 0:
+                    gpu_is_awaited(gpu)()
+            loop.train(x)
+    # Those that are timed did get slower.
+    assert [slow.step for slow in timer.slowest(100) if not slow.phase] == []
+
+
 def test_before_enough_steps_were_timed_none_is_judged(loop: Loop) -> None:
     late = {9 * EVERY - 5: lambda: loop.gpu.host_work(40.0)}
     timer = train(loop, late, steps=9 * EVERY)
@@ -87,8 +121,22 @@ def evaluate(loop: Loop) -> None:
 
 
 def test_an_evaluation_is_no_slow_step(loop: Loop) -> None:
-    late = {number: lambda: evaluate(loop) for number in range(STEPS // 2, STEPS, 7)}
+    late = {number: lambda: evaluate(loop) for number in range(STEPS // 2, STEPS, 11)}
     assert [*train(loop, late).slowest()] == []
+
+
+def test_a_rollout_with_a_name_is_a_part_of_its_step(loop: Loop) -> None:
+    def roll_out(n: int = 4) -> None:
+        loop.model.eval()
+        with phase("rollout"), torch.no_grad():
+            for _ in range(n):
+                loop.model(torch.ones(1, 2))
+                loop.gpu.host_work(10.0)
+        loop.model.train()
+
+    late: dict[int, Callable[[], object]] = dict.fromkeys(range(STEPS), roll_out)
+    [slow] = train(loop, {**late, STEPS - EVERY: lambda: roll_out(8)}).slowest()
+    assert (slow.step, slow.excess_ms, slow.phase) == (STEPS - EVERY, 40.0, "")
 
 
 def test_a_pause_by_hand_is_no_slow_step_however_long_it_lasts(loop: Loop) -> None:

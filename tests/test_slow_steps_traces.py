@@ -547,7 +547,10 @@ def test_before_any_step_is_judged_slowest_says_so(loop: Loop) -> None:
     assert "not judged" not in str(train(loop, {}, 60, None).slowest())
     assert str(train(loop, {}, 60, None).slowest()) == "No step was slow."
     timer = train(loop, {}, 9, None)
-    assert str(timer.slowest()) == "No step was judged yet: that takes ten after the warm-up."
+    assert (
+        str(timer.slowest())
+        == "No step was judged yet: that takes ten that were timed after the warm-up."
+    )
 
 
 # The longest first.

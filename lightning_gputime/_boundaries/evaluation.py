@@ -43,15 +43,20 @@ class EvaluationBoundary:
             if recorder.label == DATA:
                 recorder.mark(OTHER)
             return
-        is_certain = self._counts_more_than_before() or torch.is_inference_mode_enabled()
+        is_certain = self.count() or torch.is_inference_mode_enabled()
         if recorder.label in (DATA, OTHER, AFTER_UPDATE):
             recorder.mark(EVALUATION)
         if is_certain and recorder.label == EVALUATION:
             recorder.exclude_since(EVALUATION)
 
-    def _counts_more_than_before(self) -> bool:
+    def count(self) -> bool:
+        """Counts such a call, in a step that is timed or not.
+
+        Returns:
+            Whether the open step has certainly more of them than those before.
+        """
         # What is begun anew, such as an epoch, counts as another step.
-        step = self._recorder.timed_steps + self._recorder.begins
+        step = self._recorder.ended_steps + self._recorder.begins
         if step != self._step:
             self._before.append((self._step, self._calls))
             self._step, self._calls = step, 0
@@ -61,4 +66,4 @@ class EvaluationBoundary:
             return False  # Each step has them, now more and now fewer: a rollout, a generation.
         usual = max(counts, default=0)
         # With no step before it nothing is known of what a step has.
-        return self._recorder.timed_steps > 0 and self._calls >= usual + _MORE
+        return self._recorder.ended_steps > 0 and self._calls >= usual + _MORE

@@ -142,7 +142,9 @@ class ForwardBoundary:
                 return
             if self._trains and not module.training and _is_evaluation(module):
                 if not self._model.training:
-                    recorder.pause()  # Nothing else tells it of a step that is not timed.
+                    self._evaluation.count()
+                    if not recorder.is_named:
+                        recorder.pause()  # Nothing else tells it of a step that is not timed.
                 return
             if not recorder.starts_in_capture() and not self._discovers:
                 self.calls += 1  # Another timer may ask whose backward follows.

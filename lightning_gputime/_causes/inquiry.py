@@ -1,7 +1,7 @@
 """Why steps were slow: finds them among those that were read, and asks the witnesses."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -13,11 +13,12 @@ from lightning_gputime._causes.garbage import Garbage
 from lightning_gputime._causes.places import Callbacks, Loader, Logger, Ranks
 from lightning_gputime._causes.preemption import Preemption
 from lightning_gputime._causes.scene import Scene
-from lightning_gputime._causes.usual import Usual, UsualPassed
+from lightning_gputime._causes.usual import Usual, UsualPassed, falls_behind
 from lightning_gputime._causes.witness import Witness
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._untraced import untraced
@@ -163,7 +164,12 @@ class Inquiry:
         return self._judge_by(self._usual_traced, steps, each_ms)
 
     def judge_passed(
-        self, number: int, host_ns: tuple[int, int], usual_ns: float, limit_ns: float
+        self,
+        number: int,
+        host_ns: tuple[int, int],
+        usual_ns: float,
+        limit_ns: float,
+        recorder: Recorder,
     ) -> list[SlowStep]:
         """Judges a step that was not timed, and returns it with its causes if it was slow.
 
@@ -172,12 +178,17 @@ class Inquiry:
             host_ns: The host's time when it began, and when it ended (in nanoseconds).
             usual_ns: How long the host usually takes for one (in nanoseconds).
             limit_ns: From which time on it is slow (in nanoseconds).
+            recorder: Knows the newest step that was timed, and when the host waited for one.
         """
         took_ms = (host_ns[1] - host_ns[0]) / 1e6
         step = StepRecord(number, (OTHER,), (took_ms,), host_ns, 0.0, 0, False)
-        if took_ms - self._read_ms(step) <= limit_ns / 1e6:
+        own_ms = self._read_ms(step) + _shared_ms(step, [recorder.blocked_ns])
+        if took_ms - own_ms <= limit_ns / 1e6:
             return []
         try:
+            # What is usual of the pace is late where that changes, by up to 25 timed steps.
+            if falls_behind(*(recorder.newest_ms() or self._usual.newest_ms())):
+                return []
             slow = self._explain(step, took_ms, UsualPassed(usual_ns / 1e6), self._know_when)
             return [replace(slow, phase="")]
         except Exception as error:
@@ -233,8 +244,7 @@ class Inquiry:
 
     def _read_ms(self, step: StepRecord) -> float:
         """Returns how long the timer read others inside a step (in milliseconds)."""
-        begin, end = step.host_ns[0], step.host_ns[-1]
-        return sum(max(min(end, b) - max(begin, a), 0) for a, b in self._readings) / 1e6
+        return _shared_ms(step, self._readings)
 
     def _explain(
         self,
@@ -267,3 +277,9 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 @untraced
 def _nothing() -> None:
     pass
+
+
+def _shared_ms(step: StepRecord, times: Iterable[tuple[int, int]]) -> float:
+    """Returns how much of some times of the host lies in a step (in milliseconds)."""
+    begin, end = step.host_ns[0], step.host_ns[-1]
+    return sum(max(min(end, b) - max(begin, a), 0) for a, b in times) / 1e6

@@ -76,7 +76,9 @@ class Passing:
             self._look_anew()
 
     def _judge(self, number: int, host_ns: tuple[int, int]) -> None:
-        slow = self._inquiry.judge_passed(number, host_ns, self._usual_ns, self._limit_ns)
+        slow = self._inquiry.judge_passed(
+            number, host_ns, self._usual_ns, self._limit_ns, self._recorder
+        )
         if slow:
             self._deliver(slow)
         # To explain it took a while, and a function of the user's any time.

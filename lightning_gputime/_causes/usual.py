@@ -26,6 +26,11 @@ _LEAST_MS = 0.5
 median deviation, this part of the median, and so long (in milliseconds)."""
 
 
+_DRIFT = 0.01
+"""Where the device takes longer for a step than the host by this part, the host does not set the
+pace."""
+
+
 class UsualPart(NamedTuple):
     """A part of the usual step.
 
@@ -81,7 +86,7 @@ class Usual:
         self._new = 0
         self._parts = None
         self.step_ms = median(self._each_ms)
-        self.host_ms = median([one.host_ns[-1] - one.host_ns[0] for one in self._steps]) / 1e6
+        self.host_ms = median(self._each_host_ns()) / 1e6
         self.limit_ms = limit_of(self._each_ms, self.step_ms)
         return True
 
@@ -90,9 +95,27 @@ class Usual:
 
         Then what it takes for a step is what the step takes.
         """
-        wait_ms = median([one.wait_ms for one in self._steps]) if self.is_known else inf
+        if not self.is_known:
+            return False
+        wait_ms = median([one.wait_ms for one in self._steps])
+        host_ms = [ns / 1e6 for ns in self._each_host_ns()]
+        each_ms = [*map(sub, self._each_ms, host_ms)]
+        behind_ms = median(each_ms)
         most_ms = _SHARE * self.step_ms
-        return wait_ms <= most_ms and abs(self.host_ms - self.step_ms) <= most_ms
+        chance_ms = _deviation(each_ms, behind_ms) / 2
+        # Where the device falls behind, the host makes up for many steps at once where it waits.
+        return (
+            wait_ms <= most_ms
+            and self.host_ms - self.step_ms <= most_ms
+            and behind_ms <= max(_DRIFT * self.step_ms, chance_ms)
+        )
+
+    def newest_ms(self) -> tuple[float, float]:
+        """Returns how long the newest step took the host, and the device (in milliseconds)."""
+        return self._each_host_ns()[-1] / 1e6, self._each_ms[-1]
+
+    def _each_host_ns(self) -> list[int]:
+        return [one.host_ns[-1] - one.host_ns[0] for one in self._steps]
 
     def part(self, name: str) -> UsualPart:
         """Returns a part of the usual step; one that steps do not have usually takes no time."""
@@ -128,6 +151,11 @@ def limit_of(each: Iterable[float], usual: float, ms: float = 1.0) -> float:
         ms: How many units of these are a millisecond.
     """
     return usual + max(_MADS * _deviation(each, usual), _SHARE * usual, _LEAST_MS * ms)
+
+
+def falls_behind(host_ms: float, device_ms: float) -> bool:
+    """Tells whether one step took the device longer than the host, by more than chance."""
+    return device_ms - host_ms > max(_SHARE * host_ms, _LEAST_MS)
 
 
 def leaves(labels: tuple[str, ...]) -> list[str]:

@@ -68,8 +68,12 @@ class Backlog:
         self._finished: list[EndedStep] = []
         self.timed = 0
         """How many steps have ended that have marks."""
-        # How many have ended, and how many without marks since the last one that has some.
-        self._ended = self._untimed = 0
+        self.blocked_ns = (0, 0)
+        """The host's time when it last waited for a step, and when that was over."""
+        self.ended = 0
+        """How many steps have ended, with marks or without."""
+        # How many without since the last one that has some.
+        self._untimed = 0
 
     def add(
         self,
@@ -90,9 +94,9 @@ class Backlog:
             after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
             load: What it has worked on, see `StepRecord`.
         """
-        self._ended += 1
+        self.ended += 1
         self.timed += 1
-        step = EndedStep(marks, number, self._ended, self._untimed, skipped_update)
+        step = EndedStep(marks, number, self.ended, self._untimed, skipped_update)
         step.load = load
         self._pending.append(step)
         self._untimed = 0
@@ -115,9 +119,9 @@ class Backlog:
             number: The number that it is logged under.
             load: What it has worked on, see `StepRecord`.
         """
-        self._ended += 1
+        self.ended += 1
         self.timed += 1
-        step = EndedStep(marks, number, self._ended, self._untimed, False)
+        step = EndedStep(marks, number, self.ended, self._untimed, False)
         step.load = load
         self._pending.append(step)
         self._untimed = 0
@@ -128,7 +132,7 @@ class Backlog:
         Args:
             read: Whether to read the finished steps now.
         """
-        self._ended += 1
+        self.ended += 1
         self._untimed += 1
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
@@ -159,6 +163,14 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
+    def newest_ms(self) -> tuple[float, float] | None:
+        """Returns how long the newest step took host and device; None if there is none unread."""
+        if not self._finished or self._is_capturing():
+            return None
+        (_, first, begun), *_, (_, last, ended) = self._finished[-1].marks
+        # A mark on another stream can lag behind the last one.
+        return ((ended - begun) / 1e6, first.elapsed_time(last)) if first.query() else None
+
     def forget(self) -> None:
         """Forgets all steps that are not read."""
         self._pending.clear()
@@ -175,7 +187,7 @@ class Backlog:
         # Counted in steps that have ended, with times or without: so all ranks leave the same ones
         # out.
         graphs = self._graphs.closed
-        due = self._ended if graphs else self._ended - self._lag
+        due = self.ended if graphs else self.ended - self._lag
         while self._pending and self._pending[0].ended <= due:
             self._finish_oldest()
         if self._finished and (read or graphs or len(self._finished) >= self._batch):
@@ -209,6 +221,7 @@ class Backlog:
             # Only a wait that has blocked ends in the moment in which the device is there.
             if now - start >= BLOCKED_NS:
                 step.finished_ns = now
+                self.blocked_ns = start, now
         self._finished.append(self._pending.popleft())
 
     def _read(self) -> None:

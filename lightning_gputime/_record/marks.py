@@ -119,6 +119,11 @@ class Marks:
         if 0 <= place < len(self._open) and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
+    @property
+    def is_named(self) -> bool:
+        """Whether a phase that was named by hand is open, at rest, too."""
+        return bool(self._named)
+
     def enter_phase(self, name: str) -> None:
         """Begins a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.

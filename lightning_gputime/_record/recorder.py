@@ -78,6 +78,7 @@ class Recorder(Pauses):
         self.end_untimed = self._backlog.end_untimed
         self.flush = self._backlog.flush
         self.drain = self._backlog.drain
+        self.newest_ms = self._backlog.newest_ms
         self.begins = 0
         """How often `begin` was called."""
         self.load: tuple[float, ...] = ()
@@ -91,6 +92,16 @@ class Recorder(Pauses):
     def timed_steps(self) -> int:
         """How many steps have ended with their times."""
         return self._backlog.timed
+
+    @property
+    def ended_steps(self) -> int:
+        """How many steps have ended, timed or not."""
+        return self._backlog.ended
+
+    @property
+    def blocked_ns(self) -> tuple[int, int]:
+        """The host's time when it last waited for a step, and when that was over."""
+        return self._backlog.blocked_ns
 
     def begin(self, label: str = DATA) -> None:
         """Starts a step here, in the calling thread. What the open step held is dropped."""

@@ -30,7 +30,7 @@ _WORDS: Mapping[str, str] = {
 # So many slow steps are kept, those with the largest excess; the others are only added up.
 _MOST = 1_000
 
-NOT_JUDGED = "No step was judged yet: that takes ten after the warm-up."
+NOT_JUDGED = "No step was judged yet: that takes ten that were timed after the warm-up."
 """What `slowest` says then."""
 
 
@@ -175,8 +175,8 @@ class Passed:
 
     __slots__ = ("n", "ns")
 
-    def __init__(self) -> None:
-        self.n = self.ns = 0
+    def __init__(self, n: int = 0, ns: int = 0) -> None:
+        self.n, self.ns = n, ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +254,7 @@ class SlowLog:
         copied = SlowLog()
         lists = {"_worst": [*self._worst], "_traced": [*self._traced]}
         copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, **lists)
+        copied.passed = Passed(self.passed.n, self.passed.ns)
         return copied
 
     def slowest(self, n: int) -> list[SlowStep]:

@@ -15,6 +15,8 @@ class SlowWindow:
         """The steps that were judged, and not timed."""
         # How many of them were in a window before.
         self._passed_before = 0
+        # The number of the last step that is in a window before.
+        self._logged = -1
         # The kinds that were logged once: loggers such as CSV want a constant set of keys.
         self._kinds: list[str] = []
 
@@ -25,7 +27,8 @@ class SlowWindow:
             steps: The steps, in order.
             known: Whether any step was judged yet.
         """
-        self._steps += steps
+        # The first ten are judged late: a window of fewer is logged, and the next is not theirs.
+        self._steps += [step for step in steps if step.step >= self._logged]
         self._is_known = known
 
     def means(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
@@ -36,6 +39,8 @@ class SlowWindow:
             n: How many steps it has that were timed.
             keep: Whether the next window has them, too.
         """
+        if not keep:
+            self._logged = newest
         if not self._is_known:
             return {}
         due = [step for step in self._steps if step.step <= newest]

@@ -12,6 +12,7 @@ from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.summary import MOST_APART
 from lightning_gputime._run.agreement import Agreement, open_agreement
 
 # So many steps are timed before the first decision, and at most pass between two.
@@ -23,9 +24,6 @@ _UNSEEN = 1.25
 
 # Waits shorter than this part of the cost may be chance.
 _CERTAIN = 0.1
-
-# At least one step in so many is timed, whatever it costs.
-_WIDEST = 100
 
 # So many of the newest are judged: steps that were timed, steps, and readings of many at once.
 _COSTS, _STEPS, _READINGS = 16, 64, 9
@@ -148,7 +146,7 @@ class Budget:
         cost_ns *= _UNSEEN
         self._look_at_waits(cost_ns, every_n_steps)
         free_ns = self._most * statistics.median(self._steps_ns) + self._spare_ns
-        return min(max(math.ceil(cost_ns / free_ns), 1), _WIDEST) if free_ns else _WIDEST
+        return min(max(math.ceil(cost_ns / free_ns), 1), MOST_APART) if free_ns else MOST_APART
 
     def _look_at_waits(self, cost_ns: float, every_n_steps: int) -> None:
         sums = self._results.sums
