@@ -139,6 +139,29 @@ def test_a_rollout_with_a_name_is_a_part_of_its_step(loop: Loop) -> None:
     assert (slow.step, slow.excess_ms, slow.phase) == (STEPS - EVERY, 40.0, "")
 
 
+class ShortQueue(FakeGPU):
+    """A GPU that holds its host up when more than 10 ms of work are queued."""
+
+    def work(self, device_ms: float, host_ms: float = 0.0) -> None:
+        super().work(device_ms, host_ms)
+        self.now = max(self.now, self.free_at - 10_000_000)
+
+
+@pytest.mark.parametrize("every", [3, 10])
+@pytest.mark.parametrize("place", [0, 3, 8, 9])
+def test_where_a_full_queue_holds_the_host_up_a_wait_is_no_slow_step(
+    every: int, place: int
+) -> None:
+    loop = Loop(gpu := ShortQueue())
+
+    def wait() -> None:
+        gpu.now = max(gpu.now, gpu.free_at)
+
+    late = dict.fromkeys(range(100 + place, 600, 50), wait)
+    timer = train(loop, late, host_ms=1.0, steps=600, every_n_steps=every)
+    assert [*timer.slowest()] == []
+
+
 def test_a_pause_by_hand_is_no_slow_step_however_long_it_lasts(loop: Loop) -> None:
     with hooks(loop, every_n_steps=EVERY) as timer:
         pause = timer.paused()

@@ -166,7 +166,7 @@ class Inquiry:
     def judge_passed(
         self,
         number: int,
-        host_ns: tuple[int, int],
+        host_ns: Sequence[int],
         usual_ns: float,
         limit_ns: float,
         recorder: Recorder,

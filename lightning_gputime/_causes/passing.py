@@ -40,6 +40,8 @@ class Passing:
         """The steps that were judged."""
         # When the open step began; None if its end is not looked at.
         self._begun_ns: int | None = None
+        # One that took long, and is judged when the next has ended: its number, begin and end.
+        self._suspect: tuple[int, int, int] | None = None
         # What they took since it was last looked what is usual.
         self._each_ns: list[int] = []
         # What is usual, and from which time on a step is slow: never where none is judged.
@@ -49,11 +51,14 @@ class Passing:
     def step_begins(self) -> None:
         """Must be called where a step begins that is not timed, if the one before was."""
         self._recorder.had_pause()  # That was the other's.
+        now = self._now_ns()
+        if self._suspect is not None:
+            self._judge(now - self._suspect[2])
         self._begun_ns = self._now_ns()
 
     def leave(self) -> None:
         """Must be called where a loop begins: the end of its first step is not looked at."""
-        self._begun_ns = None
+        self._begun_ns = self._suspect = None
 
     def step_ends(self, number: int) -> None:
         """Must be called where a step ends that is not timed; the next may not be either.
@@ -63,19 +68,35 @@ class Passing:
         """
         # Each of them pays for this.
         begun, self._begun_ns = self._begun_ns, self._now_ns()
+        end = self._begun_ns
         if self._recorder.had_pause() or begun is None:
+            self._suspect = None
             return
-        took = self._begun_ns - begun
+        took = end - begun
         self._each_ns.append(took)
+        if self._suspect is not None:
+            self._judge(took)
         if self._limit_ns != inf:
             self.passed.n += 1
             self.passed.ns += took
             if took > self._limit_ns:
-                self._judge(number, (begun, self._begun_ns))
+                self._suspect = number, begun, end
         if len(self._each_ns) >= AROUND:
             self._look_anew()
 
-    def _judge(self, number: int, host_ns: tuple[int, int]) -> None:
+    def _judge(self, next_ns: int) -> None:
+        """Judges the one that took long.
+
+        Args:
+            next_ns: What the step after it took.
+        """
+        suspect, self._suspect = self._suspect, None
+        # A full queue of launches holds the host up as if it set the pace. What it then waits for
+        # the device, it makes up for in the next step.
+        is_made_up_for = next_ns < 2 * self._usual_ns - self._limit_ns
+        if suspect is None or is_made_up_for:
+            return
+        number, *host_ns = suspect
         slow = self._inquiry.judge_passed(
             number, host_ns, self._usual_ns, self._limit_ns, self._recorder
         )
