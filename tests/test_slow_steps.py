@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow_window import SlowWindow
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
@@ -251,6 +252,18 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
         39: {"phase_time/slow_ms": 37.5 / 20, "phase_time/slow/garbage_ms": 18.75 / 20},
         59: {"phase_time/slow_ms": 0.0, "phase_time/slow/garbage_ms": 0.0},
     }
+
+
+def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
+    window = SlowWindow()
+    for number in range(5_000):
+        causes = (Cause("garbage", 2.0, 2.0, ""),) if number % 2 else ()
+        window.add([SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)], known=True)
+    assert len(window._steps) <= 1_000
+    expected = {"slow": 5.0, "slow/garbage": 0.5}
+    assert window.means(4_999, 10_000, keep=True) == expected
+    assert window.means(4_999, 10_000) == expected
+    assert window.means(5_000, 10) == {"slow": 0.0, "slow/garbage": 0.0}
 
 
 def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:

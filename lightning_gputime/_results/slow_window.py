@@ -1,8 +1,13 @@
 """What slow steps cost the steps of one log."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_gputime._results.slow import Passed, SlowStep
+
+# So many steps are kept one by one: where nothing is logged, a window is as long as the run.
+_MOST = 1_000
+
+_ALL = "slow"
 
 
 class SlowWindow:
@@ -10,6 +15,9 @@ class SlowWindow:
 
     def __init__(self) -> None:
         self._steps: list[SlowStep] = []
+        # Of those before them in this window: their excess, and of that the part of each kind of
+        # cause (in milliseconds).
+        self._before_ms: dict[str, float] = {}
         self._is_known = False
         self.passed = Passed()
         """The steps that were judged, and not timed."""
@@ -17,8 +25,8 @@ class SlowWindow:
         self._passed_before = 0
         # The number of the last step that is in a window before.
         self._logged = -1
-        # The kinds that were logged once: loggers such as CSV want a constant set of keys.
-        self._kinds: list[str] = []
+        # Those that were logged once: loggers such as CSV want a constant set.
+        self._keys = [_ALL]
 
     def add(self, steps: Sequence[SlowStep], *, known: bool) -> None:
         """Takes slow steps.
@@ -30,6 +38,10 @@ class SlowWindow:
         # The first ten are judged late: a window of fewer is logged, and the next is not theirs.
         self._steps += [step for step in steps if step.step >= self._logged]
         self._is_known = known
+        if len(self._steps) > _MOST:
+            half = _MOST // 2
+            _add(self._before_ms, self._steps[:half])
+            del self._steps[:half]
 
     def means(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Returns their excess a step, and of that the part of each kind of cause.
@@ -46,15 +58,18 @@ class SlowWindow:
         due = [step for step in self._steps if step.step <= newest]
         passed = self.passed.n
         n += passed - self._passed_before
+        sums_ms = {**self._before_ms}
+        _add(sums_ms, due)
         if not keep:
             self._passed_before = passed
             self._steps = [step for step in self._steps if step.step > newest]
-        causes = [cause for step in due for cause in step.causes]
-        self._kinds += dict.fromkeys(
-            cause.kind for cause in causes if cause.kind not in self._kinds
-        )
-        means = {"slow": sum(step.excess_ms for step in due) / n}
-        for kind in self._kinds:
-            ms = sum(cause.reached_ms for cause in causes if cause.kind == kind)
-            means[f"slow/{kind}"] = ms / n
-        return means
+            self._before_ms.clear()
+        self._keys += [key for key in sums_ms if key not in self._keys]
+        return {key: sums_ms.get(key, 0.0) / n for key in self._keys}
+
+
+def _add(sums_ms: dict[str, float], steps: Iterable[SlowStep]) -> None:
+    for step in steps:
+        causes = ((f"{_ALL}/{cause.kind}", cause.reached_ms) for cause in step.causes)
+        for key, ms in ((_ALL, step.excess_ms), *causes):
+            sums_ms[key] = sums_ms.get(key, 0.0) + ms
