@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
+from lightning_gputime._messages import shown
 from lightning_gputime._phases import check_name
 from lightning_gputime._record.clock import Clock
 
@@ -127,9 +128,10 @@ def by_name(
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
             if len(args) > most:
+                told = "model" if isinstance(args[most], nn.Module) else ""
                 raise TypeError(
-                    f"{type(self).__name__} takes its options by name, got {args[most]!r:.60} by"
-                    f" position: {hint}"
+                    f"{type(self).__name__} takes its options by name, got {shown(args[most])} by"
+                    f" position: {(elsewhere or {}).get(told, hint)}"
                 )
             for option in options.keys() - known:
                 alike = difflib.get_close_matches(option, known, 1)
@@ -257,7 +259,7 @@ def _check_modules(modules: Any) -> None:
         raise TypeError(
             "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
             " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
-            f" without '/' to modules, got {modules!r}"
+            f" without '/' to modules, got {shown(modules)}"
         )
     if isinstance(modules, Mapping):
         for name in names:

@@ -17,7 +17,7 @@ from lightning_gputime._boundaries.arguments import (
     tell_what_is_odd,
 )
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_bools, check_int
 from lightning_gputime._record.clock import check_device, clock_for, device_of
 from lightning_gputime._results.loggers import check_loggers
@@ -97,7 +97,8 @@ class PlainTimer(Timer):
             if self._step == self._first_step:
                 messages.warning(
                     "No step has ended: iterate over steps(loader), or call step() at the end of"
-                    " the loop's body."
+                    " the loop's body. %s",
+                    HOMES,
                 )
 
     def __enter__(self) -> Self:

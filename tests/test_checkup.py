@@ -158,6 +158,14 @@ def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     assert str(timer.summary()) == "No step was timed."
 
 
+def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
+    with hooks(loop, every_n_steps=1000) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    said = "No step was timed. Of each 1,000 steps one is timed (every_n_steps)."
+    assert str(timer.summary()) == said
+
+
 @pytest.mark.parametrize("configured", [False, True])
 def test_a_message_names_the_package_where_logging_is_not_configured(configured: bool) -> None:
     code = f"""
