@@ -228,6 +228,26 @@ def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
         assert not phases(one)
 
 
+def test_callbacks_before_an_evaluation_belong_to_the_step(
+    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+) -> None:
+    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.25)
+
+    trainer = fake([timer, Works()], eval_strategy="steps", eval_steps=2)
+    make = trainer.get_eval_dataloader
+
+    def make_for_long(*args: Any) -> Any:
+        gpu.work(100.0)  # It is the evaluation's.
+        return make(*args)
+
+    trainer.get_eval_dataloader = make_for_long
+    trainer.train()
+    callbacks = timer.history()["data/callbacks_ms"].tolist()
+    assert callbacks[1:] == [0.25] * 3
+
+
 def test_an_evaluation_inside_a_step_belongs_to_no_step(
     fake: Make, timer: PhaseTimeCallback
 ) -> None:

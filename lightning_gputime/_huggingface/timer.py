@@ -35,6 +35,7 @@ _NOT_FOUND = (
 _METHODS = {
     "train": ("_train_is_called", "_train_ends"),
     "get_batch_samples": ("_fetch_begins", "_nothing_ends"),
+    "evaluate": ("_evaluate_is_called", "_evaluate_ends"),
     "evaluation_loop": ("_evaluation_begins", "_evaluation_ends"),
     "prediction_step": ("_prediction_begins", "_nothing_ends"),
 }
@@ -191,6 +192,17 @@ class TrainerTimer(Timer, TrainerCallback):
     def _fetch_begins(self, trainer: Any, *_: Any, **__: Any) -> None:
         if self._training is not None:
             self._training.fetch_begins()
+
+    @never_raises
+    def _evaluate_is_called(self, *_: Any, **__: Any) -> None:
+        # It makes the loader, or a method of one's own does all in it.
+        if self._training is not None:
+            self._training.evaluation_begins()
+
+    @never_raises
+    def _evaluate_ends(self, error: BaseException | None) -> None:
+        if self._training is not None:
+            self._training.evaluation_ends()
 
     @never_raises
     def _evaluation_begins(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
