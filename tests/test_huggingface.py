@@ -756,8 +756,8 @@ def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
     assert "_loss_function" not in vars(trainer.model)
 
 
-def test_without_transformers_the_extra_is_named_and_lightning_is_not_imported() -> None:
-    assert "[huggingface]" in run(
+def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> None:
+    assert "pip install transformers accelerate" in run(
         "-c",
         "import sys; sys.modules['transformers'] = None\n"
         "try: import lightning_gputime.huggingface\n"
