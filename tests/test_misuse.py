@@ -8,10 +8,11 @@ import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
 from fake_loop import Loop, hooks
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, compare
 from lightning_gputime._boundaries.arguments import tell_devices
 from lightning_gputime._messages import HOMES
 from lightning_gputime.fabric import PhaseTimeCallback
@@ -159,8 +160,23 @@ def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
 
 
 def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) -> None:
-    with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"):
+    with pytest.raises(
+        TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
+    ):
         trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
+
+
+def test_the_class_in_place_of_a_callback_of_fabric_is_told_at_the_first_update() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[PhaseTimeCallback])
+    model, optimizer = fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters()))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(TypeError, match="must be instances, got the class of a timer"):
+        optimizer.step()
+
+
+def test_a_timer_in_place_of_a_run_is_told_in_a_line() -> None:
+    with pytest.raises(TypeError, match=r"a list of these, got a GPUPhaseHooks$"):
+        compare(GPUPhaseHooks(NET, SGD), "run.json")  # type: ignore[arg-type]  # the mistake
 
 
 def test_an_optimizer_of_another_model_is_told_and_timed(
