@@ -27,6 +27,11 @@ from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
 
+_NO_OPTIMIZER = (
+    "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
+    " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+)
+
 
 class PlainTimer(Timer):
     """A timer of a plain loop. The docstring of `GPUPhaseHooks` explains the arguments."""
@@ -93,6 +98,8 @@ class PlainTimer(Timer):
         """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
             self._leave_body()
+            if self._session.sees_updates and not self._loop.optimizers:
+                messages.warning(_NO_OPTIMIZER)
             self._finish()
             if self._step == self._first_step:
                 messages.warning(
