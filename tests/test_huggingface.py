@@ -720,6 +720,21 @@ def test_who_is_added_between_two_trainings_reports_too(
     assert "phase_time" not in capsys.readouterr().out
 
 
+def test_advice_knows_the_loader(fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU) -> None:
+    trainer = fake([timer])
+    collate = trainer.data_collator
+
+    def slow(batch: Any) -> Any:
+        gpu.host_work(50.0)
+        return collate(batch)
+
+    trainer.data_collator = slow
+    trainer.train()
+    summary = timer.summary()
+    assert summary.verdict.startswith("input-bound")
+    assert summary.advice[0].endswith("(now 0)")
+
+
 def test_a_slow_callback_is_not_taken_for_a_hook_of_a_module(
     fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
 ) -> None:

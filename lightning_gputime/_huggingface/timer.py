@@ -173,6 +173,8 @@ class TrainerTimer(Timer, TrainerCallback):
         self._unlogged.clear()
         self._start(clock, loop, means, **known_of(trainer, args))
         self._session.loads(train_dataloader, in_data=trainer is None)
+        if train_dataloader is not None:
+            self._know_batch(train_dataloader)
         loss = LossFunction(loop.model, self._session.phase)
         batch = None if trainer is None else loop.batch
         self._training = Training(self._session, batch, means, loss)
