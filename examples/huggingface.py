@@ -1,6 +1,6 @@
 """Times the phases of Hugging Face's Trainer, on a tiny model with random weights.
 
-python -m pip install "lightning-gputime[huggingface]" && python examples/huggingface.py
+python -m pip install -e ".[examples,huggingface]" && python examples/huggingface.py
 """
 
 from typing import Any

@@ -190,6 +190,8 @@ class FabricTimer(Timer):
         if self._trains():
             if self._has_updated:
                 self._end_step()
+            elif self._has_batches:
+                self._session.batch_ends()
             self._session.fetch_begins()
         else:
             # A mark of its own: the one before may be the end of an update.

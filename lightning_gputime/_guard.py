@@ -9,7 +9,7 @@ from lightning_gputime._untraced import untraced
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 _NO_INSTANCE = (
-    "callbacks must be instances, got the class of a timer: write"
+    "callbacks must be instances, got the class of a timer: write it with parentheses, as in"
     " Trainer(callbacks=[GPUPhaseTimer()])"
 )
 
@@ -18,7 +18,7 @@ def never_raises(hook: Hook) -> Hook:
     """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
 
     @functools.wraps(hook)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:

@@ -2,6 +2,16 @@
 
 import logging
 
+_MOST_SHOWN = 60
+"""So many characters of what was given a message shows."""
+
+HOMES = (
+    "GPUPhaseTimer is for the Trainer of Lightning, lightning_gputime.huggingface.PhaseTimeCallback"
+    " for that of transformers, lightning_gputime.fabric.PhaseTimeCallback for Fabric, and"
+    " GPUPhaseHooks for a loop of your own."
+)
+"""Which timer is whose."""
+
 messages = logging.getLogger("lightning_gputime")
 
 
@@ -13,6 +23,12 @@ def _name_the_package(record: logging.LogRecord) -> bool:
 
 
 messages.addFilter(_name_the_package)
+
+
+def shown(one: object) -> str:
+    """Returns what was given, and its type where it is long."""
+    text = repr(one)
+    return text if len(text) <= _MOST_SHOWN else f"a {type(one).__name__}"
 
 
 class TellOnce:

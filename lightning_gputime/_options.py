@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
+from lightning_gputime._messages import shown
 from lightning_gputime._phases import check_name
 from lightning_gputime._record.clock import Clock
 
@@ -81,7 +82,7 @@ class Options:
         _check_on_step(self.on_step)
         if self.on_slow_step is not None and not callable(self.on_slow_step):
             raise TypeError(
-                f"on_slow_step must be a function of a SlowStep, got {self.on_slow_step!r}"
+                f"on_slow_step must be a function of a SlowStep, got {shown(self.on_slow_step)}"
             )
         self._check_traces()
         _check_clock(self.clock)
@@ -92,7 +93,9 @@ class Options:
         if folder is None:
             return
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            raise TypeError(f"trace_slow_steps must be a folder such as 'traces', got {folder!r}")
+            raise TypeError(
+                f"trace_slow_steps must be a folder such as 'traces', got {shown(folder)}"
+            )
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise ValueError(
                 f"trace_slow_steps must be a folder such as 'traces', and {os.fspath(folder)!r} is"
@@ -127,9 +130,10 @@ def by_name(
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
             if len(args) > most:
+                told = "model" if isinstance(args[most], nn.Module) else ""
                 raise TypeError(
-                    f"{type(self).__name__} takes its options by name, got {args[most]!r:.60} by"
-                    f" position: {hint}"
+                    f"{type(self).__name__} takes its options by name, got {shown(args[most])} by"
+                    f" position: {(elsewhere or {}).get(told, hint)}"
                 )
             for option in options.keys() - known:
                 alike = difflib.get_close_matches(option, known, 1)
@@ -153,7 +157,7 @@ def check_bools(**options: Any) -> None:
     """
     for name, value in options.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+            raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
@@ -164,17 +168,17 @@ def check_int(name: str, value: Any, least: int, meaning: str) -> None:
         ValueError: If `value` is below `least`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer ({meaning}), got {value!r}")
+        raise TypeError(f"{name} must be an integer ({meaning}), got {shown(value)}")
     if value < least:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
 
 
 def _check_prefix(prefix: Any) -> None:
     if not isinstance(prefix, str):
-        raise TypeError(f"prefix must be a string such as 'phase_time', got {prefix!r}")
+        raise TypeError(f"prefix must be a string such as 'phase_time', got {shown(prefix)}")
     if not prefix or prefix != prefix.strip("/ "):
         raise ValueError(
-            f"prefix must be a key such as 'phase_time', without outer '/', got {prefix!r}"
+            f"prefix must be a key such as 'phase_time', without outer '/', got {shown(prefix)}"
         )
 
 
@@ -190,7 +194,7 @@ def _check_max_overhead(most: Any, every_n_steps: int) -> None:
         return
     meaning = "the part of the training's time that timing may take, such as 0.01"
     if not isinstance(most, int | float) or isinstance(most, bool):
-        raise TypeError(f"max_overhead must be a number ({meaning}) or None, got {most!r}")
+        raise TypeError(f"max_overhead must be a number ({meaning}) or None, got {shown(most)}")
     if not 0 < most < 1:
         raise ValueError(f"max_overhead must be above 0 and below 1 ({meaning}), got {most}")
     if every_n_steps != 1:
@@ -204,20 +208,22 @@ def _check_sync_ranks(sync_ranks: Any) -> None:
     if sync_ranks is not True and sync_ranks is not False and sync_ranks != "log":
         raise ValueError(
             "sync_ranks must be True (compare the ranks at the end of each epoch), 'log' (at every"
-            f" log) or False, got {sync_ranks!r}"
+            f" log) or False, got {shown(sync_ranks)}"
         )
 
 
 def _check_on_step(on_step: Any) -> None:
     if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be a function of a StepTimes, or a metric, got {on_step!r}")
+        raise TypeError(
+            f"on_step must be a function of a StepTimes, or a metric, got {shown(on_step)}"
+        )
 
 
 def _check_items(items: Any) -> None:
     if items is not None and not callable(items) and not _is_amount(items):
         raise TypeError(
             "items must be a function of the batch, the number of items in a batch, or None for the"
-            f" size of the batch's first tensor, got {items!r}"
+            f" size of the batch's first tensor, got {shown(items)}"
         )
 
 
@@ -228,7 +234,7 @@ def _check_flops(flops: Any) -> None:
     if not is_pair or not all(map(_is_amount, flops)):
         raise TypeError(
             "flops must be 'count', the FLOPs of forward and backward of an item, as one number or"
-            f" as two, a function of the batch, or None, got {flops!r}"
+            f" as two, a function of the batch, or None, got {shown(flops)}"
         )
 
 
@@ -240,7 +246,7 @@ def _is_amount(value: Any) -> bool:
 def _check_clock(clock: Any) -> None:
     methods = ("event", "host_ns", "is_capturing", "for_graphs")
     if clock is not None and not all(callable(getattr(clock, name, None)) for name in methods):
-        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {clock!r}")
+        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {shown(clock)}")
 
 
 def _check_modules(modules: Any) -> None:
@@ -257,7 +263,7 @@ def _check_modules(modules: Any) -> None:
         raise TypeError(
             "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
             " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
-            f" without '/' to modules, got {modules!r}"
+            f" without '/' to modules, got {shown(modules)}"
         )
     if isinstance(modules, Mapping):
         for name in names:

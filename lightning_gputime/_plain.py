@@ -17,7 +17,7 @@ from lightning_gputime._boundaries.arguments import (
     tell_what_is_odd,
 )
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_bools, check_int
 from lightning_gputime._record.clock import check_device, clock_for, device_of
 from lightning_gputime._results.loggers import check_loggers
@@ -26,6 +26,11 @@ from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
+
+_NO_OPTIMIZER = (
+    "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
+    " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+)
 
 
 class PlainTimer(Timer):
@@ -93,11 +98,14 @@ class PlainTimer(Timer):
         """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
             self._leave_body()
+            if self._session.sees_updates and not self._loop.optimizers:
+                messages.warning(_NO_OPTIMIZER)
             self._finish()
             if self._step == self._first_step:
                 messages.warning(
                     "No step has ended: iterate over steps(loader), or call step() at the end of"
-                    " the loop's body."
+                    " the loop's body. %s",
+                    HOMES,
                 )
 
     def __enter__(self) -> Self:

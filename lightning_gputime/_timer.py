@@ -4,14 +4,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._boundaries.resolve import resolve
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._readings import Readings
@@ -56,6 +56,14 @@ class Timer(Readings):
         # As where a cell of a notebook is run twice. `__init__` may have raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
 
+    if not TYPE_CHECKING:  # Else no type checker would miss any attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            """Is asked for what there is not, as by a trainer that needs a callback of its own."""
+            is_hook = name == "setup" or name.startswith("on_")
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{missing}: {HOMES}" if is_hook else missing)
+
     # For front ends
 
     def _start(
@@ -77,7 +85,9 @@ class Timer(Readings):
         """
         options = self._options
         on_host = isinstance(clock, HostClock)
-        self._results = Results(options.history, options.timed_warmup_steps, on_host)
+        n = options.every_n_steps
+        hint = f"Of each {n:,} steps one is timed (every_n_steps)." if n > 1 else ""
+        self._results = Results(options.history, options.timed_warmup_steps, on_host, hint=hint)
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()

@@ -27,6 +27,8 @@ class TrainerTimer(Timer, pl.Callback):
         prog_bar: Whether to show the newest step on the progress bar.
     """
 
+    _USE = "Nothing was trained: give it to Trainer(callbacks=[...]), and call fit()."
+
     def __init__(self, options: Options, reports: Reports, *, prog_bar: bool) -> None:
         super().__init__(options)
         self._prog_bar = prog_bar

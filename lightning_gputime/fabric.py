@@ -16,6 +16,19 @@ from lightning_gputime._options import (
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
+_ELSEWHERE = {
+    "model": "fabric.setup tells it the model",
+    "optimizers": "fabric.setup tells it the optimizers",
+    "device": "Fabric tells it the device",
+    "logger": "Fabric's loggers get the means",
+    "accumulate_grad_batches": "a step ends with its update",
+    "save": "call timer.save(path)",
+    "summary": "write print(timer.summary())",
+    "prog_bar": "show timer.last.step_ms on a bar of your own",
+    "log_figure": "call timer.plot()",
+}
+"""Options of the other timers."""
+
 
 class PhaseTimeCallback(FabricTimer):
     """Logs how long the phases of each training step take, for `Fabric(callbacks=[...])`.
@@ -64,7 +77,7 @@ class PhaseTimeCallback(FabricTimer):
         >>> print(timer.summary())
     """
 
-    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)")
+    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
     def __init__(
         self,
         *,

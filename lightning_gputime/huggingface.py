@@ -17,6 +17,20 @@ from lightning_gputime._options import (
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
+_ELSEWHERE = {
+    "model": "the Trainer tells it the model",
+    "optimizers": "the Trainer tells it the optimizers",
+    "device": "the Trainer tells it the device",
+    "logger": "what report_to names gets the means",
+    "log_every_n_steps": "the Trainer's logging_steps count",
+    "accumulate_grad_batches": "the Trainer's gradient_accumulation_steps count",
+    "items": "the Trainer itself reports train_samples_per_second",
+    "save": "call timer.save(path)",
+    "prog_bar": "the Trainer's bar stays as it is",
+    "log_figure": "call timer.plot()",
+}
+"""Options of the other timers."""
+
 
 class PhaseTimeCallback(TrainerTimer):
     """Reports how long the phases of each training step take, on the device's own clock.
@@ -62,7 +76,7 @@ class PhaseTimeCallback(TrainerTimer):
         >>> trainer = Trainer(model, args, callbacks=[PhaseTimeCallback()])
     """
 
-    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)")
+    @by_name(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
     def __init__(
         self,
         *,

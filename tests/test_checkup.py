@@ -147,6 +147,17 @@ def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptu
     assert told(caplog) == []
 
 
+def test_a_training_without_an_optimizer_is_told_at_the_end(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+        assert told(caplog) == []
+    [said] = told(caplog)
+    assert said.endswith("Write GPUPhaseHooks(model, optimizer).")
+
+
 def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     timer = hooks(loop)
     assert str(timer.summary()) == (
@@ -156,6 +167,14 @@ def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     with timer:
         pass
     assert str(timer.summary()) == "No step was timed."
+
+
+def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
+    with hooks(loop, every_n_steps=1000) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    said = "No step was timed. Of each 1,000 steps one is timed (every_n_steps)."
+    assert str(timer.summary()) == said
 
 
 @pytest.mark.parametrize("configured", [False, True])

@@ -96,6 +96,24 @@ def test_micro_batches_without_sync_are_one_step_across_epochs_too(
     assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
 
 
+def test_items_of_all_micro_batches_of_a_step_count_across_epochs_too(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, count = new_loader(fabric, loop.gpu, 3), 0
+    for _ in range(2):
+        for x in loader:
+            count += 1
+            fabric.backward(model(x).sum())
+            if count % 2 == 0:
+                optimizer.step()
+    timer.remove()
+    step_ms = 2 * (1.0 + 4.0 + 7.75) + 2.0
+    assert timer.history()["step_ms"].tolist() == [step_ms] * 3
+    assert timer.summary().items_per_s == pytest.approx(2 * 1e3 / step_ms)
+
+
 def test_two_models_and_two_optimizers_are_one_step_a_batch(
     gpu: FakeGPU, timer: PhaseTimeCallback
 ) -> None:

@@ -6,12 +6,14 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from conftest import hooks_of
 from fake_gpu import Adder, FakeGPU, Layer, parts_of_data, steps, work
+from fake_lightning import Loader, Model
+from fake_lightning import trainer as pl_trainer
 from processes import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from torch.optim import optimizer as torch_optimizer
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")
 
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer  # noqa: E402
+from lightning_gputime._messages import HOMES  # noqa: E402
+from lightning_gputime.fabric import PhaseTimeCallback as FabricCallback  # noqa: E402
 from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -221,6 +226,26 @@ def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
             "other": 0.5,
         }
         assert not phases(one)
+
+
+def test_callbacks_before_an_evaluation_belong_to_the_step(
+    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+) -> None:
+    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.25)
+
+    trainer = fake([timer, Works()], eval_strategy="steps", eval_steps=2)
+    make = trainer.get_eval_dataloader
+
+    def make_for_long(*args: Any) -> Any:
+        gpu.work(100.0)  # It is the evaluation's.
+        return make(*args)
+
+    trainer.get_eval_dataloader = make_for_long
+    trainer.train()
+    callbacks = timer.history()["data/callbacks_ms"].tolist()
+    assert callbacks[1:] == [0.25] * 3
 
 
 def test_an_evaluation_inside_a_step_belongs_to_no_step(
@@ -717,6 +742,33 @@ def test_who_is_added_between_two_trainings_reports_too(
     assert "phase_time" not in capsys.readouterr().out
 
 
+def test_advice_knows_the_loader(fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU) -> None:
+    trainer = fake([timer])
+    collate = trainer.data_collator
+
+    def slow(batch: Any) -> Any:
+        gpu.host_work(50.0)
+        return collate(batch)
+
+    trainer.data_collator = slow
+    trainer.train()
+    summary = timer.summary()
+    assert summary.verdict.startswith("input-bound")
+    assert summary.advice[0].endswith("(now 0)")
+
+
+def test_a_slow_callback_is_not_taken_for_a_hook_of_a_module(
+    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+) -> None:
+    class Slow(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            gpu.host_work(50.0 if state.global_step == 30 else 0.0)
+
+    fake([timer, Slow()], max_steps=40).train()
+    [slow] = timer.slowest()
+    assert [cause.detail for cause in slow.causes] == ["logging, a checkpoint or a hook"]
+
+
 def test_parts_of_data_are_fetches_and_callbacks(
     fake: Make, gpu: FakeGPU, timer: PhaseTimeCallback
 ) -> None:
@@ -741,8 +793,8 @@ def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
     assert "_loss_function" not in vars(trainer.model)
 
 
-def test_without_transformers_the_extra_is_named_and_lightning_is_not_imported() -> None:
-    assert "[huggingface]" in run(
+def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> None:
+    assert "pip install transformers accelerate" in run(
         "-c",
         "import sys; sys.modules['transformers'] = None\n"
         "try: import lightning_gputime.huggingface\n"
@@ -757,3 +809,30 @@ def test_a_bad_option_fails_at_once() -> None:
         PhaseTimeCallback(lag=-1)
     with pytest.raises(TypeError, match="summary must be True or False"):
         PhaseTimeCallback(summary="yes")  # type: ignore[arg-type]  # on purpose
+
+
+def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here() -> None:
+    callback: Any = PhaseTimeCallback
+    for option, said in {
+        "log_every_n_steps": "the Trainer's logging_steps count",
+        "save": "has no option save: call timer.save(path)",
+        "model": "has no option model: the Trainer tells it the model",
+    }.items():
+        with pytest.raises(TypeError) as error:
+            callback(**{option: 1})
+        assert said in str(error.value)
+    with pytest.raises(TypeError, match=r"by position: the Trainer tells it the"):
+        callback(nn.Linear(1_000_000, 1, device="meta"))
+
+
+def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> None:
+    model, own = nn.Linear(1, 1), cast("Any", PhaseTimeCallback())
+    for timer in (GPUPhaseTimer(), FabricCallback(), GPUPhaseHooks(model)):
+        with pytest.raises(AttributeError) as error:
+            fake([timer])
+        assert HOMES in str(error.value)
+    with pytest.raises(TypeError, match=r"huggingface\.PhaseTimeCallback\(\)\]\)"):
+        GPUPhaseHooks(fake([]))
+    with pytest.raises(AttributeError) as error:
+        pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
+    assert HOMES in str(error.value)

@@ -8,11 +8,13 @@ import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
 from fake_loop import Loop, hooks
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, compare
 from lightning_gputime._boundaries.arguments import tell_devices
+from lightning_gputime._messages import HOMES
 from lightning_gputime.fabric import PhaseTimeCallback
 
 NET = nn.Linear(2, 1)
@@ -43,7 +45,7 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ((NET, {"a": SGD}), "got a mapping: give the list of its values"),
         ((NET, "adam"), "got 'adam'"),
         ((NET, SGD, LOADER), "by position: give several optimizers as a list, and the loader to"),
-        ((NET, SGD, SGD), "GPUPhaseHooks takes its options by name, got SGD"),
+        ((NET, SGD, SGD), "GPUPhaseHooks takes its options by name, got a SGD by"),
     ],
 )
 def test_wrong_arguments_of_a_plain_loop_are_answered_with_the_likely_mistake(
@@ -57,6 +59,46 @@ def test_wrong_arguments_of_a_plain_loop_are_answered_with_the_likely_mistake(
 def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None:
     with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
+
+
+@pytest.mark.parametrize("timer", [PhaseTimeCallback(), GPUPhaseHooks(NET, SGD)])
+def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU, timer: Any) -> None:
+    with pytest.raises(AttributeError) as error:
+        trainer(timer).fit(Model(gpu), Loader(gpu, 1))
+    assert HOMES in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["foo", "__deepcopy__", "_fit_of_another"])
+def test_what_no_timer_has_is_missing_as_everywhere(name: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(GPUPhaseHooks(NET, SGD), name)
+    assert str(error.value) == f"'GPUPhaseHooks' object has no attribute {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("timer", "said"),
+    [
+        (GPUPhaseTimer, "got a Sequential by position: the trainer tells it the model"),
+        (PhaseTimeCallback, "by position: fabric.setup tells it the model"),
+    ],
+)
+def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any, said: str) -> None:
+    with pytest.raises(TypeError) as error:
+        timer(nn.Sequential(NET, NET))
+    assert said in str(error.value)
+    with pytest.raises(TypeError, match=r"to modules, got a Sequential$"):
+        timer(modules=nn.Sequential(NET, NET))
+
+
+def test_a_timer_of_a_trainer_that_did_not_train_says_so(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(clock=gpu)
+    said = (
+        "No step was timed. Nothing was trained: give it to Trainer(callbacks=[...]), and call"
+        " fit()."
+    )
+    assert str(timer.summary()) == said
+    trainer(timer, limit_train_batches=0).fit(Model(gpu), Loader(gpu, 1))
+    assert str(timer.summary()) == said
 
 
 @pytest.mark.parametrize(
@@ -106,6 +148,7 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         (GPUPhaseTimer, "model", "has no option model: the trainer tells it the model"),
         (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prefix, lag,"),
         (PhaseTimeCallback, "warmup", "has no option warmup: write warmup_steps="),
+        (PhaseTimeCallback, "summary", "has no option summary: write print(timer.summary())"),
     ],
 )
 def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
@@ -117,8 +160,23 @@ def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
 
 
 def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) -> None:
-    with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"):
+    with pytest.raises(
+        TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
+    ):
         trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
+
+
+def test_the_class_in_place_of_a_callback_of_fabric_is_told_at_the_first_update() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[PhaseTimeCallback])
+    model, optimizer = fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters()))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(TypeError, match="must be instances, got the class of a timer"):
+        optimizer.step()
+
+
+def test_a_timer_in_place_of_a_run_is_told_in_a_line() -> None:
+    with pytest.raises(TypeError, match=r"a list of these, got a GPUPhaseHooks$"):
+        compare(GPUPhaseHooks(NET, SGD), "run.json")  # type: ignore[arg-type]  # the mistake
 
 
 def test_an_optimizer_of_another_model_is_told_and_timed(

@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 from fake_gpu import FakeGPU, work
+from fake_lightning import Loader, Model, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
+from lightning_gputime import (
+    Cause,
+    GPUPhaseHooks,
+    GPUPhaseTimer,
+    SlowStep,
+    StepTimes,
+    _lightning,
+    phase,
+)
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow_window import SlowWindow
 
@@ -273,7 +282,20 @@ def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loo
     slow = only(train(loop, on_step=slow_once))
     [cause] = slow.causes
     assert (cause.kind, cause.host_ms) == ("callback", 50.0)
-    assert cause.detail == "on_step or on_slow_step"
+    assert cause.detail == "on_step"
+
+
+def test_a_progress_bar_that_is_slow_is_not_called_a_function_of_the_users(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_once(trainer: Any, results: Any, times: StepTimes) -> None:
+        gpu.host_work(50.0 if times.step == SLOW else 0.0)
+
+    monkeypatch.setattr(_lightning, "show_on_bar", slow_once)
+    timer = GPUPhaseTimer(clock=gpu, prog_bar=True, summary=False)
+    trainer(timer).fit(Model(gpu), Loader(gpu, STEPS))
+    [slow] = timer.slowest()
+    assert [cause.detail for cause in slow.causes] == ["the progress bar"]
 
 
 def test_on_slow_step_gets_each_slow_step_once(loop: Loop) -> None:

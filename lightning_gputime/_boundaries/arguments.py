@@ -8,10 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gputime._messages import messages
-
-_MOST_SHOWN = 60
-"""So many characters of what was given a message shows."""
+from lightning_gputime._messages import messages, shown
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
 
@@ -45,16 +42,19 @@ def _mistake(model: Any, optimizers: Any) -> str:
             return f"the optimizer {kind}: the arguments are swapped, write {_RIGHT}"
         loads = isinstance(model, DataLoader | Dataset)
         loader = "; the loader goes to timer.steps(loader)" if loads else ""
-        return f"{_shown(model)}: the model comes first, write {_RIGHT}{loader}"
+        return f"{shown(model)}: the model comes first, write {_RIGHT}{loader}"
     if isinstance(model, type):
         return f"the class {model.__name__}: give an instance, such as {model.__name__}(...)"
     if isinstance(model, DataLoader | Dataset):
         return f"a {kind}: write {_RIGHT}, and give the loader to timer.steps(loader)"
     several = "; for several models give torch.nn.ModuleList([...])"
-    if type(model).__name__ == "Trainer":
-        fix = ": under Lightning write Trainer(callbacks=[GPUPhaseTimer()])"
-        return f"a Trainer{fix}"
-    return f"{_shown(model)}{several}"
+    bases = type(model).__mro__
+    if any(one.__name__ == "Trainer" for one in bases):
+        of_transformers = any(one.__module__.startswith("transformers.") for one in bases)
+        package = "lightning_gputime.huggingface"
+        timer = f"{package}.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
+        return f"a {kind}: write Trainer(callbacks=[{timer}()])"
+    return f"{shown(model)}{several}"
 
 
 def check_optimizers(optimizers: Any) -> list[Any]:
@@ -91,9 +91,9 @@ def _no_optimizer(one: Any, given: Any) -> str:
         return f"a {type(one).__name__}: for several models give torch.nn.ModuleList([...])"
     if isinstance(given, Mapping):
         return "a mapping: give the list of its values"
-    if one is given or len(repr(given)) <= _MOST_SHOWN:
-        return _shown(given)
-    return f"{_shown(one)} among {len(given)}"
+    if one is given or shown(given) == repr(given):
+        return shown(given)
+    return f"{shown(one)} among {len(given)}"
 
 
 def _is_generator(one: Any) -> bool:
@@ -115,7 +115,7 @@ def check_loader(loader: Any) -> None:
         isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     ):
         number = f" (or over range({loader}))" if isinstance(loader, int) else ""
-        raise TypeError(f"{right}{number}; got {_shown(loader)}, which has no items")
+        raise TypeError(f"{right}{number}; got {shown(loader)}, which has no items")
 
 
 def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
@@ -147,9 +147,3 @@ def tell_devices(model: nn.Module, timed: torch.device) -> None:
             where,
             timed,
         )
-
-
-def _shown(one: Any) -> str:
-    """Returns what was given, and its type where it is long."""
-    text = repr(one)
-    return text if len(text) <= _MOST_SHOWN else f"a {type(one).__name__}"

@@ -178,7 +178,7 @@ class Ranks:
 def _callback(name: str) -> str:
     """Returns what a phase runs that the training itself does not; empty if it is a part of it."""
     if name == CALLBACKS:
-        return "logging, or a hook of the module"
+        return "logging, a checkpoint or a hook"
     if name.partition("/")[0] in (*PHASES, TRAINING_STEP):
         return of_one_callback(name)
     return f"phase {name}"

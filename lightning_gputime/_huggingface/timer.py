@@ -36,6 +36,7 @@ _METHODS = {
     "train": ("_train_is_called", "_train_ends"),
     "get_batch_samples": ("_fetch_begins", "_nothing_ends"),
     "training_step": ("_micro_batch_begins", "_nothing_ends"),
+    "evaluate": ("_evaluate_is_called", "_evaluate_ends"),
     "evaluation_loop": ("_evaluation_begins", "_evaluation_ends"),
     "prediction_step": ("_prediction_begins", "_nothing_ends"),
 }
@@ -173,6 +174,8 @@ class TrainerTimer(Timer, TrainerCallback):
         self._unlogged.clear()
         self._start(clock, loop, means, **known_of(trainer, args))
         self._session.loads(train_dataloader, in_data=trainer is None)
+        if train_dataloader is not None:
+            self._know_batch(train_dataloader)
         loss = LossFunction(loop.model, self._session.phase)
         batch = None if trainer is None else loop.batch
         self._training = Training(self._session, batch, means, loss)
@@ -199,6 +202,17 @@ class TrainerTimer(Timer, TrainerCallback):
     ) -> None:
         if self._training is not None:
             self._training.takes(inputs)
+
+    @never_raises
+    def _evaluate_is_called(self, *_: Any, **__: Any) -> None:
+        # It makes the loader, or a method of one's own does all in it.
+        if self._training is not None:
+            self._training.evaluation_begins()
+
+    @never_raises
+    def _evaluate_ends(self, error: BaseException | None) -> None:
+        if self._training is not None:
+            self._training.evaluation_ends()
 
     @never_raises
     def _evaluation_begins(self, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "lightning_gputime.huggingface needs transformers and accelerate: python -m pip install"
-        " 'lightning-gputime[huggingface]'"
+        " transformers accelerate"
     ) from error
 
 from lightning_gputime._boundaries.loop import Batch, Loop

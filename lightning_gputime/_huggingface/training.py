@@ -76,8 +76,7 @@ class Training:
 
     def evaluation_begins(self) -> None:
         """Says that an evaluation begins. What follows it until the next fetch is its, too."""
-        if self._batch.is_open:
-            self._session.part_begins(OTHER)  # Inside a step what was before is not its.
+        self._session.part_begins(OTHER)  # What was before is not its.
         self._session.pause()
 
     def evaluation_ends(self) -> None:

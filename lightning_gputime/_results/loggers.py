@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from lightning_gputime._messages import shown
 from lightning_gputime._phases import COMM
 
 
@@ -114,7 +115,7 @@ def check_loggers(logger: Any) -> list[MetricsLogger]:
     for one in several:
         if not callable(getattr(one, "log_metrics", None)):
             raise TypeError(
-                f"logger must have a method log_metrics(metrics, step), got {one!r}; Lightning's"
-                " loggers have it"
+                f"logger must have a method log_metrics(metrics, step), got {shown(one)};"
+                " Lightning's loggers have it, such as TensorBoardLogger"
             )
     return list(several)

@@ -21,7 +21,7 @@ _COLOURS = {
     "optimizer": "#009E73",
     "other": "#BBBBBB",
 }
-_MISSING = "plots need matplotlib: python -m pip install 'lightning-gputime[plot]'"
+_MISSING = "plots need matplotlib: python -m pip install matplotlib"
 _USERS = ("#D55E00", "#F0E442", "#000000")
 
 _MOST_STEPS = 500

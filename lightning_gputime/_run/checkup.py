@@ -12,8 +12,8 @@ ENOUGH = 20
 """After so many steps beside the warm-up it judges."""
 
 _NO_FORWARD = (
-    "No call of the model was seen: is it the module that the loop calls? If it must be another,"
-    ' name its time: `with phase("forward")`.'
+    "No call of the model was seen: is it the module that the loop calls, such as what"
+    ' torch.compile returned? If it must be another, name its time: `with phase("forward")`.'
 )
 _NO_BACKWARD = (
     'No backward was seen: name its time, `with phase("backward")`, or call loss.backward() in the'

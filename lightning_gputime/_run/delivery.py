@@ -53,6 +53,11 @@ class Delivery:
         self._on_slow_step = options.on_slow_step
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
+        own = {"on_step": options.on_step, "on_slow_step": options.on_slow_step}
+        called = [name for name, one in own.items() if one is not None]
+        # What a front end adds to the user's function is its bar.
+        called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
+        self._called = " or ".join(called)
         self.capture: Capture | None = None
         """Traces slow steps, where that is asked for; steps that it has spoiled count nowhere."""
         self.look: Callable[[], bool] | None = None
@@ -152,7 +157,7 @@ class Delivery:
             self._inquiry.own.begin()
             self._call(steps)
             self._call_slow(slow)
-            self._inquiry.own.end("on_step or on_slow_step")
+            self._inquiry.own.end(self._called)
 
     def _call(self, steps: Sequence[StepRecord]) -> None:
         # Over a copy, because one that fails is taken out.

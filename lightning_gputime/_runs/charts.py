@@ -13,7 +13,7 @@ from lightning_gputime._runs.run import Run
 POINTS = 2000
 """So many points a chart has at most: what is more is drawn as means of neighbouring steps."""
 
-_MISSING = "the page of a run needs bokeh: python -m pip install 'lightning-gputime[report]'"
+_MISSING = "the page of a run needs bokeh: python -m pip install bokeh"
 
 # Readable on white and on black: a chart cannot ask which it is on.
 _INK = "#808892"

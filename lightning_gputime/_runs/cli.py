@@ -38,7 +38,7 @@ is taken for the change: run each side several times, in turn, and give all the 
 """
 _REPORT = """\
 Makes one page of a run, or of two side by side, to send to others: it needs no network and no other
-file. Needs bokeh: python -m pip install 'lightning-gputime[report]'.
+file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
 exit code: 0; 1 if --fail-above is given and the step is slower by more than that for certain, the

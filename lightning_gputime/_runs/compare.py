@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_gputime._messages import shown
 from lightning_gputime._phases import in_order
 from lightning_gputime._runs import statistics
 from lightning_gputime._runs.comparison import Difference, RunComparison
@@ -98,7 +99,7 @@ def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
         if not isinstance(one, Run | str | os.PathLike):
             raise TypeError(
                 f"{name} must be a run as load() returns it, its file, or a list of these, got"
-                f" {one!r}"
+                f" {shown(one)}"
             )
         runs.append(one if isinstance(one, Run) else load(one))
     return runs
