@@ -15,7 +15,10 @@ from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -25,6 +28,7 @@ from lightning_gputime._work import flops as counting
 from lightning_gputime._work import measure as measuring
 from lightning_gputime._work import precision as precisions
 from lightning_gputime._work.items import Items
+from lightning_gputime._work.matmul import matmul_tflops
 from lightning_gputime._work.peaks import peak_tflops
 from lightning_gputime._work.precision import looks_like, precision_of
 
@@ -167,6 +171,13 @@ def test_an_epoch_that_is_broken_off_leaves_no_items_to_the_next(loop: Loop) -> 
 Pair = namedtuple("Pair", "x y")
 
 
+class LongDict(UserDict[str, Tensor]):
+    """As a TensorDict: its length is that of the batch."""
+
+    def __len__(self) -> int:
+        return len(self.data["x"])
+
+
 class Graphs:
     """As a batch of PyG: no mapping, and nothing that tells a size."""
 
@@ -181,6 +192,7 @@ class Graphs:
         ([[torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)], 8),
         ({"input_ids": torch.ones(8, 16), "labels": torch.ones(8)}, 8),
         (UserDict(input_ids=torch.ones(8, 16)), 8),
+        (LongDict(x=torch.ones(128, 16), y=torch.ones(128)), 128),
         (Pair(torch.ones(8, 2), torch.ones(8)), 8),
         ({"name": ["a"] * 8, "x": (None, torch.ones(8, 2)), "scale": torch.tensor(2.0)}, 8),
         ((torch.ones(8, 2, device="meta"), 3), 8),
@@ -542,6 +554,151 @@ def test_counting_changes_nothing_in_the_model_the_losses_or_random_numbers(gpu:
     _, *expected = run()
     assert found == expected
     assert counted[1:] == (2 * LINEAR, LINEAR, LINEAR)
+
+
+class Watch(TorchFunctionMode):
+    """Notes which tensors a user's own modes and hooks around the loop get to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def see(self, tensor: Tensor) -> Tensor:
+        self.seen.append(type(tensor).__name__)
+        return tensor
+
+    def hook(self, module: nn.Module, _: Any, output: Tensor) -> None:
+        self.see(output)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "linear":
+            self.see(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_around_the_loop_hears_of_what_is_counted(gpu: FakeGPU) -> None:
+    def run(**options: Any) -> Any:
+        watch, flops = Watch(), FlopCounterMode(display=False)
+        handle = nn.modules.module.register_module_forward_hook(watch.hook)
+        try:
+            with saved_tensors_hooks(watch.see, watch.see), watch, torch.device("cpu"), flops:
+                timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, **options)
+        finally:
+            handle.remove()
+        return loads(timer)[-1], flops.get_total_flops(), watch.seen
+
+    counted, *found = run()
+    _, *expected = run(flops=None)
+    assert found == expected
+    assert counted == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+def test_a_loop_that_looks_for_nan_is_counted(gpu: FakeGPU) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu)
+        assert torch.is_anomaly_check_nan_enabled()
+    assert not torch.is_anomaly_enabled()
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: FakeGPU) -> None:
+    class Seeds(Net):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.generator.manual_seed(0)
+            return super().forward(x + torch.rand(64, generator=self.generator))
+
+    def run(**options: Any) -> list[float]:
+        model, drawn = Seeds(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with GPUPhaseHooks(model, optimizer, clock=FakeGPU(), **options) as timer:
+            for x in timer.steps([torch.ones(8, 64)] * 3):
+                drawn.append(torch.rand((), generator=model.generator).item())
+                model(x).mean().backward()
+                optimizer.step()
+        return drawn
+
+    assert run(flops="count") == run()
+
+
+def test_a_product_of_complex_numbers_is_four_and_their_sum_two(gpu: FakeGPU) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    timer = learn(Waves(), [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 8 * LINEAR, 4 * LINEAR, 4 * LINEAR)
+
+
+def test_norms_and_interpolation_are_no_products_that_lack_a_formula(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.normalize(self.linear(x))[None]
+            x = nn.functional.interpolate(x, size=64, mode="linear")[None]
+            return nn.functional.interpolate(x, size=(16, 16), mode="bilinear")
+
+    timer = learn(Scales(), [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+    assert "formula" not in caplog.text
+
+
+def test_autocast_that_is_off_inside_the_loop_is_seen(gpu: FakeGPU) -> None:
+    model = Net(gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer,
+    ):
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            with torch.autocast("cpu", enabled=False):
+                model(x).mean().backward()
+            optimizer.step()
+    assert timer.summary().work.precision == "fp32"  # type: ignore[union-attr]
+
+
+def test_beyond_the_bound_no_shape_is_looked_at_for_long(gpu: FakeGPU) -> None:
+    asked = []
+
+    class Asked(Net):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            asked.append(1)
+            return super().parameters(recurse)
+
+    model = Asked(gpu)
+    learn(model, [torch.ones(n, 64) for n in range(1, 10)], gpu)
+    before = len(asked)
+    asked.clear()
+    learn(model, [torch.ones(n, 64) for n in range(1, 30)], gpu)
+    assert len(asked) == before
+
+
+def test_a_tensor_that_is_not_plain_is_called_by_its_name(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Image(Tensor):
+        pass
+
+    learn(Net(gpu), [torch.ones(8, 64).as_subclass(Image)] * 3, gpu)
+    assert caplog.text.count("it takes a Image, which is no plain tensor") == 1
+
+
+def test_where_there_are_no_events_no_matmul_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "linspace", None)
+    with pytest.raises(RuntimeError, match="events"):
+        matmul_tflops(torch.device("cpu"), torch.float32)
 
 
 def test_a_frozen_part_and_a_call_without_grad_have_no_backward(gpu: FakeGPU) -> None:

@@ -50,7 +50,7 @@ class Call:
         kwargs: Those with a name.
         with_grad: Whether it was recorded for a backward.
         trained: Which parameters of the module needed a gradient, see `trained`.
-        autocast: The type of the device and the dtype of autocast, where that was on.
+        autocast: The type of the device and the dtype of autocast; None where that was off.
     """
 
     module: nn.Module
@@ -58,7 +58,7 @@ class Call:
     kwargs: Any
     with_grad: bool
     trained: bytes
-    autocast: tuple[str, torch.dtype] | None
+    autocast: tuple[str, torch.dtype | None]
 
 
 def trained(parameters: Iterable[Tensor]) -> bytes:
@@ -93,9 +93,9 @@ def elements(key: Key) -> int:
 def call_of(key: Key, module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
     """Returns what is needed to make the call of a key again."""
     kind = device.type
-    autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with_grad = torch.is_grad_enabled()
-    return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], autocast)
+    return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], (kind, dtype))
 
 
 def _add_shapes(value: Any, shapes: list[Any]) -> None:
@@ -126,5 +126,5 @@ def _like(value: Any) -> Any:
         return several if isinstance(value, list) else tuple(several)
     if isinstance(value, _PLAIN):
         return value
-    kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
-    return Opaque(kind)
+    is_sparse = type(value) is Tensor
+    return Opaque(f"{value.layout} tensor" if is_sparse else type(value).__name__)

@@ -117,7 +117,7 @@ class Work:
         try:
             if self._counts:
                 key = self._key_of(module, args, kwargs)
-                if key not in self._known and key not in self._new:
+                if self._has_room(key):
                     # As they are now: they may have been replaced.
                     self._parameters[id(module)] = [*module.parameters()]
                     key = self._key_of(module, args, kwargs)
@@ -135,9 +135,11 @@ class Work:
         return key_of(module, trained(self._parameters.get(id(module), ())), args, kwargs)
 
     def _has_room(self, key: Key) -> bool:
+        if key in self._known or key in self._new:
+            return False
         all_calls = [*self._known, *self._new]
         alike = sum(one[:ALIKE] == key[:ALIKE] for one in all_calls)
-        return key not in all_calls and alike < MOST_SHAPES and len(all_calls) < MOST_CALLS
+        return alike < MOST_SHAPES and len(all_calls) < MOST_CALLS
 
     def _of_calls(self) -> Sequence[float]:
         """Returns the FLOPs of the calls of the step: of the model, and as they ran."""
