@@ -624,6 +624,20 @@ def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: 
     assert run(flops="count") == run()
 
 
+def test_a_gradient_that_the_forward_computes_is_counted(gpu: FakeGPU) -> None:
+    class Forces(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force
+
+    timer = learn(Forces(gpu), [torch.ones(8, 64)] * 3, gpu)
+    # The product and its gradient by the batch; in backward, that of the gradient by both of its
+    # factors, and that of the product by the weight and by the batch, which needs one here.
+    assert loads(timer)[-1] == (8, 6 * LINEAR, 2 * LINEAR, 4 * LINEAR)
+
+
 def test_a_product_of_complex_numbers_is_four_and_their_sum_two(gpu: FakeGPU) -> None:
     class Waves(nn.Module):
         def __init__(self) -> None:

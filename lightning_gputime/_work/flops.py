@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +107,17 @@ def count(call: Call, parts: Mapping[str, nn.Module]) -> Count:
 
 
 class _Counter(flop_counter.FlopCounterMode):
-    """Adds up by forward, backward, and what backward computes again."""
+    """Adds up by forward, backward, and what backward computes again.
 
-    def __init__(self) -> None:
+    Args:
+        by_module: Whether for each module, too.
+    """
+
+    def __init__(self, *, by_module: bool) -> None:
         super().__init__(display=False, custom_mapping=_formulas())
+        if not by_module:
+            # Torch's refuses gradients of a batch that are computed in the forward.
+            self.mod_tracker: Any = _NoModules()
         self.is_backward = False
         self.found: dict[str, Flops] = {}
         self.uncounted: set[str] = set()
@@ -145,6 +152,12 @@ class _Counter(flop_counter.FlopCounterMode):
         return out
 
 
+class _NoModules(nullcontext[None]):
+    """Stands for torch's own, which tells in which modules one is."""
+
+    parents = frozenset(("Global",))
+
+
 def _formulas() -> dict[Any, Any]:
     """Returns the formulas of attention, by its operators: as if each token saw all others."""
 
@@ -176,7 +189,7 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
     mode._allow_unsafe_data_ptr_access = False
     with FakeCopyMode(mode):
         copy = copied(module, call.trained, mode.from_tensor)
-    counter = _Counter()
+    counter = _Counter(by_module=bool(parts))
     with ExitStack() as stack:
         # Also where it was off: it may be on around the loop.
         kind, dtype = call.autocast

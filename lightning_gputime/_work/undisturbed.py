@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import overrides
-from torch._C import _len_torch_function_stack
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C import _autograd, _len_torch_function_stack
 from torch.nn.modules import module as of_modules
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
@@ -43,8 +42,7 @@ def undisturbed() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_without_function_modes())
             stack.enter_context(_without_hooks_on_all_modules())
-            # Only the innermost ones are called.
-            stack.enter_context(saved_tensors_hooks(_same, _same))
+            stack.enter_context(_without_hooks_on_saved_tensors())
             # It looks for NaN, which a fake does not tell.
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
             yield
@@ -86,8 +84,17 @@ def _without_hooks_on_all_modules() -> Iterator[None]:
         names.update(hooks)
 
 
-def _same(tensor: Any) -> Any:
-    return tensor
+@contextmanager
+def _without_hooks_on_saved_tensors() -> Iterator[None]:
+    hooks = []
+    try:
+        while (one := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            hooks.append(one)
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _compiles() -> bool:
