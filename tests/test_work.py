@@ -624,6 +624,19 @@ def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: 
     assert run(flops="count") == run()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_inference_that_is_recorded_for_a_backward_has_none(gpu: FakeGPU, trains: bool) -> None:
+    model = Net(gpu)
+    with GPUPhaseHooks(model, clock=gpu, flops="count", modules=["linear"]) as timer:
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            loss = model(x).mean()
+            if trains:
+                loss.backward()
+    backward = LINEAR if trains else 0
+    of_all = (LINEAR, backward)
+    assert loads(timer)[-1] == (8, LINEAR + backward, *of_all, *of_all)
+
+
 def test_a_gradient_that_the_forward_computes_is_counted(gpu: FakeGPU) -> None:
     class Forces(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -119,6 +119,10 @@ class Marks:
         if 0 <= place < len(self._open) and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
+    def has_marked(self, phase: str) -> bool:
+        """Tells whether the open step has a mark of a phase, or of a part of it."""
+        return any(label.partition("/")[0] == phase for label, *_ in self._open)
+
     def enter_phase(self, name: str) -> None:
         """Begins a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
+from lightning_gputime._phases import BACKWARD
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._results.work import Yardstick
@@ -43,6 +44,8 @@ class Work:
         self._option: Any = options.flops
         self._counts = options.flops == "count"
         self._loop = loop
+        # Inference outside of no_grad is recorded for a backward that never comes.
+        self._may_infer = not loop.optimizers
         self._parts = loop.submodules if self._counts else {}
         self.yardstick = Yardstick(items_by=self._items.told_by, parts=tuple(self._parts))
         """What the work is held against."""
@@ -147,10 +150,11 @@ class Work:
         if not of_calls or None in of_calls:
             return [nan] * (3 + 2 * len(self._parts))
         counts = [one for one in of_calls if one is not None]
-        whole = _sum([one.whole for one in counts])
+        runs_backward = not self._may_infer or self._recorder.has_marked(BACKWARD)
+        whole = _sum([one.whole for one in counts], runs_backward)
         ran = [whole.forward, whole.backward + whole.recomputed]
         for name in self._parts:
-            part = _sum([one.parts[name] for one in counts if name in one.parts])
+            part = _sum([one.parts[name] for one in counts if name in one.parts], runs_backward)
             ran += [part.forward, part.backward + part.recomputed]
         return [whole.forward + whole.backward, *ran]
 
@@ -231,11 +235,11 @@ class Work:
             self.yardstick.note = message
 
 
-def _sum(flops: Sequence[Flops]) -> Flops:
+def _sum(flops: Sequence[Flops], runs_backward: bool) -> Flops:
     return Flops(
         sum([one.forward for one in flops]),
-        sum([one.backward for one in flops]),
-        sum([one.recomputed for one in flops]),
+        sum([one.backward for one in flops]) * runs_backward,
+        sum([one.recomputed for one in flops]) * runs_backward,
     )
 
 
