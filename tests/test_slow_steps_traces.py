@@ -370,6 +370,34 @@ def test_ctrl_c_while_a_profiler_starts_leaves_none_behind(
     assert Profile.running == 0
 
 
+@pytest.mark.parametrize("where", ["start", "stop"])
+def test_ctrl_c_inside_of_a_profiler_is_raised_and_leaves_none_behind(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    # Torch's own waits for the device before it stops, and refuses to stop if it has not begun.
+
+    def stop(self: Profile) -> None:
+        if not Profile.running:
+            raise AssertionError("Profiler must be initialized before stopping trace")
+        if (where, interrupts) == ("stop", [1]):
+            interrupts.clear()
+            raise KeyboardInterrupt
+        stops(self)
+
+    def start(self: Profile) -> None:
+        if (where, interrupts) == ("start", [1]):
+            interrupts.clear()
+            raise KeyboardInterrupt
+        starts(self)
+
+    interrupts, starts, stops = [1], Profile.start, Profile.stop
+    monkeypatch.setattr(Profile, "start", start)
+    monkeypatch.setattr(Profile, "stop", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(loop, FIRST, 100, tmp_path)
+    assert Profile.running == 0
+
+
 def test_a_profiler_is_stopped_whatever_fails_before(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
