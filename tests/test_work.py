@@ -1159,6 +1159,16 @@ def test_flops_that_are_told_are_those_of_an_item_or_of_the_batch(
         assert summary.rows["backward"].tflops == pytest.approx(24e6 / 4e-3 / 1e12)
 
 
+@pytest.mark.usefixtures("h200")
+def test_what_rounding_leaves_is_nothing_that_is_computed_again(loop: Loop) -> None:
+    for nth in range(3, 20):
+        option = (1.1e9 / nth, 2.3e9 / 7)
+        summary = train(loop, rows(*range(1, 8), *range(1, 8)), flops=option).summary()
+        assert summary.work is not None
+        assert summary.work.hfu == summary.work.mfu
+        assert "again" not in str(summary)
+
+
 def test_the_flops_of_a_lightning_module_are_counted(gpu: FakeGPU) -> None:
     class Task(pl.LightningModule):
         def __init__(self) -> None:
