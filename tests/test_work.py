@@ -838,6 +838,19 @@ def test_an_argument_that_chooses_what_is_computed_is_part_of_the_call(gpu: Fake
     assert loads(timer)[-1][2] == LINEAR + 3 * LINEAR
 
 
+def test_strings_inside_of_a_batch_choose_nothing(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Named(Net):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch["x"])
+
+    batches = [{"x": torch.ones(8, 64), "file": [f"{n}.png"] * 8} for n in range(12)]
+    timer = learn(Named(gpu), batches, gpu)
+    assert {load[1:] for load in loads(timer)[1:]} == {(2 * LINEAR, LINEAR, LINEAR)}
+    assert "shapes" not in caplog.text
+
+
 def test_autocast_inside_of_the_call_is_seen(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: seen.append(precision))

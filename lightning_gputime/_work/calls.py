@@ -18,8 +18,10 @@ _TRAINED = 3
 
 _requires_grad = attrgetter("requires_grad")
 
-# Arguments that choose what is computed; numbers may be others in each step, and choose little.
-_CHOICES = (bool, str, type(None))
+# Arguments that choose what is computed; numbers may be others in each step, and choose little. So
+# may strings inside of a batch, as the names of its files.
+_FLAGS = (bool, type(None))
+_CHOICES = (*_FLAGS, str)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -76,9 +78,11 @@ def key_of(module: nn.Module, needs_grad: bytes, args: Any, kwargs: Any) -> Key:
         kwargs: Those with a name.
     """
     shapes: list[Any] = [id(module), module.training, torch.is_grad_enabled(), needs_grad]
-    _add_shapes(args, shapes)
-    if kwargs:
-        _add_shapes(kwargs, shapes)
+    for one in args:
+        _add_shapes(one, shapes, _CHOICES)
+    for name, one in (kwargs or {}).items():
+        shapes.append(name)
+        _add_shapes(one, shapes, _CHOICES)
     return tuple(shapes)
 
 
@@ -98,11 +102,11 @@ def call_of(key: Key, module: nn.Module, args: Any, kwargs: Any, device: torch.d
     return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], (kind, dtype))
 
 
-def _add_shapes(value: Any, shapes: list[Any]) -> None:
+def _add_shapes(value: Any, shapes: list[Any], choices: tuple[type, ...] = _FLAGS) -> None:
     if isinstance(value, Tensor):
         shapes.append(value.shape)
         shapes.append(value.requires_grad)
-    elif isinstance(value, _CHOICES):
+    elif isinstance(value, choices):
         shapes.append(value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
