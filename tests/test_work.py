@@ -399,6 +399,17 @@ def test_shapes_beyond_the_bound_are_scaled_and_told(
     assert caplog.text.count("with more than 8 shapes") == 1
 
 
+def test_a_shape_beyond_the_bound_is_scaled_from_the_nearest(gpu: FakeGPU) -> None:
+    class Scores(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.ones(32, len(x))
+
+    sizes = [100, *range(1, 8), 99]
+    timer = learn(Scores(gpu), [torch.ones(n, 64) for n in sizes], gpu)
+    forward = LINEAR / 8 * 100 + 2 * 100 * 32 * 100
+    assert loads(timer)[-1][2] == pytest.approx(0.99 * forward)
+
+
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_computes_again_is_told_apart(gpu: FakeGPU, reentrant: bool) -> None:

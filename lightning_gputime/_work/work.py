@@ -163,9 +163,11 @@ class Work:
             return self._known[key]
         if key in self._new:
             return None
-        # One shape too many: as one of the same module, by its elements.
+        # One shape too many: as the nearest of the same module, by its elements.
+        n = elements(key)
         like = [one for one in self._known if one[:ALIKE] == key[:ALIKE] and elements(one)]
-        known = self._known[like[-1]] if like else None
+        nearest = min(like, key=lambda one: abs(elements(one) - n), default=key)
+        known = self._known.get(nearest)
         if not like:
             self._tell_once(f"What is trained of the model changes too often to count it: {_FIX}")
         if known is None:
@@ -174,7 +176,7 @@ class Work:
             f"The model was called with more than {MOST_SHAPES} shapes: the FLOPs of further ones"
             " are scaled by the elements of the first tensor"
         )
-        factor = elements(key) / elements(like[-1])
+        factor = n / elements(nearest)
         parts = {name: one.scaled(factor) for name, one in known.parts.items()}
         return Count(known.whole.scaled(factor), parts, (), {})
 
