@@ -51,8 +51,8 @@ class Readings:
 
         A step is slow that takes longer than the median of the 50 steps before it (taken anew every
         25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no witness has
-        seen the cause of is unexplained. Steps that are not timed are judged by the host's clock, by
-        those of them before, where the host sets the pace: of these no phase is known.
+        seen the cause of is unexplained. Steps that are not timed are judged by the host's clock,
+        by those of them before, where the host sets the pace: of these no phase is known.
 
         Args:
             n: How many, those first that exceed the usual step most; 1,000 are kept.
