@@ -259,7 +259,9 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_training_goes_on(
     )
     assert {slow.step for slow in timer.slowest()} == {20, 30}
     [record] = caplog.records
-    assert record.getMessage().startswith("Slow steps are no longer traced: FileExistsError")
+    said = record.getMessage()
+    assert said.startswith(f"Slow steps are no longer traced: [Errno 17] File exists: '{folder}'.")
+    assert f"Make room in {folder} and" in said
 
 
 def test_the_time_of_the_profiler_makes_no_step_slow(loop: Loop, tmp_path: Path) -> None:
@@ -367,6 +369,34 @@ def test_ctrl_c_while_a_profiler_starts_leaves_none_behind(
         trains()
     assert Profile.running == 1
     timer.remove()
+    assert Profile.running == 0
+
+
+@pytest.mark.parametrize("where", ["start", "stop"])
+def test_ctrl_c_inside_of_a_profiler_is_raised_and_leaves_none_behind(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    # Torch's own waits for the device before it stops, and refuses to stop if it has not begun.
+
+    def stop(self: Profile) -> None:
+        if not Profile.running:
+            raise AssertionError("Profiler must be initialized before stopping trace")
+        if (where, interrupts) == ("stop", [1]):
+            interrupts.clear()
+            raise KeyboardInterrupt
+        stops(self)
+
+    def start(self: Profile) -> None:
+        if (where, interrupts) == ("start", [1]):
+            interrupts.clear()
+            raise KeyboardInterrupt
+        starts(self)
+
+    interrupts, starts, stops = [1], Profile.start, Profile.stop
+    monkeypatch.setattr(Profile, "start", start)
+    monkeypatch.setattr(Profile, "stop", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(loop, FIRST, 100, tmp_path)
     assert Profile.running == 0
 
 

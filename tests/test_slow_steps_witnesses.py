@@ -132,6 +132,27 @@ def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
     assert (slow.causes, slow.unexplained_ms) == ((), 35.0)
 
 
+def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_causes(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    witness, loader = Preemption(gpu.host_ns, Scheduler(gpu)), Loader(gpu.host_ns)
+    bench = Bench(gpu, witness, loader)
+    bench.usual()
+    monkeypatch.setattr(preemption, "_WORTH_MS", 1e3)
+
+    def is_asked() -> None:
+        # The steps before are read while it is open.
+        gpu.now += 1
+        witness.steps_were_read(bench.inquiry._usual)
+
+    monkeypatch.setattr(loader, "is_asked", is_asked)
+    bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
+    [slow] = bench.found
+    assert (slow.causes, slow.unexplained_ms) == ((), 50.0)
+    assert bench.inquiry.witnesses
+    assert not caplog.text
+
+
 def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, Preemption(gpu.host_ns, scheduler))

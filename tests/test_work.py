@@ -15,7 +15,10 @@ from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -25,6 +28,7 @@ from lightning_gputime._work import flops as counting
 from lightning_gputime._work import measure as measuring
 from lightning_gputime._work import precision as precisions
 from lightning_gputime._work.items import Items
+from lightning_gputime._work.matmul import matmul_tflops
 from lightning_gputime._work.peaks import peak_tflops
 from lightning_gputime._work.precision import looks_like, precision_of
 
@@ -167,6 +171,13 @@ def test_an_epoch_that_is_broken_off_leaves_no_items_to_the_next(loop: Loop) -> 
 Pair = namedtuple("Pair", "x y")
 
 
+class LongDict(UserDict[str, Tensor]):
+    """As a TensorDict: its length is that of the batch."""
+
+    def __len__(self) -> int:
+        return len(self.data["x"])
+
+
 class Graphs:
     """As a batch of PyG: no mapping, and nothing that tells a size."""
 
@@ -181,6 +192,7 @@ class Graphs:
         ([[torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)], 8),
         ({"input_ids": torch.ones(8, 16), "labels": torch.ones(8)}, 8),
         (UserDict(input_ids=torch.ones(8, 16)), 8),
+        (LongDict(x=torch.ones(128, 16), y=torch.ones(128)), 128),
         (Pair(torch.ones(8, 2), torch.ones(8)), 8),
         ({"name": ["a"] * 8, "x": (None, torch.ones(8, 2)), "scale": torch.tensor(2.0)}, 8),
         ((torch.ones(8, 2, device="meta"), 3), 8),
@@ -387,6 +399,17 @@ def test_shapes_beyond_the_bound_are_scaled_and_told(
     assert caplog.text.count("with more than 8 shapes") == 1
 
 
+def test_a_shape_beyond_the_bound_is_scaled_from_the_nearest(gpu: FakeGPU) -> None:
+    class Scores(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.ones(32, len(x))
+
+    sizes = [100, *range(1, 8), 99]
+    timer = learn(Scores(gpu), [torch.ones(n, 64) for n in sizes], gpu)
+    forward = LINEAR / 8 * 100 + 2 * 100 * 32 * 100
+    assert loads(timer)[-1][2] == pytest.approx(0.99 * forward)
+
+
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_computes_again_is_told_apart(gpu: FakeGPU, reentrant: bool) -> None:
@@ -544,6 +567,178 @@ def test_counting_changes_nothing_in_the_model_the_losses_or_random_numbers(gpu:
     assert counted[1:] == (2 * LINEAR, LINEAR, LINEAR)
 
 
+class Watch(TorchFunctionMode):
+    """Notes which tensors a user's own modes and hooks around the loop get to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def see(self, tensor: Tensor) -> Tensor:
+        self.seen.append(type(tensor).__name__)
+        return tensor
+
+    def hook(self, module: nn.Module, _: Any, output: Tensor) -> None:
+        self.see(output)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "linear":
+            self.see(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_around_the_loop_hears_of_what_is_counted(gpu: FakeGPU) -> None:
+    def run(**options: Any) -> Any:
+        watch, flops = Watch(), FlopCounterMode(display=False)
+        handle = nn.modules.module.register_module_forward_hook(watch.hook)
+        try:
+            with saved_tensors_hooks(watch.see, watch.see), watch, torch.device("cpu"), flops:
+                timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, **options)
+        finally:
+            handle.remove()
+        return loads(timer)[-1], flops.get_total_flops(), watch.seen
+
+    counted, *found = run()
+    _, *expected = run(flops=None)
+    assert found == expected
+    assert counted == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+def test_a_loop_that_looks_for_nan_is_counted(gpu: FakeGPU) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu)
+        assert torch.is_anomaly_check_nan_enabled()
+    assert not torch.is_anomaly_enabled()
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+
+
+def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: FakeGPU) -> None:
+    class Seeds(Net):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.generator.manual_seed(0)
+            return super().forward(x + torch.rand(64, generator=self.generator))
+
+    def run(**options: Any) -> list[float]:
+        model, drawn = Seeds(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with GPUPhaseHooks(model, optimizer, clock=FakeGPU(), **options) as timer:
+            for x in timer.steps([torch.ones(8, 64)] * 3):
+                drawn.append(torch.rand((), generator=model.generator).item())
+                model(x).mean().backward()
+                optimizer.step()
+        return drawn
+
+    assert run(flops="count") == run()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_inference_that_is_recorded_for_a_backward_has_none(gpu: FakeGPU, trains: bool) -> None:
+    model = Net(gpu)
+    with GPUPhaseHooks(model, clock=gpu, flops="count", modules=["linear"]) as timer:
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            loss = model(x).mean()
+            if trains:
+                loss.backward()
+    backward = LINEAR if trains else 0
+    of_all = (LINEAR, backward)
+    assert loads(timer)[-1] == (8, LINEAR + backward, *of_all, *of_all)
+
+
+def test_a_gradient_that_the_forward_computes_is_counted(gpu: FakeGPU) -> None:
+    class Forces(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force
+
+    timer = learn(Forces(gpu), [torch.ones(8, 64)] * 3, gpu)
+    # The product and its gradient by the batch; in backward, that of the gradient by both of its
+    # factors, and that of the product by the weight and by the batch, which needs one here.
+    assert loads(timer)[-1] == (8, 6 * LINEAR, 2 * LINEAR, 4 * LINEAR)
+
+
+def test_a_product_of_complex_numbers_is_four_and_their_sum_two(gpu: FakeGPU) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    timer = learn(Waves(), [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 8 * LINEAR, 4 * LINEAR, 4 * LINEAR)
+
+
+def test_norms_and_interpolation_are_no_products_that_lack_a_formula(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.normalize(self.linear(x))[None]
+            x = nn.functional.interpolate(x, size=64, mode="linear")[None]
+            return nn.functional.interpolate(x, size=(16, 16), mode="bilinear")
+
+    timer = learn(Scales(), [torch.ones(8, 64)] * 3, gpu)
+    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
+    assert "formula" not in caplog.text
+
+
+def test_autocast_that_is_off_inside_the_loop_is_seen(gpu: FakeGPU) -> None:
+    model = Net(gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer,
+    ):
+        for x in timer.steps([torch.ones(8, 64)] * 3):
+            with torch.autocast("cpu", enabled=False):
+                model(x).mean().backward()
+            optimizer.step()
+    assert timer.summary().work.precision == "fp32"  # type: ignore[union-attr]
+
+
+def test_beyond_the_bound_no_shape_is_looked_at_for_long(gpu: FakeGPU) -> None:
+    asked = []
+
+    class Asked(Net):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            asked.append(1)
+            return super().parameters(recurse)
+
+    model = Asked(gpu)
+    learn(model, [torch.ones(n, 64) for n in range(1, 10)], gpu)
+    before = len(asked)
+    asked.clear()
+    learn(model, [torch.ones(n, 64) for n in range(1, 30)], gpu)
+    assert len(asked) == before
+
+
+def test_a_tensor_that_is_not_plain_is_called_by_its_name(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Image(Tensor):
+        pass
+
+    learn(Net(gpu), [torch.ones(8, 64).as_subclass(Image)] * 3, gpu)
+    assert caplog.text.count("it takes a Image, which is no plain tensor") == 1
+
+
+def test_where_there_are_no_events_no_matmul_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "linspace", None)
+    with pytest.raises(RuntimeError, match="events"):
+        matmul_tflops(torch.device("cpu"), torch.float32)
+
+
 def test_a_frozen_part_and_a_call_without_grad_have_no_backward(gpu: FakeGPU) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -652,6 +847,19 @@ def test_an_argument_that_chooses_what_is_computed_is_part_of_the_call(gpu: Fake
             (model(x, "short").mean() + model(x, "long").mean()).backward()
             optimizer.step()
     assert loads(timer)[-1][2] == LINEAR + 3 * LINEAR
+
+
+def test_strings_inside_of_a_batch_choose_nothing(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Named(Net):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch["x"])
+
+    batches = [{"x": torch.ones(8, 64), "file": [f"{n}.png"] * 8} for n in range(12)]
+    timer = learn(Named(gpu), batches, gpu)
+    assert {load[1:] for load in loads(timer)[1:]} == {(2 * LINEAR, LINEAR, LINEAR)}
+    assert "shapes" not in caplog.text
 
 
 def test_autocast_inside_of_the_call_is_seen(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -973,6 +1181,16 @@ def test_flops_that_are_told_are_those_of_an_item_or_of_the_batch(
     assert (summary.work.hfu is not None) == has_phases
     if has_phases:
         assert summary.rows["backward"].tflops == pytest.approx(24e6 / 4e-3 / 1e12)
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_rounding_leaves_is_nothing_that_is_computed_again(loop: Loop) -> None:
+    for nth in range(3, 20):
+        option = (1.1e9 / nth, 2.3e9 / 7)
+        summary = train(loop, rows(*range(1, 8), *range(1, 8)), flops=option).summary()
+        assert summary.work is not None
+        assert summary.work.hfu == summary.work.mfu
+        assert "again" not in str(summary)
 
 
 def test_the_flops_of_a_lightning_module_are_counted(gpu: FakeGPU) -> None:

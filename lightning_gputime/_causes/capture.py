@@ -42,6 +42,11 @@ _PATIENCE = 100
 
 _RANGE = "lightning_gputime step"
 
+_NO_FILE = (
+    "Slow steps are no longer traced: %s. Make room in %s and in the folder for temporary files,"
+    " and let both be written to; or name another folder by trace_slow_steps."
+)
+
 
 @untraced
 class Capture:
@@ -246,6 +251,10 @@ class Capture:
 
     def _give_up(self, error: Exception) -> None:
         self._end()
-        self._tell_once("Slow steps are no longer traced: %r", error)
+        if isinstance(error, OSError):
+            # As text it names the file, too.
+            self._tell_once(_NO_FILE, error, self._folder)
+        else:
+            self._tell_once("Slow steps are no longer traced: %r", error)
         with suppress(Exception):
             self._tracer.stop()

@@ -110,8 +110,8 @@ class Preemption:
         # The samples before the marks at its begin and at its end.
         if last < 1 or newest[last][0] <= scene.begin_ns:
             return
-        if not newest[last - 1][1]:
-            return
+        if not (newest[last - 1][1] and newest[last][1]):
+            return  # It began, or ended, where nobody looked.
         own = _turn(newest[last - 1], newest[last])
         # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it
         # usually does, and must not count for what runs there.

@@ -91,7 +91,8 @@ class Tracer:
         finally:
             self._is_starting = False
             if self._profile is None:
-                profile.stop()
+                with suppress(Exception):  # Else it would hide why, such as Ctrl-C.
+                    profile.stop()
 
     def range(self, name: str) -> None:
         """Begins a range in the trace, which ends the one before."""
@@ -118,6 +119,11 @@ class Tracer:
         finally:
             try:
                 profile.stop()
+            except BaseException:
+                # Ctrl-C while it waits for the device: nobody else would stop it.
+                with suppress(Exception):
+                    profile.stop()
+                raise
             finally:
                 self.forget()
         return profile

@@ -124,6 +124,10 @@ class Marks:
         """Whether a phase that was named by hand is open, at rest, too."""
         return bool(self._named)
 
+    def has_marked(self, phase: str) -> bool:
+        """Tells whether the open step has a mark of a phase, or of a part of it."""
+        return any(label.partition("/")[0] == phase for label, *_ in self._open)
+
     def enter_phase(self, name: str) -> None:
         """Begins a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.

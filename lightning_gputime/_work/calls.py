@@ -18,8 +18,10 @@ _TRAINED = 3
 
 _requires_grad = attrgetter("requires_grad")
 
-# Arguments that choose what is computed; numbers may be others in each step, and choose little.
-_CHOICES = (bool, str, type(None))
+# Arguments that choose what is computed; numbers may be others in each step, and choose little. So
+# may strings inside of a batch, as the names of its files.
+_FLAGS = (bool, type(None))
+_CHOICES = (*_FLAGS, str)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -50,7 +52,7 @@ class Call:
         kwargs: Those with a name.
         with_grad: Whether it was recorded for a backward.
         trained: Which parameters of the module needed a gradient, see `trained`.
-        autocast: The type of the device and the dtype of autocast, where that was on.
+        autocast: The type of the device and the dtype of autocast; None where that was off.
     """
 
     module: nn.Module
@@ -58,7 +60,7 @@ class Call:
     kwargs: Any
     with_grad: bool
     trained: bytes
-    autocast: tuple[str, torch.dtype] | None
+    autocast: tuple[str, torch.dtype | None]
 
 
 def trained(parameters: Iterable[Tensor]) -> bytes:
@@ -76,9 +78,11 @@ def key_of(module: nn.Module, needs_grad: bytes, args: Any, kwargs: Any) -> Key:
         kwargs: Those with a name.
     """
     shapes: list[Any] = [id(module), module.training, torch.is_grad_enabled(), needs_grad]
-    _add_shapes(args, shapes)
-    if kwargs:
-        _add_shapes(kwargs, shapes)
+    for one in args:
+        _add_shapes(one, shapes, _CHOICES)
+    for name, one in (kwargs or {}).items():
+        shapes.append(name)
+        _add_shapes(one, shapes, _CHOICES)
     return tuple(shapes)
 
 
@@ -93,16 +97,16 @@ def elements(key: Key) -> int:
 def call_of(key: Key, module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
     """Returns what is needed to make the call of a key again."""
     kind = device.type
-    autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with_grad = torch.is_grad_enabled()
-    return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], autocast)
+    return Call(module, _like(args), _like(kwargs), with_grad, key[_TRAINED], (kind, dtype))
 
 
-def _add_shapes(value: Any, shapes: list[Any]) -> None:
+def _add_shapes(value: Any, shapes: list[Any], choices: tuple[type, ...] = _FLAGS) -> None:
     if isinstance(value, Tensor):
         shapes.append(value.shape)
         shapes.append(value.requires_grad)
-    elif isinstance(value, _CHOICES):
+    elif isinstance(value, choices):
         shapes.append(value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
@@ -126,5 +130,5 @@ def _like(value: Any) -> Any:
         return several if isinstance(value, list) else tuple(several)
     if isinstance(value, _PLAIN):
         return value
-    kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
-    return Opaque(kind)
+    is_sparse = type(value) is Tensor
+    return Opaque(f"{value.layout} tensor" if is_sparse else type(value).__name__)

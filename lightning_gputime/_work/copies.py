@@ -17,7 +17,6 @@ from lightning_gputime._work.calls import Like, Opaque
 _SHARED = (
     torch.utils.data.Dataset,
     torch.utils.data.DataLoader,
-    torch.Generator,
     torch.Stream,
     torch.Event,
     type(threading.Lock()),
@@ -106,6 +105,8 @@ def copied(module: nn.Module, trained: bytes, fake: Callable[[Tensor], Tensor]) 
         for name, value in vars(one).items():
             if name.endswith(_HOOKS) and isinstance(value, dict):
                 memo[id(value)] = type(value)()
+            elif isinstance(value, torch.Generator):
+                memo[id(value)] = value.clone_state()  # Else one that is seeded in it would be.
             elif (
                 isinstance(value, _SHARED)
                 or type(value).__name__ == "ProcessGroup"

@@ -1,23 +1,18 @@
 """The FLOPs of a call, counted on a copy of the module whose tensors have no memory."""
 
-import logging
 import math
-import random
 import re
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.autograd import graph
-from torch.utils import checkpoint, flop_counter
+from torch.utils import flop_counter
 
 from lightning_gputime._work.calls import Call
 from lightning_gputime._work.copies import (
@@ -28,6 +23,7 @@ from lightning_gputime._work.copies import (
     fakes,
     unwrapped,
 )
+from lightning_gputime._work.undisturbed import undisturbed
 
 aten: Any = torch.ops.aten
 
@@ -47,6 +43,7 @@ _RECOMPUTING = {f"{name}_backward" for name in _ATTENTION}
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "higher_order", "_c10d_functional", "profiler")
 # Of torch's own operators, those that are work if they have no formula.
 _WORK = re.compile(r"rnn|lstm|gru|mm(_|$)|mv$|dot$|conv|linear|attention|transformer|linalg|cdist")
+_NO_WORK = re.compile(r"upsample|vector_norm|convert")
 
 
 @dataclass(slots=True)
@@ -100,7 +97,7 @@ def count(call: Call, parts: Mapping[str, nn.Module]) -> Count:
         UncountableError: If it cannot be.
     """
     try:
-        with _undisturbed():
+        with undisturbed():
             return _counted(call, parts)
     except UncountableError:
         raise
@@ -110,10 +107,17 @@ def count(call: Call, parts: Mapping[str, nn.Module]) -> Count:
 
 
 class _Counter(flop_counter.FlopCounterMode):
-    """Adds up by forward, backward, and what backward computes again."""
+    """Adds up by forward, backward, and what backward computes again.
 
-    def __init__(self) -> None:
+    Args:
+        by_module: Whether for each module, too.
+    """
+
+    def __init__(self, *, by_module: bool) -> None:
         super().__init__(display=False, custom_mapping=_formulas())
+        if not by_module:
+            # Torch's refuses gradients of a batch that are computed in the forward.
+            self.mod_tracker: Any = _NoModules()
         self.is_backward = False
         self.found: dict[str, Flops] = {}
         self.uncounted: set[str] = set()
@@ -124,11 +128,14 @@ class _Counter(flop_counter.FlopCounterMode):
         if formula is None:
             name = getattr(func_packet, "_qualified_op_name", "")
             namespace, _, operator = name.partition("::")
-            if name and (namespace not in _KNOWN_NAMESPACES or _WORK.search(operator)):
+            is_work = _WORK.search(operator) and not _NO_WORK.search(operator)
+            if name and (namespace not in _KNOWN_NAMESPACES or is_work):
                 self.uncounted.add(name)
             return out
         flops = formula(*args, **kwargs, out_val=out)
         factor = next(one for one in args if isinstance(one, Tensor))
+        # Of two complex numbers a product is four, with two additions, and a sum is two.
+        flops *= 4 if factor.is_complex() else 1
         self.computed_in[factor.dtype, "conv" in func_packet.__name__] += flops
         # What is computed again is recorded again.
         again = flops if self.is_backward and torch.is_grad_enabled() else 0
@@ -143,6 +150,12 @@ class _Counter(flop_counter.FlopCounterMode):
             else:
                 of.forward += flops
         return out
+
+
+class _NoModules(nullcontext[None]):
+    """Stands for torch's own, which tells in which modules one is."""
+
+    parents = frozenset(("Global",))
 
 
 def _formulas() -> dict[Any, Any]:
@@ -176,11 +189,12 @@ def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
     mode._allow_unsafe_data_ptr_access = False
     with FakeCopyMode(mode):
         copy = copied(module, call.trained, mode.from_tensor)
-    counter = _Counter()
+    counter = _Counter(by_module=bool(parts))
     with ExitStack() as stack:
-        if call.autocast is not None:
-            kind, dtype = call.autocast
-            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+        # Also where it was off: it may be on around the loop.
+        kind, dtype = call.autocast
+        on = dtype is not None
+        stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
         stack.enter_context(torch.set_grad_enabled(call.with_grad))
         stack.enter_context(mode)
         args, kwargs = fakes(call.args), fakes(call.kwargs)
@@ -234,31 +248,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value))
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Lets random numbers stay as they are, and warnings be silent."""
-    python, of_numpy = random.getstate(), np.random.get_state()
-    # On a device checkpointing would set the state of random numbers by a fake one.
-    states = checkpoint.get_device_states
-    # What it says of an operator that has refused a fake is told by us.
-    says = logging.getLogger("torch._subclasses.fake_tensor")
-    was_silent, says.disabled = says.disabled, True
-    # What is compiled would be compiled again, for fakes.
-    eager = torch.compiler.set_stance("force_eager") if _compiles() else nullcontext()
-    checkpoint.get_device_states = lambda *_: ([], [])
-    try:
-        with eager, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        says.disabled = was_silent
-        checkpoint.get_device_states = states
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-
-
-def _compiles() -> bool:
-    # Who has compiled nothing has not imported it, which takes a second.
-    return "torch._dynamo" in sys.modules

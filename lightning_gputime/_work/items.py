@@ -115,12 +115,13 @@ def _tensors(batch: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
             yield path, batch
         return
     if isinstance(batch, Mapping):
-        keys: Any = batch.keys()
+        # How long it is need not be their number, as with a TensorDict.
+        keys: Any = [*batch.keys()]
     elif isinstance(batch, list | tuple):
         keys = range(len(batch))
     else:
         return
-    if len(path) >= _DEEPEST or len(batch) > _MOST:
+    if len(path) >= _DEEPEST or len(keys) > _MOST:
         raise ValueError("it is no batch of fields")
     for key in keys:
         yield from _tensors(batch[key], (*path, (type(batch), key)))

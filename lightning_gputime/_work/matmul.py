@@ -21,6 +21,9 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     Raises:
         RuntimeError: If the device cannot.
     """
+    # First: where there are none, as on a CPU, a product would take seconds for nothing.
+    events = [torch.Event(device=device, enable_timing=True) for _ in range(_REPEATS + 1)]
+    events[0].record()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     # What the allocator holds and does not use is there, too.
     if device.type == "cuda":
@@ -34,7 +37,6 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
         a = one.repeat(side, 1)
         b = a.t().contiguous()
         out = a @ b  # what is chosen and loaded at the first call
-        events = [torch.Event(device=device, enable_timing=True) for _ in range(_REPEATS + 1)]
         events[0].record()
         for event in events[1:]:
             torch.mm(a, b, out=out)

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
+from lightning_gputime._phases import BACKWARD
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._results.work import Yardstick
@@ -43,6 +44,8 @@ class Work:
         self._option: Any = options.flops
         self._counts = options.flops == "count"
         self._loop = loop
+        # Inference outside of no_grad is recorded for a backward that never comes.
+        self._may_infer = not loop.optimizers
         self._parts = loop.submodules if self._counts else {}
         self.yardstick = Yardstick(items_by=self._items.told_by, parts=tuple(self._parts))
         """What the work is held against."""
@@ -117,7 +120,7 @@ class Work:
         try:
             if self._counts:
                 key = self._key_of(module, args, kwargs)
-                if key not in self._known and key not in self._new:
+                if self._has_room(key):
                     # As they are now: they may have been replaced.
                     self._parameters[id(module)] = [*module.parameters()]
                     key = self._key_of(module, args, kwargs)
@@ -135,9 +138,11 @@ class Work:
         return key_of(module, trained(self._parameters.get(id(module), ())), args, kwargs)
 
     def _has_room(self, key: Key) -> bool:
+        if key in self._known or key in self._new:
+            return False
         all_calls = [*self._known, *self._new]
         alike = sum(one[:ALIKE] == key[:ALIKE] for one in all_calls)
-        return key not in all_calls and alike < MOST_SHAPES and len(all_calls) < MOST_CALLS
+        return alike < MOST_SHAPES and len(all_calls) < MOST_CALLS
 
     def _of_calls(self) -> Sequence[float]:
         """Returns the FLOPs of the calls of the step: of the model, and as they ran."""
@@ -145,10 +150,11 @@ class Work:
         if not of_calls or None in of_calls:
             return [nan] * (3 + 2 * len(self._parts))
         counts = [one for one in of_calls if one is not None]
-        whole = _sum([one.whole for one in counts])
+        runs_backward = not self._may_infer or self._recorder.has_marked(BACKWARD)
+        whole = _sum([one.whole for one in counts], runs_backward)
         ran = [whole.forward, whole.backward + whole.recomputed]
         for name in self._parts:
-            part = _sum([one.parts[name] for one in counts if name in one.parts])
+            part = _sum([one.parts[name] for one in counts if name in one.parts], runs_backward)
             ran += [part.forward, part.backward + part.recomputed]
         return [whole.forward + whole.backward, *ran]
 
@@ -157,9 +163,11 @@ class Work:
             return self._known[key]
         if key in self._new:
             return None
-        # One shape too many: as one of the same module, by its elements.
+        # One shape too many: as the nearest of the same module, by its elements.
+        n = elements(key)
         like = [one for one in self._known if one[:ALIKE] == key[:ALIKE] and elements(one)]
-        known = self._known[like[-1]] if like else None
+        nearest = min(like, key=lambda one: abs(elements(one) - n), default=key)
+        known = self._known.get(nearest)
         if not like:
             self._tell_once(f"What is trained of the model changes too often to count it: {_FIX}")
         if known is None:
@@ -168,7 +176,7 @@ class Work:
             f"The model was called with more than {MOST_SHAPES} shapes: the FLOPs of further ones"
             " are scaled by the elements of the first tensor"
         )
-        factor = elements(key) / elements(like[-1])
+        factor = n / elements(nearest)
         parts = {name: one.scaled(factor) for name, one in known.parts.items()}
         return Count(known.whole.scaled(factor), parts, (), {})
 
@@ -229,11 +237,11 @@ class Work:
             self.yardstick.note = message
 
 
-def _sum(flops: Sequence[Flops]) -> Flops:
+def _sum(flops: Sequence[Flops], runs_backward: bool) -> Flops:
     return Flops(
         sum([one.forward for one in flops]),
-        sum([one.backward for one in flops]),
-        sum([one.recomputed for one in flops]),
+        sum([one.backward for one in flops]) * runs_backward,
+        sum([one.recomputed for one in flops]) * runs_backward,
     )
 
 
