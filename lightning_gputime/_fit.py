@@ -113,6 +113,11 @@ class Fit:
         except Exception as error:
             self._fail(error)
 
+    def validation_begins(self) -> None:
+        """Says that a validation is next: what was before it, such as callbacks, is the step's."""
+        self._session.part_begins(OTHER)
+        self._session.pause()
+
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
 
@@ -155,6 +160,9 @@ class Fit:
         # Not by the callback's hook of that name, for which a Trainer takes 2 us.
         update = _lightning.module_action(self._trainer, self._model, "on_before_optimizer_step")
         calls[update] = self._session.update_begins
+        # The last that it begins before the loaders of a validation are made.
+        last = _lightning.module_action(self._trainer, self._model, "on_validation_model_zero_grad")
+        calls[last] = self.validation_begins
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):

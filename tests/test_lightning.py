@@ -104,6 +104,36 @@ def test_what_is_read_at_an_epochs_end_is_counted_once(gpu: FakeGPU) -> None:
     assert means == [(3, own + 3 / 4), (7, own + (1 + 2 + 0 + 1) / 4), (8, own + 2.0)]
 
 
+# Where a validation begins
+
+
+def test_what_hooks_and_loggers_take_before_a_validation_belongs_to_the_step(gpu: FakeGPU) -> None:
+    class Logs(MemoryLogger):
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            gpu.work(0.5)
+
+    class Long(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gpu.work(0.25)
+
+        def val_dataloader(self) -> Any:
+            gpu.work(100.0)  # It is the validation's, as what follows.
+            return Loader(gpu, 2)
+
+        def on_validation_model_eval(self) -> None:
+            gpu.work(100.0)
+            super().on_validation_model_eval()
+
+    timer = timer_of(gpu)
+    options: Any = {"val_check_interval": 2, "logger": Logs(), "log_every_n_steps": 1}
+    trainer(timer, **options).fit(Long(gpu), Loader(gpu, 6))
+    # With the log of the model, and the timer's own, but where a validation begins with that.
+    callbacks = [1.25, 0.75, 1.25, 0.75]
+    assert timer.history()["data/callbacks_ms"].tolist()[2:] == callbacks
+    step_ms = [sum(STEP_MS.values()) + ms for ms in callbacks]
+    assert timer.history()["step_ms"].tolist()[2:] == step_ms
+
+
 # Model calls that are no `forward`
 
 
