@@ -36,6 +36,19 @@ def test_phase_acts_on_the_timer_at_work(gpu: FakeGPU) -> None:
     assert timed.emitted[0].phase_ms == {"data": 0.0, "augment": 3.0}
 
 
+def test_phase_is_a_decorator_too(gpu: FakeGPU) -> None:
+    @phase("augment")
+    def augment(depth: int) -> int:
+        gpu.work(1.5)
+        return augment(depth - 1) + 1 if depth else 0
+
+    with Timed(gpu) as timed:
+        assert augment(1) == 1
+        gpu.work(0.5)
+        timed.recorder.end_step(0)
+    assert timed.emitted[0].phase_ms == {"data": 0.5, "augment": 3.0}
+
+
 def test_phase_runs_its_code_without_a_timer(gpu: FakeGPU) -> None:
     with phase("augment"):
         gpu.work(3.0)

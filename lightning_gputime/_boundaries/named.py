@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ContextDecorator
 from types import TracebackType
 
 import torch
@@ -24,8 +25,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class NamedPhase:
-    """The context manager that `phase` returns.
+class NamedPhase(ContextDecorator):
+    """The context manager, or decorator, that `phase` returns.
 
     Args:
         name: The phase that the time of the code inside belongs to.
@@ -84,7 +85,7 @@ class Paused:
 
 
 def phase(name: str) -> NamedPhase:
-    """Returns a context manager: the time of its code belongs to `name`, then to the phase before.
+    """Returns a context manager, or decorator: its code's time is `name`, then the phase before.
 
     It acts on the timer that is timing the current step in this thread (on each, if there are
     several), and does nothing when there is none or when the code is being compiled; so the code of
@@ -104,6 +105,8 @@ def phase(name: str) -> NamedPhase:
     Example:
         >>> with phase("augment"):
         ...     x = augment(x)
+        >>> @phase("loss")
+        ... def loss_of(outputs, targets): ...
     """
     # The list itself: a phase that was made before its timer was attached acts on that, too.
     return NamedPhase(name, _active)
