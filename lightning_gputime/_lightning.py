@@ -270,6 +270,11 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
     return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
 
 
+def validation_of(trainer: pl.Trainer) -> tuple[Any, str]:
+    """Returns the object and its method by which a trainer runs a validation inside a fit."""
+    return trainer.fit_loop.epoch_loop.val_loop, "run"
+
+
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Returns the module that the strategy calls in place of the LightningModule, if it does."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.

@@ -1,6 +1,7 @@
 """The places of a Lightning run at which the timer must begin, read, or keep out."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,61 @@ def test_what_hooks_and_loggers_take_before_a_validation_belongs_to_the_step(gpu
     assert timer.history()["data/callbacks_ms"].tolist()[2:] == callbacks
     step_ms = [sum(STEP_MS.values()) + ms for ms in callbacks]
     assert timer.history()["step_ms"].tolist()[2:] == step_ms
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 4])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_what_hooks_take_before_a_validation_inside_an_accumulation_belongs_to_the_step(
+    gpu: FakeGPU, accumulate: int, every: int
+) -> None:
+    class Long(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gpu.work(0.25)
+
+    timer = timer_of(gpu)
+    options: Any = {"val_check_interval": every, "accumulate_grad_batches": accumulate}
+    trainer(timer, **options).fit(Long(gpu), Loader(gpu, 12), Loader(gpu, 2))
+    # What follows the last batch of a step is of the next one.
+    callbacks = [0.25 * (accumulate - 1), *[0.25 * accumulate] * (12 // accumulate - 1)]
+    assert timer.history()["data/callbacks_ms"].tolist() == callbacks
+    step_ms = [sum(STEP_MS.values()) * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
+    assert timer.history()["step_ms"].tolist() == step_ms
+
+
+class Works(pl.Callback):
+    """Takes 0.25 ms after each batch, and validates after the fourth."""
+
+    def __init__(self, gpu: FakeGPU, validate: Callable[[pl.Trainer], object]) -> None:
+        self.gpu, self.validate = gpu, validate
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.gpu.work(0.25)
+        if args[-1] == 3:
+            self.validate(trainer)
+            self.gpu.work(100.0)  # What follows is the validation's.
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_what_a_callback_takes_before_it_validates_belongs_to_the_step(
+    gpu: FakeGPU, by_another: bool
+) -> None:
+    timer, model = timer_of(gpu), Model(gpu)
+
+    def validate(runner: pl.Trainer) -> None:
+        if by_another:
+            trainer(timer).validate(model, Loader(gpu, 2), verbose=False)
+            model.trainer = runner
+        else:
+            loggers = runner._logger_connector
+            first = loggers._first_loop_iter
+            runner.validating = True
+            runner.fit_loop.epoch_loop.val_loop.run()
+            runner.training, loggers._first_loop_iter = True, first
+
+    runner = trainer(timer, Works(gpu, validate), check_val_every_n_epoch=100)
+    runner.fit(model, Loader(gpu, 6), Loader(gpu, 2))
+    step_ms = sum(STEP_MS.values())
+    assert timer.history()["step_ms"].tolist() == [step_ms, *[step_ms + 0.25] * 5]
 
 
 # Model calls that are no `forward`
