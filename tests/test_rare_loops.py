@@ -146,6 +146,61 @@ def test_a_gradient_in_the_closure_of_an_update_is_loss(gpu: FakeGPU) -> None:
     assert [{name: step[name] for name in expected} for step in steps(timer)] == [expected] * 3
 
 
+def test_an_ascent_before_the_closure_of_an_update_is_optimizer(gpu: FakeGPU) -> None:
+    class SAM(Adder):
+        def step(self, closure: Any = None) -> Any:
+            gpu.work(0.5)
+            self.zero_grad()
+            return super().step(closure)
+
+    net = Layer(gpu, 4.0, 8.0)
+    optimizer = SAM(net.parameters(), gpu, 2.0)
+    with hooked(net, optimizer, gpu) as timer:
+        for x in timer.steps(batches(gpu, 3)):
+
+            def closure(x: Tensor = x) -> None:
+                work(net(x), gpu, 0.5).sum().backward()
+
+            closure()
+            optimizer.step(closure)
+    expected = {"forward": 8.0, "loss": 1.0, "backward": 16.0, "optimizer": 2.5, "other": 0.0}
+    assert [{name: step[name] for name in expected} for step in steps(timer)] == [expected] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_gradient_that_an_update_takes_itself_is_optimizer(
+    gpu: FakeGPU, with_closure: bool
+) -> None:
+    class Hessian(Adder):
+        """As AdaHessian: takes the product of the Hessian and a vector."""
+
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                closure()
+            weights = net.linear.weight
+            torch.autograd.grad(weights.grad.sum(), weights)  # type: ignore[union-attr]
+            weights.grad = None
+            return super().step()
+
+    net = Layer(gpu, 4.0, 8.0)
+    optimizer = Hessian(net.parameters(), gpu, 2.0)
+    with hooked(net, optimizer, gpu) as timer:
+        for x in timer.steps(batches(gpu, 3)):
+
+            def closure(x: Tensor = x) -> None:
+                loss = work(net(x), gpu, 0.5).pow(2).sum()
+                loss.backward(create_graph=True)
+
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    expected = {"forward": 4.0, "loss": 0.5, "backward": 8.0, "optimizer": 10.0}
+    assert [{name: step[name] for name in expected} for step in steps(timer)] == [expected] * 3
+
+
 def test_updates_in_the_backward_that_clear_their_gradients_are_optimizer(gpu: FakeGPU) -> None:
     net = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 2.0))
     optimizers = {one: Adder(iter([one]), gpu, 0.5) for one in net.parameters()}

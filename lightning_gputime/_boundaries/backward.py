@@ -86,7 +86,11 @@ class BackwardBoundary:
     def _grad_begins(self, outputs: Any) -> bool:
         """Marks the begin of `torch.autograd.grad`; what follows tells what it is."""
         # A model may need it for its output, and compilers for what they compile.
-        if not self._model.calls or self._recorder.label == FORWARD:
+        label = self._recorder.label
+        if not self._model.calls or label == FORWARD:
+            return False
+        # An update may need one, too, such as the product of a Hessian and a vector.
+        if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
         self._returns_to = AFTER_GRAD
         self._model.backward_begins(outputs, is_last=False)

@@ -115,13 +115,14 @@ class OptimizerBoundary:
             return
         label, self._interrupted = self._recorder.label, None
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
-        if label == AFTER_BACKWARD:
+        if label == AFTER_BACKWARD and closure is None:
             return
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
-        elif closure is None:
-            # With a closure, forward and backward are still to come.
+        elif closure is None or label == AFTER_BACKWARD:
+            # With a closure, forward and backward are still to come; but after another backward the
+            # update has something to do before, such as SAM its ascent.
             if label == FORWARD:
                 # A layer that learns by itself: when its update is over the model's call goes on.
                 self._interrupted = label
