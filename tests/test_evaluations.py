@@ -95,6 +95,29 @@ def test_a_validation_every_few_steps_of_a_loop_over_steps_belongs_to_no_step(lo
     assert steps(timer) == ([STEP_MS] * 19 + [{**STEP_MS, "other": 1.125}]) * 2
 
 
+@pytest.mark.parametrize("calls_step", [False, True])
+def test_a_validation_inside_an_accumulation_belongs_to_no_step(
+    loop: Loop, calls_step: bool
+) -> None:
+    with hooks(loop, accumulate_grad_batches=4) as timer:
+        loader = loop.batches(160)
+        for number, x in enumerate(loader if calls_step else timer.steps(loader), 1):
+            loop.micro_batch(x)
+            if number % 4 == 0:
+                loop.update()
+            if number % 50 == 0:  # Also after a backward that no update follows.
+                loop.model.eval()
+                with torch.no_grad():
+                    for _ in range(6):
+                        loop.model(x)
+                loop.model.train()
+            if calls_step:
+                timer.step()
+    batch = IN_STEP_LOOP if calls_step else STEP_MS
+    step = {name: ms * (1 if name == "optimizer" else 4) for name, ms in batch.items()}
+    assert steps(timer) == [step] * 40
+
+
 def test_a_validation_every_few_steps_of_a_loop_with_step_belongs_to_no_step(loop: Loop) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(loop.batches(60), 1):

@@ -5,7 +5,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from lightning_gputime._phases import AFTER_UPDATE, DATA, EVALUATION, OTHER
+from lightning_gputime._phases import AFTER_BACKWARD, AFTER_UPDATE, DATA, EVALUATION, OTHER
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -44,7 +44,7 @@ class EvaluationBoundary:
                 recorder.mark(OTHER)
             return
         is_certain = self.count() or torch.is_inference_mode_enabled()
-        if recorder.label in (DATA, OTHER, AFTER_UPDATE):
+        if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(EVALUATION)
         if is_certain and recorder.label == EVALUATION:
             recorder.exclude_since(EVALUATION)

@@ -122,10 +122,8 @@ class Session(Asked):
 
     def fetch_begins(self) -> None:
         """Says that the next batch is fetched, which ends a pause."""
-        if self._recorder.state is PAUSED:
-            self._recorder.resume(FETCH)
-        else:
-            self._recorder.mark(FETCH)
+        goes_on = self._recorder.resume if self._recorder.state is PAUSED else self._recorder.mark
+        goes_on(FETCH)
 
     def part_began(self, label: str) -> None:
         """As `part_begins`, but from the end of the last step or micro-batch on."""
@@ -165,7 +163,9 @@ class Session(Asked):
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
         self._work.batch_ends()
-        self._recorder.mark(DATA)
+        # A validation at the end of the body is over.
+        goes_on = self._recorder.resume if self._recorder.state is PAUSED else self._recorder.mark
+        goes_on(DATA)
 
     def end_step(self, number: int) -> bool:
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
