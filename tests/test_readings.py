@@ -186,6 +186,23 @@ def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "time per step (ms)")
 
 
+def test_a_plot_shows_each_name_as_it_is(gpu: FakeGPU) -> None:
+    names = ["$x$", "$\\frac{1$", "_own", "a_b^c"]
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            for name in names:
+                with timer.phase(name):
+                    gpu.work(1.0)
+            loop.train(x)
+    for figure, ax in (timer.plot(), timer.plot(step=1)):
+        figure.canvas.draw()
+        legend = ax.get_legend()
+        assert legend is not None
+        shown = {text.get_text().replace(r"\$", "$").strip() for text in legend.get_texts()}
+        assert shown == {*STEP_MS, *names}
+
+
 @pytest.mark.parametrize("n", [0, 1])
 def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: int) -> None:
     loop = Loop(gpu)

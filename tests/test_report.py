@@ -221,3 +221,27 @@ def test_the_charts_hold_the_steps_numbers() -> None:
     whole: Any = source.data["whole"]
     assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)
     assert json.dumps(figure.y_range.end) == "22.0"
+
+
+@needs_bokeh
+def test_a_legend_is_no_higher_than_its_chart_and_no_line_of_it_is_long() -> None:
+    few = charts.phases_over_steps(run(1, n=30), 20.0)
+    many = charts.phases_over_steps(
+        run(1, n=30, more={f"{'a' * 60} {i}": 0.5 for i in range(9)}), 20.0
+    )
+    assert few.height == 320
+    [legend] = many.legend
+    lines = [line for item in legend.items for line in item.label.value.split("\n")]
+    assert len(lines) == 3 + 9 * 4
+    assert max(map(len, lines)) == 20
+    assert many.height > 19 * len(lines)
+
+
+@needs_bokeh
+def test_names_in_the_verdict_and_the_sentences_are_in_the_type_of_code() -> None:
+    one = short(30)
+    summary = replace(one.summary, advice=(f"split `{EVIL}`",))
+    text = without_library(made(replace(one, summary=summary)))
+    head = text.partition("<h2>")[0]
+    assert "`" not in head
+    assert "<code>&lt;/script&gt;" in head

@@ -1,5 +1,6 @@
 """The charts of a run's page, with bokeh."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ POINTS = 2000
 """So many points a chart has at most: what is more is drawn as means of neighbouring steps."""
 
 _MISSING = "the page of a run needs bokeh: python -m pip install bokeh"
+
+_LINE = 20
+"""So many characters a line of the legend has at most: what it takes, the chart lacks."""
 
 # Readable on white and on black: a chart cannot ask which it is on.
 _INK = "#808892"
@@ -89,11 +93,18 @@ def phases_over_steps(run: Run, highest: float) -> Any:
         source=source,
     )
     whole = figure.line("step", "whole", source=source, color=_INK, line_alpha=0.0)
-    items = [(name, [area]) for name, area in zip(names, areas, strict=True)]
+    items = [
+        ("\n".join(textwrap.wrap(name, _LINE) or [name]), [area])
+        for name, area in zip(names, areas, strict=True)
+    ]
     if every > 1:
         line = figure.line("step", "longest", source=source, color=_INK, line_width=0.7)
         items.append((f"longest of {every} steps", [line]))
-    figure.add_layout(lib.models.Legend(items=items[::-1], **_LEGEND), "right")
+    lines = sum(name.count("\n") + 1 for name, _ in items)
+    # A legend that is higher than its chart lies over what follows.
+    figure.height = max(figure.height, 90 + 19 * lines)
+    legend = lib.models.Legend(items=items[::-1], **_LEGEND, spacing=0, padding=0)
+    figure.add_layout(legend, "right")
     figure.y_range = lib.models.Range1d(0, 1.1 * highest or 1.0)
     tips = [("step", "@step"), ("whole (ms)", "@whole{0.000}")]
     tips += [(f"{name} (ms)", f"@p{i}{{0.000}}") for i, name in enumerate(names)]

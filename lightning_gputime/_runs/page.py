@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._results.advice import sentence
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._runs import charts
 from lightning_gputime._runs.comparison import RunComparison
@@ -53,8 +53,8 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     )
     return template.render(
         title=" and ".join(run.name or "run" for run in runs),
-        verdict=verdict,
-        sentences=sentences,
+        verdict=Markup(marked(verdict)),
+        sentences=[Markup(marked(one)) for one in sentences],
         comparison="" if comparison is None else Markup(comparison._repr_html_()),
         runs=views,
         distribution=Markup(next(chart_of)),
