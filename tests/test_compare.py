@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -386,3 +387,26 @@ def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
     assert done.returncode == 1
     helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_nobody_reads_still_tells_by_its_exit_code(
+    files: tuple[str, str], unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lightning_gputime"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    pipes: Any = {"stdout": writer, "stderr": subprocess.PIPE, "env": environment}
+    done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], **pipes)
+    assert (done.returncode, done.stderr) == (1, b"The step is slower by more than 2 %.\n")
+    done = subprocess.run([*command, "show", files[0]], **pipes)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_output_without_the_letters_gets_escapes(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "lightning_gputime", "compare", *files, "--markdown"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert r"% \xb1 " in done.stdout

@@ -193,3 +193,22 @@ def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     show(of_ranks())
     assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_output_without_the_letters_of_a_name_gets_escapes(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, **{"é": 1.0})])
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(output, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", output)
+    show(results.summary())
+    output.flush()
+    assert rb"\xe9 " in output.buffer.getvalue()
+
+
+def test_a_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    show(of_ranks())
