@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import raw
 from scipy import signal, stats
 
 from lightning_gputime import Run, RunComparison, compare
@@ -387,6 +389,18 @@ def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
     assert done.returncode == 1
     helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout
+
+
+@pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
+def test_the_table_has_the_unit_in_which_the_step_reads_best(
+    ms: float, title: str, cells: str
+) -> None:
+    results = Results(100, 0)
+    results.add([raw(i, forward=ms) for i in range(48)])
+    one = Run(Environment(), *results.history_and_warmup(), results.summary())
+    table = str(compare(one, one))
+    assert table.startswith(f"A typical step in {title}: 48 steps before, 48 steps after\n")
+    assert re.search(rf"^step +{cells} +{cells} +\+0\.0+  ± 0\.0+ ", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.units import Unit, unit_of
 
 # A part of a phase is named in place of it from this part of its difference on.
 _MOST = 0.8
@@ -139,16 +140,17 @@ class RunComparison(Tabular):
 
     def _table(self) -> Table:
         explains = self.explains
+        unit = unit_of(self.step.before_ms)
         header = ("phase", "before", "after", "change", "95 %", "change in %", "explains")
         body = [
-            _cells(name, row, f"{explains[name]:.0%}" if name in explains else "")
+            _cells(name, row, unit, f"{explains[name]:.0%}" if name in explains else "")
             for name, row in self.rows.items()
         ]
         before, after = self.steps
-        title = f"A typical step in ms: {_side(self.runs[0], before)} before, " + (
+        title = f"A typical step in {unit.name}: {_side(self.runs[0], before)} before, " + (
             f"{_side(self.runs[1], after)} after"
         )
-        whole = _cells("step", self.step, "100%" if explains else "")
+        whole = _cells("step", self.step, unit, "100%" if explains else "")
         caution = (
             ""
             if sum(self.runs) > 2
@@ -171,14 +173,14 @@ def _amount(one: Difference, *, sign: bool = False) -> str:
     return f"{100 * ratio:{plus}.{digits}f} % ± {100 * one.error_ratio:.{digits}f} %"
 
 
-def _cells(name: str, row: Difference, explains: str) -> tuple[str, ...]:
+def _cells(name: str, row: Difference, unit: Unit, explains: str) -> tuple[str, ...]:
     _, slash, part = name.partition("/")
     return (
         f"  {part}" if slash else name,
-        f"{row.before_ms:.3f}",
-        f"{row.after_ms:.3f}",
-        f"{row.change_ms:+.3f}",
-        f"± {row.error_ms:.3f}",
+        unit.cell(row.before_ms),
+        unit.cell(row.after_ms),
+        f"{row.change_ms / unit.ms:+.{unit.digits}f}",
+        f"± {unit.cell(row.error_ms)}",
         "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
         explains,
     )
