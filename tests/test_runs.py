@@ -50,6 +50,18 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert (run.ledger, run.slow_steps, run.evaluations) == (None, [], [])
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_may_begin_at_home(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    timer = timed()
+    timer.save(kind("~/a run.json.gz"))
+    timer.to_csv(kind("~/steps.csv"))
+    assert {one.name for one in tmp_path.iterdir()} == {"a run.json.gz", "steps.csv"}
+    assert load(kind("~/a run.json.gz")).summary == timer.summary()
+
+
 def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text())["version"] == 1

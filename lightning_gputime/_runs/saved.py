@@ -62,8 +62,8 @@ def load(path: str | os.PathLike[str]) -> Run:
         OSError: If it cannot be read.
         ValueError: If it is damaged, of another program, or of a newer version of this one.
     """
-    name = os.fspath(path)
-    with open(path, "rb") as file:
+    name = os.path.expanduser(path)
+    with open(name, "rb") as file:
         content = _content(file, name)
     try:
         history, warmup_steps = columns.from_json(content.get("history"))
