@@ -312,6 +312,7 @@ def test_json_has_null_for_what_is_no_number(
     assert main(["compare", *paths, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["rows"]["augment"]["error_ratio"] is None
+    assert compare(*paths).to_dict()["rows"]["augment"]["error_ratio"] is None
 
 
 def test_short_runs_are_noted() -> None:

@@ -16,6 +16,7 @@ from test_compare import run
 from lightning_gputime import Ledger, Run, compare
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.work import WorkSummary
 from lightning_gputime._runs import charts, saved
 from lightning_gputime._runs.cli import main
 from lightning_gputime._runs.environment import Environment
@@ -235,6 +236,15 @@ def test_a_legend_is_no_higher_than_its_chart_and_no_line_of_it_is_long() -> Non
     assert len(lines) == 3 + 9 * 4
     assert max(map(len, lines)) == 20
     assert many.height > 19 * len(lines)
+
+
+@needs_bokeh
+def test_what_the_peak_is_lost_to_has_a_line_for_each_word_of_its_labels() -> None:
+    work = WorkSummary(mfu=0.25, lost={"launch gaps": 0.25, "kernels below the peak": 0.5})
+    one = short(30)
+    figure = charts.waterfall(replace(one, summary=replace(one.summary, work=work)))
+    labels = ["kernels\nbelow\nthe\npeak", "launch\ngaps", "MFU"]
+    assert [*figure.xaxis[0].major_label_overrides.values()] == labels
 
 
 @needs_bokeh

@@ -85,6 +85,16 @@ def test_a_phase_that_did_not_run_is_still_absent(tmp_path: Path) -> None:
     assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("bad_ms", [math.nan, math.inf, 1e300])
+def test_a_time_that_is_no_number_is_saved_as_absent(bad_ms: float, tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, data=1.0, forward=2.0)._replace(device_ms=(1.0, bad_ms))])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    assert np.isnan(run.history["forward_ms"]).tolist() == [True]
+    assert run.history["step_ms"].tolist() == [1.0]
+
+
 def test_a_time_below_zero_is_saved_as_zero(tmp_path: Path) -> None:
     results = Results(10, 0)
     results.add([raw(0, data=-0.001, forward=2.0)])

@@ -174,7 +174,10 @@ def waterfall(run: Run) -> Any:
         x="at", top="top", bottom="bottom", width=0.8, color="fill", fill_alpha=0.7, source=source
     )
     figure.xaxis.ticker = [i + 0.5 for i in range(len(names))]
-    figure.xaxis.major_label_overrides = {i + 0.5: name for i, name in enumerate(names)}
+    # In lines of a word: on a phone there is no room for two.
+    figure.xaxis.major_label_overrides = {
+        i + 0.5: name.replace(" ", "\n") for i, name in enumerate(names)
+    }
     figure.y_range = lib.models.Range1d(min(0.0, *bottoms), max(105.0, *tops))
     tips = [("", "@name"), ("points", "@points{0.0}")]
     figure.add_tools(lib.models.HoverTool(renderers=[bars], tooltips=tips))

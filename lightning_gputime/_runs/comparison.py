@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_gputime._results.summary import with_none
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 
@@ -126,9 +127,9 @@ class RunComparison(Tabular):
         return self.step.is_above(bound) or self.mean.is_above(bound)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested dicts of numbers, ready for JSON."""
+        """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
         return {
-            **asdict(self),
+            **asdict(self, dict_factory=with_none),
             "verdict": self.verdict,
             "explains": self.explains,
             "sentence": self.sentence,
