@@ -16,6 +16,10 @@ _MOST = 0.8
 _FEW = 200
 
 
+_DROPS = ("explains", "change", "95 %")
+"""The columns that go where the table is too wide, the first of them first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The difference of one phase, or of the step, between two sides.
@@ -164,7 +168,8 @@ class RunComparison(Tabular):
             else ""
         )
         told = (self.sentence, self.mean_sentence, *self.notes, caution, few)
-        return Table(title, [header, *body, whole], [one for one in told if one])
+        sentences = [one for one in told if one]
+        return Table(title, [header, *body, whole], sentences, drops=_DROPS)
 
 
 def _amount(one: Difference, *, sign: bool = False) -> str:
