@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from fake_gpu import raw
 from test_compare import run
+from test_runs import timed
 
-from lightning_gputime import Ledger, Run, compare
+from lightning_gputime import Ledger, Run, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.work import WorkSummary
@@ -130,6 +131,25 @@ def test_a_run_without_steps_has_a_page() -> None:
         made(Run(Environment(), *results.history_and_warmup(), results.summary()))
     )
     assert "no step was timed" in body
+    assert not {"Slowest steps", "Phases over steps", "How long the steps took"} & {
+        *re.findall("<h2>(.*?)<", body)
+    }
+
+
+@needs_bokeh
+def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timer = timed(3, warmup_steps=5)
+    timer.save(tmp_path / "run.json.gz")
+    one = load(tmp_path / "run.json.gz")
+    table = "over 3 steps, which are warm-up: no other was timed"
+    assert table in str(one.summary)
+    body = without_library(made(one))
+    assert table in body
+    assert '<p class="verdict">a step takes 15.6 ms, of the warm-up</p>' in body
+    assert "How long the steps took" not in body
+    assert capfd.readouterr().err == ""
 
 
 @needs_bokeh

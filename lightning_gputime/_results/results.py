@@ -237,6 +237,7 @@ class Results:
         warmup.yardstick = self.yardstick
         warmup.add(newest.steps())
         warmup.peaks = self.peaks
+        warmup.books = self.books
         return replace(warmup.summary(), is_warmup=True)
 
 
