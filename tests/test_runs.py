@@ -237,6 +237,19 @@ def test_a_file_with_something_wrong_is_refused(change: Any, message: str, tmp_p
     assert str(path) in str(error.value)
 
 
+def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
+    timed().save(tmp_path / "run.json")
+    content = json.loads((tmp_path / "run.json").read_text())
+    content["environment"]["device"] = "H200\x1b[2J\nµ"
+    content["summary"]["advice"] = ["a", "b\x9b"]
+    content["slow_steps"] = [{"text\x07": "\x1b]0;x"}]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    run = load(tmp_path / "run.json")
+    assert run.environment.device == "H200\ufffd[2J\nµ"
+    assert run.summary.advice == ("a", "b\ufffd")
+    assert run.slow_steps == [{"text\ufffd": "\ufffd]0;x"}]
+
+
 def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:
     path = changed(tmp_path / "run.json.gz", lambda c: c["summary"].update(later=[1]))
     assert load(path).summary.steps == 4
