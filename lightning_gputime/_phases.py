@@ -70,8 +70,10 @@ FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTE
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
 _RESERVED = ("step", "host_wait", "slow", "local")
-# No line of a table, and no key of a logger, has control characters.
-_NAME = re.compile(r"[^/<>\x00-\x1f\x7f]+(/[^/<>\x00-\x1f\x7f]+)*")
+# No line of a table, and no key of a logger, has control characters or ends of lines.
+UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
+"""What a part of a name must not have, as a part of a regular expression."""
+_NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,15 @@ class Reports:
         """Prints the table, and logs the figure, where they are wanted."""
         if not trainer.is_global_zero:
             return
-        if self._summary:
-            show(timer._read().summary_to_print())
-        if self._log_figure and timer.last is not None:
-            figure, _ = timer.plot(ax=new_axes())
-            _lightning.send_figure(trainer, f"{prefix}/steps", figure, timer.last.step)
+        try:
+            if self._summary:
+                show(timer._read().summary_to_print())
+            if self._log_figure and timer.last is not None:
+                figure, _ = timer.plot(ax=new_axes())
+                _lightning.send_figure(trainer, f"{prefix}/steps", figure, timer.last.step)
+        except Exception as error:
+            # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
+            messages.warning("The table or the figure could not be shown: %r", error)
 
     def save(self, timer: Timer, trainer: _lightning.Trainer) -> None:
         """Writes the file, if one is wanted and there is a step. Tells once if it cannot."""

@@ -195,7 +195,7 @@ class Timer(Readings):
         return Run(
             self._environment,
             *results.history_and_warmup(),
-            results.summary(),
+            results.summary_to_print(),
             slow_steps=[one.to_dict() for one in results.slowest(100)],
             evaluations=[*self._evaluated],
         )

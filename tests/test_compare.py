@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import raw
 from scipy import signal, stats
 
 from lightning_gputime import Run, RunComparison, compare
@@ -200,6 +203,21 @@ def test_slow_steps_at_a_fixed_distance_make_no_difference(
         assert found.mean_sentence == ""
 
 
+def test_a_module_inside_another_is_compared_and_named_and_a_single_callback_is_not() -> None:
+    names = ("forward/body", "forward/body/body.mlp", "data/callbacks/Bar.on_train_batch_end")
+    results = Results(200, 0), Results(200, 0)
+    for one, ms in zip(results, (2.0, 3.0), strict=True):
+        more = dict(zip(names, (1.0, ms, 1.0), strict=True))
+        one.add([raw(i, data=1.0, forward=4.0, **more) for i in range(100)])
+    before, after = (
+        Run(Environment(), *one.history_and_warmup(), one.summary()) for one in results
+    )
+    found = compare(before, after)
+    assert [*found.rows] == ["data", "data/callbacks", "forward", *names[:2]]
+    assert found.rows[names[1]].change_ms == pytest.approx(1.0)
+    assert found.sentence.endswith("slower: forward/body/body.mlp explains 100 %")
+
+
 def test_the_rows_are_in_the_order_of_the_files() -> None:
     more = dict.fromkeys(("zeta", "alpha", "mu", "beta"), 1.0)
     assert [*compare(run(1, more=more), run(2, more={"more": 1.0})).rows] == [
@@ -309,6 +327,7 @@ def test_json_has_null_for_what_is_no_number(
     assert main(["compare", *paths, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["rows"]["augment"]["error_ratio"] is None
+    assert compare(*paths).to_dict()["rows"]["augment"]["error_ratio"] is None
 
 
 def test_short_runs_are_noted() -> None:
@@ -386,3 +405,38 @@ def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
     assert done.returncode == 1
     helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout
+
+
+@pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
+def test_the_table_has_the_unit_in_which_the_step_reads_best(
+    ms: float, title: str, cells: str
+) -> None:
+    results = Results(100, 0)
+    results.add([raw(i, forward=ms) for i in range(48)])
+    one = Run(Environment(), *results.history_and_warmup(), results.summary())
+    table = str(compare(one, one))
+    assert table.startswith(f"A typical step in {title}: 48 steps before, 48 steps after\n")
+    assert re.search(rf"^step +{cells} +{cells} +\+0\.0+  ± 0\.0+ ", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_nobody_reads_still_tells_by_its_exit_code(
+    files: tuple[str, str], unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lightning_gputime"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    pipes: Any = {"stdout": writer, "stderr": subprocess.PIPE, "env": environment}
+    done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], **pipes)
+    assert (done.returncode, done.stderr) == (1, b"The step is slower by more than 2 %.\n")
+    done = subprocess.run([*command, "show", files[0]], **pipes)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_output_without_the_letters_gets_escapes(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "lightning_gputime", "compare", *files, "--markdown"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert r"% \xb1 " in done.stdout

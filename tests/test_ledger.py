@@ -1,5 +1,6 @@
 import copy
 import errno
+import io
 import logging
 import os
 import pickle
@@ -206,6 +207,27 @@ def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: 
         fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0))
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
     assert load(path).ledger is not None
+
+
+class Gone(io.StringIO):
+    """A standard output that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_run_is_saved_where_the_interrupt_has_ended_the_reader_of_its_output_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = FakeGPU()
+    model, path = Killed(gpu), tmp_path / "run.json.gz"
+    model.error = KeyboardInterrupt()
+    monkeypatch.setattr("lightning_gputime._results.show.sys.stdout", Gone())
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, save=path, lag=0))
+    monkeypatch.undo()
+    assert load(path).history["step"].tolist() == [0, 1, 2, 3]
+    assert "The table or the figure could not be shown: BrokenPipeError()" in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])

@@ -85,6 +85,9 @@ def test_an_unusable_name_is_refused_with_the_name(name: str) -> None:
 
 
 def test_a_name_with_control_characters_would_break_a_table() -> None:
+    for end in ("\x85", "\x9b", "\u2028"):
+        with pytest.raises(ValueError, match="is not usable"):
+            check_name(f"a{end}b")
     with pytest.raises(ValueError, match=r"'a\\nb' is not usable: .* control characters"):
         check_name("a\nb")
 

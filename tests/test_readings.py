@@ -8,10 +8,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
-from fake_gpu import STEP_MS, FakeGPU
+from fake_gpu import STEP_MS, FakeGPU, raw
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.trace import trace
 
 mpl.use("Agg")
 
@@ -90,6 +92,18 @@ def test_a_trace_has_each_phase_of_each_step_on_both_lanes(
     forward = [dur for name, _, dur in lanes["device"] if name == "forward"]
     assert forward == [4000.0] * 4
     assert sum(name == "augment" for name, _, _ in lanes["device"]) == 1
+
+
+@pytest.mark.parametrize("bad_ms", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_no_number_spoils_no_trace_and_no_json(bad_ms: float) -> None:
+    step = raw(0, data=1.0, forward=2.0, backward=3.0)
+    broken = step._replace(device_ms=(1.0, bad_ms, 3.0))
+    results = Results(10, 0)
+    results.add([broken, broken, step._replace(host_ns=[ns + 10**9 for ns in step.host_ns])])
+    json.dumps(results.summary().to_dict(), allow_nan=False)
+    events = json.loads(trace(results.newest()))["traceEvents"]
+    backward = [one["dur"] for one in events if one["name"] == "backward" and one["pid"] == 1]
+    assert backward == [3000.0] * 3
 
 
 @pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
@@ -184,6 +198,23 @@ def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
         "data",
     ]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "time per step (ms)")
+
+
+def test_a_plot_shows_each_name_as_it_is(gpu: FakeGPU) -> None:
+    names = ["$x$", "$\\frac{1$", "_own", "a_b^c"]
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            for name in names:
+                with timer.phase(name):
+                    gpu.work(1.0)
+            loop.train(x)
+    for figure, ax in (timer.plot(), timer.plot(step=1)):
+        figure.canvas.draw()
+        legend = ax.get_legend()
+        assert legend is not None
+        shown = {text.get_text().replace(r"\$", "$").strip() for text in legend.get_texts()}
+        assert shown == {*STEP_MS, *names}
 
 
 @pytest.mark.parametrize("n", [0, 1])

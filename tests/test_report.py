@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from fake_gpu import raw
 from test_compare import run
+from test_runs import timed
 
-from lightning_gputime import Ledger, Run, compare
+from lightning_gputime import Ledger, Run, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.work import WorkSummary
 from lightning_gputime._runs import charts, saved
 from lightning_gputime._runs.cli import main
 from lightning_gputime._runs.environment import Environment
@@ -129,6 +131,25 @@ def test_a_run_without_steps_has_a_page() -> None:
         made(Run(Environment(), *results.history_and_warmup(), results.summary()))
     )
     assert "no step was timed" in body
+    assert not {"Slowest steps", "Phases over steps", "How long the steps took"} & {
+        *re.findall("<h2>(.*?)<", body)
+    }
+
+
+@needs_bokeh
+def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timer = timed(3, warmup_steps=5)
+    timer.save(tmp_path / "run.json.gz")
+    one = load(tmp_path / "run.json.gz")
+    table = "over 3 steps, which are warm-up: no other was timed"
+    assert table in str(one.summary)
+    body = without_library(made(one))
+    assert table in body
+    assert '<p class="verdict">a step takes 15.6 ms, of the warm-up</p>' in body
+    assert "How long the steps took" not in body
+    assert capfd.readouterr().err == ""
 
 
 @needs_bokeh
@@ -221,3 +242,36 @@ def test_the_charts_hold_the_steps_numbers() -> None:
     whole: Any = source.data["whole"]
     assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)
     assert json.dumps(figure.y_range.end) == "22.0"
+
+
+@needs_bokeh
+def test_a_legend_is_no_higher_than_its_chart_and_no_line_of_it_is_long() -> None:
+    few = charts.phases_over_steps(run(1, n=30), 20.0)
+    many = charts.phases_over_steps(
+        run(1, n=30, more={f"{'a' * 60} {i}": 0.5 for i in range(9)}), 20.0
+    )
+    assert few.height == 320
+    [legend] = many.legend
+    lines = [line for item in legend.items for line in item.label.value.split("\n")]
+    assert len(lines) == 3 + 9 * 4
+    assert max(map(len, lines)) == 20
+    assert many.height > 19 * len(lines)
+
+
+@needs_bokeh
+def test_what_the_peak_is_lost_to_has_a_line_for_each_word_of_its_labels() -> None:
+    work = WorkSummary(mfu=0.25, lost={"launch gaps": 0.25, "kernels below the peak": 0.5})
+    one = short(30)
+    figure = charts.waterfall(replace(one, summary=replace(one.summary, work=work)))
+    labels = ["kernels\nbelow\nthe\npeak", "launch\ngaps", "MFU"]
+    assert [*figure.xaxis[0].major_label_overrides.values()] == labels
+
+
+@needs_bokeh
+def test_names_in_the_verdict_and_the_sentences_are_in_the_type_of_code() -> None:
+    one = short(30)
+    summary = replace(one.summary, advice=(f"split `{EVIL}`",))
+    text = without_library(made(replace(one, summary=summary)))
+    head = text.partition("<h2>")[0]
+    assert "`" not in head
+    assert "<code>&lt;/script&gt;" in head

@@ -50,6 +50,18 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert (run.ledger, run.slow_steps, run.evaluations) == (None, [], [])
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_may_begin_at_home(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    timer = timed()
+    timer.save(kind("~/a run.json.gz"))
+    timer.to_csv(kind("~/steps.csv"))
+    assert {one.name for one in tmp_path.iterdir()} == {"a run.json.gz", "steps.csv"}
+    assert load(kind("~/a run.json.gz")).summary == timer.summary()
+
+
 def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text())["version"] == 1
@@ -71,6 +83,16 @@ def test_a_phase_that_did_not_run_is_still_absent(tmp_path: Path) -> None:
     assert run.history["step"].tolist() == [3, 5, 6]
     assert run.history["step_ms"].tolist() == [2.0, 4.0, 4.0]
     assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("bad_ms", [math.nan, math.inf, 1e300])
+def test_a_time_that_is_no_number_is_saved_as_absent(bad_ms: float, tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, data=1.0, forward=2.0)._replace(device_ms=(1.0, bad_ms))])
+    saved.save(run_of(results), tmp_path / "run.json.gz")
+    run = load(tmp_path / "run.json.gz")
+    assert np.isnan(run.history["forward_ms"]).tolist() == [True]
+    assert run.history["step_ms"].tolist() == [1.0]
 
 
 def test_a_time_below_zero_is_saved_as_zero(tmp_path: Path) -> None:
@@ -213,6 +235,19 @@ def test_a_file_with_something_wrong_is_refused(change: Any, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)
+
+
+def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
+    timed().save(tmp_path / "run.json")
+    content = json.loads((tmp_path / "run.json").read_text())
+    content["environment"]["device"] = "H200\x1b[2J\nµ"
+    content["summary"]["advice"] = ["a", "b\x9b"]
+    content["slow_steps"] = [{"text\x07": "\x1b]0;x"}]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    run = load(tmp_path / "run.json")
+    assert run.environment.device == "H200\ufffd[2J\nµ"
+    assert run.summary.advice == ("a", "b\ufffd")
+    assert run.slow_steps == [{"text\ufffd": "\ufffd]0;x"}]
 
 
 def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:

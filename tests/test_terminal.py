@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from fake_gpu import raw
 
+from lightning_gputime import Run, compare
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.show import show
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Table
 from lightning_gputime._results.units import duration, unit_of
+from lightning_gputime._runs.environment import Environment
 
 NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
@@ -193,3 +195,36 @@ def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     show(of_ranks())
     assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
+
+
+@pytest.mark.parametrize(("width", "name"), [(80, "layers.0.attention.output"), (45, "body")])
+def test_a_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
+    results = Results(100, 0)
+    results.add([raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48)])
+    run = Run(Environment(), *results.history_and_warmup(), results.summary())
+    found = compare(run, run)
+    for lines in (on_console(found, width), found._table().text(width).splitlines()):
+        assert max(map(len, lines)) <= width
+        assert [line for line in lines if name in line]
+        [step] = [line.split() for line in lines if line.startswith("step ")]
+        assert step[1:3] == ["4.1000", "4.1000"]
+        assert step[-1] == "+0.0%"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_output_without_the_letters_of_a_name_gets_escapes(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, **{"é": 1.0})])
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(output, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", output)
+    show(results.summary())
+    output.flush()
+    assert rb"\xe9 " in output.buffer.getvalue()
+
+
+def test_a_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    show(of_ranks())

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._options import ALL, Modules
-from lightning_gputime._phases import COMM, check_name
+from lightning_gputime._phases import COMM, UNUSABLE, check_name
 
 MOST = 100
 """So many modules a depth or patterns may mean: each has four boundaries and two logged means."""
@@ -125,5 +125,5 @@ def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
 
 def _usable(name: str) -> str:
     # What a ModuleDict was given as a key may be no name of a phase; `comm` is a wait.
-    usable = re.sub(r"[/<>\x00-\x1f\x7f]", "_", name)
+    usable = re.sub(f"[{UNUSABLE}]", "_", name)
     return f"{usable}_" if usable == COMM else usable

@@ -28,6 +28,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises:
         OSError: If it cannot be written; the message names the path.
     """
+    path = os.path.expanduser(path)
     target = Path(path).resolve()
     try:
         mode = _mode(path)

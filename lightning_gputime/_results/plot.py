@@ -1,6 +1,7 @@
 """Pictures of what was measured, with matplotlib."""
 
 import io
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ _COLOURS = {
     "other": "#BBBBBB",
 }
 _MISSING = "plots need matplotlib: python -m pip install matplotlib"
-_USERS = ("#D55E00", "#F0E442", "#000000")
+# Also on a dark page, where black is not seen.
+_USERS = ("#D55E00", "#F0E442", "#9467BD")
 
 _MOST_STEPS = 500
 """Of more, single steps cannot be seen: they are drawn in bins."""
@@ -57,7 +59,7 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
         colours = [colour(name, names) for name in names]
         # The last is drawn as wide as the others, up to where a next one would begin.
         drawn = [[*height, height[-1]] for height in heights]
-        ax.stackplot(edges, drawn, labels=names, colors=colours, step="post")
+        ax.stackplot(edges, drawn, labels=map(_label, names), colors=colours, step="post")
         tops = [*np.add.reduce(heights)]
         if len(bins) < len(history):
             title = f"Median phases of {bins[-1] - bins[-2]} steps each"
@@ -123,9 +125,10 @@ def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
     ax.invert_yaxis()
     ax.set(xlabel="time since the step began (ms)", title=f"Step {step.step}")
     handles = {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
+    labels = [label for label in map(_label, names) if label in handles]
     ax.legend(
-        [handles[name] for name in names if name in handles],
-        [name for name in names if name in handles],
+        [handles[label] for label in labels],
+        labels,
         loc="center left",
         bbox_to_anchor=(1, 0.5),
     )
@@ -137,8 +140,14 @@ def _draw_lane(
 ) -> None:
     for phases, start, end in zip(line.names, times, times[1:], strict=False):
         if phases:
-            of_phase = colour(phases[0], names)
-            ax.barh(y, end - start, left=start, height=0.7, color=of_phase, label=phases[0])
+            name = phases[0]
+            of_phase, label = colour(name, names), _label(name)
+            ax.barh(y, end - start, left=start, height=0.7, color=of_phase, label=label)
+
+
+def _label(name: str) -> str:
+    """Returns a name as a legend shows it: no formula, and not hidden for a `_` at its begin."""
+    return re.sub("^_", " _", name.replace("$", r"\$"))
 
 
 def colour(name: str, names: Sequence[str]) -> str:

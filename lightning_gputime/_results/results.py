@@ -237,6 +237,7 @@ class Results:
         warmup.yardstick = self.yardstick
         warmup.add(newest.steps())
         warmup.peaks = self.peaks
+        warmup.books = self.books
         return replace(warmup.summary(), is_warmup=True)
 
 
@@ -249,7 +250,7 @@ def _stats(
     tflops: float | None = None,
 ) -> PhaseStats:
     ran_ms = np.asarray(newest_ms)
-    ran_ms = ran_ms[~np.isnan(ran_ms)]
+    ran_ms = ran_ms[np.isfinite(ran_ms)]
     p50_ms, p95_ms = np.percentile(ran_ms, (50, 95)) if len(ran_ms) else (math.nan, math.nan)
     return PhaseStats(
         n=total.n,

@@ -14,18 +14,26 @@ def show(table: Tabular) -> None:
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
+    if sys.stdout is None:
+        return  # As where a process has no standard output.
     with _below_bars():
         if not sys.stdout.isatty():
-            print(table)
+            print(_encodable(str(table)))
             return
         try:
             from rich import get_console
-        except ImportError:
-            print(table._table().text(shutil.get_terminal_size().columns))
-        else:
+
             # The one that live displays are on, such as rich's progress bar: another console would
             # write over them, and they over it.
             get_console().print(table)
+        except (ImportError, UnicodeEncodeError):
+            print(_encodable(table._table().text(shutil.get_terminal_size().columns)))
+
+
+def _encodable(text: str) -> str:
+    """Returns a text with escapes in place of what standard output has no bytes for."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def in_notebook() -> bool:

@@ -1,5 +1,6 @@
 """The statistics of a run, for a person and for a program."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -131,7 +132,7 @@ class PhaseSummary(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
-        return {**asdict(self, dict_factory=_without_nan), "verdict": self.verdict}
+        return {**asdict(self, dict_factory=with_none), "verdict": self.verdict}
 
     def _table(self) -> Table:
         if not self.steps:
@@ -228,5 +229,9 @@ class PhaseSummary(Tabular):
         return f"one step in {self.one_in} is timed to stay below {most}"
 
 
-def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in items}
+def with_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a dict that JSON has words for, with None for a number that is none."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in items
+    }

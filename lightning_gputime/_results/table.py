@@ -93,10 +93,10 @@ class Table:
             self._row(whole, "th"),
         ]
         lead = "".join(
-            f"<br>{_marked(sentence)}" if i else f"<strong>{_marked(sentence)}</strong>"
+            f"<br>{marked(sentence)}" if i else f"<strong>{marked(sentence)}</strong>"
             for i, sentence in enumerate(self.lead)
         )
-        sentences = "".join(f"<p>{_marked(sentence)}</p>" for sentence in self.sentences)
+        sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
         return (
             f"{f'<p>{lead}</p>' if lead else ''}"
             f'<table><caption style="text-align:left">{html.escape(self.title)}</caption>'
@@ -239,7 +239,7 @@ def _escaped(text: str) -> str:
     return escaped.replace("  ", "&emsp;").replace("\n", " ")
 
 
-def _marked(sentence: str) -> str:
+def marked(sentence: str) -> str:
     """Returns a sentence as HTML, with its names in the type of code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(sentence))
 

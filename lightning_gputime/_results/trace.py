@@ -1,6 +1,7 @@
 """The newest steps as a trace for Perfetto and chrome://tracing."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -59,7 +60,10 @@ def _placed(
 ) -> Iterator[tuple[StepTimes, Timeline, list[float]]]:
     """Yields the steps of a run with their device times on the host's clock (in us)."""
     # Summed over the whole run, so that a step ends exactly where the next begins.
-    ends = list(accumulate((ms * 1e3 for _, line in run for ms in line.device_ms), initial=0.0))
+    times_ms = (ms for _, line in run for ms in line.device_ms)
+    # A clock that is broken must not move all that follows out of sight.
+    known = (ms * 1e3 if math.isfinite(ms) else 0.0 for ms in times_ms)
+    ends = list(accumulate(known, initial=0.0))
     first = 0
     placed = []
     for step, line in run:

@@ -1,5 +1,6 @@
 """The charts of a run's page, with bokeh."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ POINTS = 2000
 """So many points a chart has at most: what is more is drawn as means of neighbouring steps."""
 
 _MISSING = "the page of a run needs bokeh: python -m pip install bokeh"
+
+_LINE = 20
+"""So many characters a line of the legend has at most: what it takes, the chart lacks."""
 
 # Readable on white and on black: a chart cannot ask which it is on.
 _INK = "#808892"
@@ -89,11 +93,18 @@ def phases_over_steps(run: Run, highest: float) -> Any:
         source=source,
     )
     whole = figure.line("step", "whole", source=source, color=_INK, line_alpha=0.0)
-    items = [(name, [area]) for name, area in zip(names, areas, strict=True)]
+    items = [
+        ("\n".join(textwrap.wrap(name, _LINE) or [name]), [area])
+        for name, area in zip(names, areas, strict=True)
+    ]
     if every > 1:
         line = figure.line("step", "longest", source=source, color=_INK, line_width=0.7)
         items.append((f"longest of {every} steps", [line]))
-    figure.add_layout(lib.models.Legend(items=items[::-1], **_LEGEND), "right")
+    lines = sum(name.count("\n") + 1 for name, _ in items)
+    # A legend that is higher than its chart lies over what follows.
+    figure.height = max(figure.height, 90 + 19 * lines)
+    legend = lib.models.Legend(items=items[::-1], **_LEGEND, spacing=0, padding=0)
+    figure.add_layout(legend, "right")
     figure.y_range = lib.models.Range1d(0, 1.1 * highest or 1.0)
     tips = [("step", "@step"), ("whole (ms)", "@whole{0.000}")]
     tips += [(f"{name} (ms)", f"@p{i}{{0.000}}") for i, name in enumerate(names)]
@@ -109,8 +120,6 @@ def distribution(runs: Sequence[Run]) -> Any:
     lib = bokeh()
     figure = _new_figure(lib, "time per step (ms)", "part of the steps", tools="xpan,reset")
     times = [run.measured["step_ms"] for run in runs if len(run.measured)]
-    if not times:
-        return figure
     everything = np.concatenate(times)
     low, high = np.quantile(everything, (0.001, 0.99))
     edges = np.linspace(low, high + 1e-6, 81)
@@ -163,7 +172,10 @@ def waterfall(run: Run) -> Any:
         x="at", top="top", bottom="bottom", width=0.8, color="fill", fill_alpha=0.7, source=source
     )
     figure.xaxis.ticker = [i + 0.5 for i in range(len(names))]
-    figure.xaxis.major_label_overrides = {i + 0.5: name for i, name in enumerate(names)}
+    # In lines of a word: on a phone there is no room for two.
+    figure.xaxis.major_label_overrides = {
+        i + 0.5: name.replace(" ", "\n") for i, name in enumerate(names)
+    }
     figure.y_range = lib.models.Range1d(min(0.0, *bottoms), max(105.0, *tops))
     tips = [("", "@name"), ("points", "@points{0.0}")]
     figure.add_tools(lib.models.HoverTool(renderers=[bars], tooltips=tips))

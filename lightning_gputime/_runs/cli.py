@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_gputime._results import files
@@ -56,8 +58,6 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         code: int = args.command(args)
-    except BrokenPipeError:
-        return GOOD  # As where it is piped into `head`.
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD
@@ -130,15 +130,27 @@ def _command(
     return parser
 
 
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Lets nobody read what is printed inside, as where it is piped into `head`."""
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _show(args: argparse.Namespace) -> int:
     run = load(args.run)
-    if args.json:
-        print(_json(run.summary.to_dict()))
-        return GOOD
-    print_table(run.summary)
-    for sentence in (_about(run), *map(str, (one.get("text", "") for one in run.slow_steps))):
-        if sentence:
-            print(f"\n{sentence}")
+    with _printing():
+        if args.json:
+            print(_json(run.summary.to_dict()))
+            return GOOD
+        print_table(run.summary)
+        for sentence in (_about(run), *map(str, (one.get("text", "") for one in run.slow_steps))):
+            if sentence:
+                print(f"\n{sentence}")
     return GOOD
 
 
@@ -165,12 +177,13 @@ def _about(run: Run) -> str:
 def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
     found = compare(before, after, anyway=args.anyway)
-    if args.json:
-        print(_json(found.to_dict()))
-    elif args.markdown:
-        print(found.markdown())
-    else:
-        print_table(found)
+    with _printing():
+        if args.json:
+            print(_json(found.to_dict()))
+        elif args.markdown:
+            print(found.markdown())
+        else:
+            print_table(found)
     if args.fail_above is None or not found.is_above(args.fail_above):
         return GOOD
     print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
@@ -183,7 +196,8 @@ def _report(args: argparse.Namespace) -> int:
     runs = [load(path) for path in args.runs]
     found = compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
     files.write(args.out, page(runs, found))
-    print(args.out)
+    with _printing():
+        print(args.out)
     return GOOD
 
 

@@ -34,7 +34,7 @@ def to_json(history: npt.NDArray[Any], warmup_steps: int) -> dict[str, Any]:
 
 
 def _to_units(times_ms: npt.NDArray[np.float64]) -> list[int | None]:
-    is_absent = ~np.isfinite(times_ms)
+    is_absent = ~(np.abs(times_ms) <= _LARGEST * _UNIT_MS)
     # Events of two streams may tell less than nothing: as 0, since a file with such is refused.
     known = np.maximum(np.where(is_absent, 0, times_ms), 0)
     units: list[int | None] = np.rint(known / _UNIT_MS).astype(np.int64).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._messages import shown
-from lightning_gputime._phases import in_order
+from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._runs import statistics
 from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment
@@ -127,8 +127,7 @@ def _phases_of(runs: Iterable[Run]) -> list[str]:
     columns = dict.fromkeys(name for run in runs for name in run.history.dtype.names or ())
     others = {"step", "step_ms", "host_wait_ms"}
     names = [name.removesuffix("_ms") for name in columns if name not in others]
-    # Some callback's time is for `history` alone: there may be dozens.
-    return in_order([name for name in names if name.count("/") < 2])
+    return in_order([name for name in names if not of_one_callback(name)])
 
 
 def _steps(runs: Iterable[Run]) -> int:

@@ -5,13 +5,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_gputime._results.summary import with_none
 from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.units import Unit, unit_of
 
 # A part of a phase is named in place of it from this part of its difference on.
 _MOST = 0.8
 
 # A side with fewer steps than this has too few to tell how long what slows them down lasts.
 _FEW = 200
+
+
+_DROPS = ("explains", "change", "95 %")
+"""The columns that go where the table is too wide, the first of them first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +131,9 @@ class RunComparison(Tabular):
         return self.step.is_above(bound) or self.mean.is_above(bound)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested dicts of numbers, ready for JSON."""
+        """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
         return {
-            **asdict(self),
+            **asdict(self, dict_factory=with_none),
             "verdict": self.verdict,
             "explains": self.explains,
             "sentence": self.sentence,
@@ -139,16 +145,17 @@ class RunComparison(Tabular):
 
     def _table(self) -> Table:
         explains = self.explains
+        unit = unit_of(self.step.before_ms)
         header = ("phase", "before", "after", "change", "95 %", "change in %", "explains")
         body = [
-            _cells(name, row, f"{explains[name]:.0%}" if name in explains else "")
+            _cells(name, row, unit, f"{explains[name]:.0%}" if name in explains else "")
             for name, row in self.rows.items()
         ]
         before, after = self.steps
-        title = f"A typical step in ms: {_side(self.runs[0], before)} before, " + (
+        title = f"A typical step in {unit.name}: {_side(self.runs[0], before)} before, " + (
             f"{_side(self.runs[1], after)} after"
         )
-        whole = _cells("step", self.step, "100%" if explains else "")
+        whole = _cells("step", self.step, unit, "100%" if explains else "")
         caution = (
             ""
             if sum(self.runs) > 2
@@ -161,7 +168,8 @@ class RunComparison(Tabular):
             else ""
         )
         told = (self.sentence, self.mean_sentence, *self.notes, caution, few)
-        return Table(title, [header, *body, whole], [one for one in told if one])
+        sentences = [one for one in told if one]
+        return Table(title, [header, *body, whole], sentences, drops=_DROPS)
 
 
 def _amount(one: Difference, *, sign: bool = False) -> str:
@@ -171,14 +179,14 @@ def _amount(one: Difference, *, sign: bool = False) -> str:
     return f"{100 * ratio:{plus}.{digits}f} % ± {100 * one.error_ratio:.{digits}f} %"
 
 
-def _cells(name: str, row: Difference, explains: str) -> tuple[str, ...]:
+def _cells(name: str, row: Difference, unit: Unit, explains: str) -> tuple[str, ...]:
     _, slash, part = name.partition("/")
     return (
         f"  {part}" if slash else name,
-        f"{row.before_ms:.3f}",
-        f"{row.after_ms:.3f}",
-        f"{row.change_ms:+.3f}",
-        f"± {row.error_ms:.3f}",
+        unit.cell(row.before_ms),
+        unit.cell(row.after_ms),
+        f"{row.change_ms / unit.ms:+.{unit.digits}f}",
+        f"± {unit.cell(row.error_ms)}",
         "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
         explains,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._results.advice import sentence
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._runs import charts
 from lightning_gputime._runs.comparison import RunComparison
@@ -37,9 +37,11 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     highest = charts.highest_ms(runs)
     plots = [charts.phases_over_steps(run, highest) for run in runs if len(run.history)]
     falls = [charts.waterfall(run) for run in runs if _has_waterfall(run)]
-    script, [*divs] = lib.embed.components(
-        [*plots, *falls, charts.distribution(runs)], wrap_script=True
-    )
+    # A figure with nothing in it is warned of.
+    spread = [charts.distribution(runs)] if any(len(run.measured) for run in runs) else []
+    script, divs = "", []
+    if drawn := [*plots, *falls, *spread]:
+        script, [*divs] = lib.embed.components(drawn, wrap_script=True)
     chart_of = iter(divs)
     views = [
         {**_view(run), "chart": Markup(next(chart_of)) if len(run.history) else ""} for run in runs
@@ -53,11 +55,11 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     )
     return template.render(
         title=" and ".join(run.name or "run" for run in runs),
-        verdict=verdict,
-        sentences=sentences,
+        verdict=Markup(marked(verdict)),
+        sentences=[Markup(marked(one)) for one in sentences],
         comparison="" if comparison is None else Markup(comparison._repr_html_()),
         runs=views,
-        distribution=Markup(next(chart_of)),
+        distribution=Markup(next(chart_of, "")),
         script_of_library=Markup(resources.render_js()),
         script_of_charts=Markup(script),
     )
@@ -70,6 +72,8 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
     step = run.summary.step
     took = f"a step takes {duration(step.mean_ms)}" if run.summary.steps else "no step was timed"
     ledger = run.ledger.sentence if run.ledger is not None else ""
+    if run.summary.is_warmup:
+        return f"{took}, of the warm-up", [one for one in (ledger,) if one]
     told = (sentence(run.summary.advice), ledger)
     return run.summary.verdict or took, [one for one in told if one]
 

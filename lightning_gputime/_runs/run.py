@@ -19,7 +19,7 @@ class Run:
         environment: What it ran on.
         history: The newest steps, see the timers' `history`; to 0.0001 ms.
         warmup_steps: How many of the first steps of the history are warm-up.
-        summary: The statistics of all steps but the warm-up.
+        summary: The statistics of all steps but the warm-up; of that where there are no others.
         slow_steps: The slowest steps with their causes, each a JSON object.
         evaluations: The means of each evaluation, each a JSON object.
         name: What it is called, such as its file.

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,6 +22,9 @@ VERSION = 1
 
 _LARGEST = 2**30
 """A file that unpacks to more bytes is none of ours: a million steps take a tenth of it."""
+
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, but ends of lines and tabs."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -62,8 +66,8 @@ def load(path: str | os.PathLike[str]) -> Run:
         OSError: If it cannot be read.
         ValueError: If it is damaged, of another program, or of a newer version of this one.
     """
-    name = os.fspath(path)
-    with open(path, "rb") as file:
+    name = os.path.expanduser(path)
+    with open(name, "rb") as file:
         content = _content(file, name)
     try:
         history, warmup_steps = columns.from_json(content.get("history"))
@@ -92,7 +96,14 @@ def _content(file: IO[bytes], path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no file of a run: it unpacks to more than {_LARGEST} bytes")
     try:
         # Not over text: what is no UTF-8 is told as an error of the file, too.
-        content = json.load(io.BytesIO(data), parse_constant=_refuse, parse_float=_finite)
+        content = json.load(
+            io.BytesIO(data),
+            parse_constant=_refuse,
+            parse_float=_finite,
+            object_pairs_hook=lambda pairs: {
+                _printable(key): _printable(one) for key, one in pairs
+            },
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of a run: it is no JSON ({error})"
@@ -111,6 +122,15 @@ def _content(file: IO[bytes], path: str) -> dict[str, Any]:
             f" one reads up to {VERSION}; update lightning_gputime"
         )
     return content
+
+
+def _printable(value: Any) -> Any:
+    """Returns a text, or a list of texts, without what a terminal takes for a command."""
+    if isinstance(value, str):
+        return _COMMANDS.sub("\ufffd", value)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return [*map(_printable, value)]
+    return value
 
 
 def _refuse(constant: str) -> float:
