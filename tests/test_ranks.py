@@ -341,7 +341,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
         one.gather(totals())
         assert set(zero.gather(totals())) == {0, 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "The times of 1 ranks did not arrive, and are left out from here on: 2"
+        "The times of these ranks did not arrive, and are left out from here on: 2"
     ]
 
 

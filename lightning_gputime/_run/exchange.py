@@ -102,8 +102,7 @@ class Exchange:
         there = self._those(str(window), ranks, time.monotonic() + self._timeout_s)
         if missing := self._present.difference(there):
             messages.warning(
-                "The times of %d ranks did not arrive, and are left out from here on: %s",
-                len(missing),
+                "The times of these ranks did not arrive, and are left out from here on: %s",
                 ", ".join(map(str, sorted(missing))),
             )
             self._present -= missing
