@@ -1,7 +1,6 @@
 """`max_overhead`: no more steps are timed than the host can afford."""
 
 import json
-from datetime import timedelta
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -205,7 +204,7 @@ def test_it_holds_in_lightning() -> None:
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Those of three ranks."""
     monkeypatch.setattr(agreement, "_runs", repeat(0))
-    monkeypatch.setattr(agreement, "_LONGEST", timedelta(milliseconds=10))
+    monkeypatch.setattr(agreement, "_LONGEST_S", 0.01)
     store = HashStore()
     return [Agreement(store, rank, 3) for rank in range(3)]
 
@@ -239,7 +238,23 @@ def test_a_rank_that_is_left_alone_says_so_once(
     assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
     assert len(caplog.messages) == 1
     assert "agree no more" in caplog.text
+    assert "On this one all are: give" in caplog.text
     assert "or this one sync_ranks=False" in caplog.text
+
+
+def test_a_wait_for_the_other_ranks_is_in_no_step(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = DearGPU(100.0)
+
+    def agree(_: Agreement, wish: int) -> int:
+        gpu.host_work(1000.0)
+        return 1
+
+    monkeypatch.setattr(Agreement, "agree", agree)
+    timer = train(gpu, 300, max_overhead=0.01)
+    assert timer.summary().steps == 300
+    assert max(timer.history()["step_ms"]) < 20.0
 
 
 def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fake_lightning import Model, fit
 from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -89,6 +90,20 @@ def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[
             loop.train(x)
     # The mark comes after all work of backward.
     assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
+
+
+def test_ranks_are_compared_again_when_a_join_is_over(two_ranks: None, gpu: FakeGPU) -> None:
+    exit_before = vars(Join)["__exit__"]
+    loop = Loop(gpu)
+    loop.model = model = parallel(loop.model)  # type: ignore[assignment]
+    with hooks(loop, sync_ranks=False):
+        boundary = vars(Join)["__exit__"]._stand_in.listeners[0]
+        for _ in range(2):
+            assert not boundary.is_joining
+            with model.join():
+                assert boundary.is_joining
+        assert not boundary.is_joining
+    assert vars(Join)["__exit__"] is exit_before
 
 
 class Normed(nn.Module):

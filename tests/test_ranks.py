@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +341,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
         one.gather(totals())
         assert set(zero.gather(totals())) == {0, 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "The times of 1 ranks did not arrive, and are left out from here on: 2"
+        "The times of these ranks did not arrive, and are left out from here on: 2"
     ]
 
 
@@ -350,6 +352,28 @@ def test_a_rank_that_runs_far_ahead_loses_no_window() -> None:
     one.leave()
     for n in range(1, 11):
         assert zero.gather(totals())[1]["step"][1] == n
+
+
+def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(exchange_module, "_runs", itertools.repeat(0))
+    store.set_timeout(timedelta(seconds=0.3))
+    zero, _ = (Exchange(store, rank, 2) for rank in range(2))
+    began = time.monotonic()
+    assert set(zero.gather(totals())) == {0}
+    assert 0.1 <= time.monotonic() - began < 0.3
+
+
+def test_what_nobody_reads_any_more_is_not_kept() -> None:
+    zero, one = exchanges(2)
+    for _ in range(2):
+        one.gather(totals())
+    zero.leave()
+    for _ in range(3):
+        one.gather(totals())
+    assert [one._store.check([f"{window}/1"]) for window in range(5)] == [False] * 4 + [True]
 
 
 def test_ranks_without_a_timer_are_told(caplog: pytest.LogCaptureFixture) -> None:

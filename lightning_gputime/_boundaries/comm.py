@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.attach import Removable, hook_before
+from lightning_gputime._boundaries.attach import Removable, StandIn, hook_before, listen
 from lightning_gputime._phases import BACKWARD, COMM
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -41,9 +42,16 @@ class CommBoundary:
         for module in self._synced:
             self._module_handles.append(hook_before(module, self._enter_sync, first=False))
             self._module_handles.append(hook_before(module.module, self._leave_sync))
+        # What each module was told of a join that is over: torch does not take it back.
+        self._joined: list[object] = []
+        self._joins: StandIn | None = None
+        if self._synced:
+            self._joins = listen(Join, "__exit__", self)
 
     def remove(self) -> None:
-        """Takes the hooks off the modules. Safe to call twice."""
+        """Takes the hooks off the modules, and off torch. Safe to call twice."""
+        if self._joins is not None:
+            self._joins.forget(self)
         for handle in self._module_handles:
             handle.remove()
         self._module_handles.clear()
@@ -51,10 +59,19 @@ class CommBoundary:
     @property
     def is_joining(self) -> bool:
         """Whether ranks that have no more batches must stand in for the others' collectives."""
+        configs = (getattr(module, "_join_config", None) for module in self._synced)
         return any(
-            getattr(getattr(module, "_join_config", None), "enable", False)
-            for module in self._synced
+            getattr(config, "enable", False) and not any(config is one for one in self._joined)
+            for config in configs
         )
+
+    def call_begins(self, *_: Any) -> bool:
+        """Says that a join is left, in which other ranks may still train."""
+        return True
+
+    def call_ends(self, result: Any = None) -> None:
+        """Says that it is over, on all ranks."""
+        self._joined = [getattr(module, "_join_config", None) for module in self._synced]
 
     def begin(self, tensors: Any) -> None:
         """Must be called before a backward of `tensors`."""

@@ -66,8 +66,6 @@ class Backlog:
         """Events that were read, to be used again."""
         self._pending: deque[EndedStep] = deque()
         self._finished: list[EndedStep] = []
-        self.timed = 0
-        """How many steps have ended that have marks."""
         self.blocked_ns = (0, 0)
         """The host's time when it last waited for a step, and when that was over."""
         self.ended = 0
@@ -95,7 +93,6 @@ class Backlog:
             load: What it has worked on, see `StepRecord`.
         """
         self.ended += 1
-        self.timed += 1
         step = EndedStep(marks, number, self.ended, self._untimed, skipped_update)
         step.load = load
         self._pending.append(step)
@@ -120,7 +117,6 @@ class Backlog:
             load: What it has worked on, see `StepRecord`.
         """
         self.ended += 1
-        self.timed += 1
         step = EndedStep(marks, number, self.ended, self._untimed, False)
         step.load = load
         self._pending.append(step)

@@ -89,11 +89,6 @@ class Recorder(Pauses):
         self._many = MANY_MARKS
 
     @property
-    def timed_steps(self) -> int:
-        """How many steps have ended with their times."""
-        return self._backlog.timed
-
-    @property
     def ended_steps(self) -> int:
         """How many steps have ended, timed or not."""
         return self._backlog.ended

@@ -1,7 +1,7 @@
 """How the ranks of a distributed run time the same steps, when each has a wish of its own."""
 
 import itertools
-from datetime import timedelta
+import time
 from typing import Any
 
 import torch.distributed
@@ -13,10 +13,10 @@ from lightning_gputime._messages import messages
 _runs = itertools.count()
 
 # Ranks that train together are never a turn apart: who has said nothing by then has no timer.
-_LONGEST = timedelta(seconds=1)
+_LONGEST_S = 1.0
 
 _ALONE = (
-    "The ranks agree no more on which steps are timed, and one in %d is: give all of them a timer"
+    "The ranks agree no more on which steps are timed. On this one %s: give all of them a timer"
     " with max_overhead, or this one sync_ranks=False. %r"
 )
 
@@ -59,7 +59,8 @@ class Agreement:
                 self._agreed = self._look(turn - 1)
         except Exception as error:
             # Those who do not share it may time other steps; nobody waits for this one.
-            messages.warning(_ALONE, self._agreed, error)
+            n = self._agreed
+            messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
             self.agree = lambda wish: self._agreed  # type: ignore[method-assign]
         return self._agreed
 
@@ -75,7 +76,12 @@ class Agreement:
     def _look(self, turn: int) -> int:
         """Returns what rank zero has written in a turn."""
         key = f"{turn}/agreed"
-        self._store.wait([key], _LONGEST)
+        deadline = time.monotonic() + _LONGEST_S
+        # Not the store's own wait, which prints where it ends in vain.
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError("rank 0 has said nothing")
+            time.sleep(0.001)
         return int(self._store.get(key))
 
 

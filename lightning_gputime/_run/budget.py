@@ -124,7 +124,10 @@ class Budget:
         self.due += min(self.due, _MOST)
         n = self._wish(every_n_steps)
         if self._agreement is not None:
+            # It may wait for others, once: that is no part of the step that has begun.
+            self._recorder.pause()
             n = self._agreement.agree(n)
+            self._recorder.resume()
         self._tell(n)
         return n
 

@@ -136,4 +136,4 @@ class Comparison:
 
     def _give_up(self, error: Exception) -> None:
         messages.warning("The times of the ranks are not compared any more: %r", error)
-        self._exchange = None
+        self.end()

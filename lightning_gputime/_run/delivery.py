@@ -118,13 +118,14 @@ class Delivery:
     def add_traced(self, slow: Sequence[SlowStep]) -> None:
         """Takes slow steps that have a trace; their times count nowhere."""
         self._results.add_traced(slow)
-        self._inquiry.own.begin()
-        self._call_slow(slow)
-        self._inquiry.own.end("on_slow_step")
+        self._tell_slow(slow)
 
     def add_slow_passed(self, slow: Sequence[SlowStep]) -> None:
         """Takes slow steps that were not timed."""
         self._add_slow(slow)
+        self._tell_slow(slow)
+
+    def _tell_slow(self, slow: Sequence[SlowStep]) -> None:
         self._inquiry.own.begin()
         self._call_slow(slow)
         self._inquiry.own.end("on_slow_step")

@@ -14,6 +14,9 @@ from lightning_gputime._results.totals import Totals
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()
 
+# Added to how often rank zero has read: it never reads again.
+_FOR_EVER = 1 << 40
+
 
 class Exchange:
     """Gathers the totals of all ranks on rank zero, through the store of the process group.
@@ -26,7 +29,8 @@ class Exchange:
         store: Any store that all ranks share.
         rank: Number of this process.
         world_size: Number of processes.
-        timeout_s: How long rank zero waits for another rank; after that no more (in seconds).
+        timeout_s: How long rank zero waits for another rank, at most a third of the store's
+            timeout; after that no more (in seconds).
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float = 30.0) -> None:
@@ -40,7 +44,9 @@ class Exchange:
         # many had left when it last looked.
         self._present: set[int] | None = None
         self._gone = 0
-        self._timeout_s = timeout_s
+        # The others may wait in a collective for rank zero meanwhile, and raise after their group's
+        # timeout, which the store has, too.
+        self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
         # How often this rank has gathered, and before which window it has deleted what it sent.
         self._window = 0
         self._deleted = 0
@@ -72,11 +78,13 @@ class Exchange:
         return {0: totals, **{r: json.loads(v) for r, v in zip(ranks, values, strict=True)}}
 
     def leave(self) -> None:
-        """Says that this rank sends nothing any more."""
+        """Says that this rank sends, or reads, nothing any more."""
         if self._rank:
             self._store.set(f"left/{self._rank}", "")
             # After the key: who sees this number change must find it.
             self._store.add("left", 1)
+        else:
+            self._store.add("read", _FOR_EVER)
 
     def _wait_for(self, window: int) -> list[int]:
         if self._present is None:
@@ -94,8 +102,7 @@ class Exchange:
         there = self._those(str(window), ranks, time.monotonic() + self._timeout_s)
         if missing := self._present.difference(there):
             messages.warning(
-                "The times of %d ranks did not arrive, and are left out from here on: %s",
-                len(missing),
+                "The times of these ranks did not arrive, and are left out from here on: %s",
                 ", ".join(map(str, sorted(missing))),
             )
             self._present -= missing
