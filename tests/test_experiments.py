@@ -2,6 +2,7 @@
 
 import math
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,15 @@ import torch
 
 EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
 Rows = dict[str, dict[str, float]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # On a busy machine threads wait for each other for longer than all the work takes.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
