@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +32,18 @@ FLOORS = [
     {"__main__"},
 ]
 """From the lowest to the highest; a room knows none above it, and none beside it."""
+
+TOP = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "benchmarks",
+    "examples",
+    "lightning_gputime",
+    "pyproject.toml",
+    "tests",
+}
+"""What stands beside the dot files."""
 
 
 def imports(module: str) -> set[str]:
@@ -84,3 +98,14 @@ def test_only_one_module_has_lightnings_private_names() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_has_one_subject(module: str) -> None:
     assert len(MODULES[module].read_text().splitlines()) <= 300
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_nothing_else_stands_at_the_top() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == TOP
