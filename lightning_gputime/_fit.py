@@ -8,7 +8,7 @@ from lightning_gputime import _lightning
 from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.loop import Batch
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, EXCLUDED, FETCH, OTHER, WAIT
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
@@ -113,15 +113,6 @@ class Fit:
         except Exception as error:
             self._fail(error)
 
-    def validation_begins(self) -> None:
-        """Says that a validation is next: what was before it, such as callbacks, is the step's.
-
-        Safe to call again.
-        """
-        # A pause takes all since the last mark, so that needs one here.
-        self._session.part_begins(EXCLUDED)
-        self._session.pause()
-
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
 
@@ -167,10 +158,10 @@ class Fit:
         # Where gradients accumulate none are cleared before a validation.
         clears = "on_validation_model_zero_grad"
         clears = _lightning.module_action(self._trainer, self._model, clears)
-        calls[clears] = self.validation_begins
+        calls[clears] = self._session.evaluation_begins
         self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
         validation = _lightning.validation_of(self._trainer)
-        self._heard.append(Begins(*validation, self.validation_begins, fail))
+        self._heard.append(Begins(*validation, self._session.evaluation_begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))

@@ -131,8 +131,7 @@ class TrainerTimer(Timer, pl.Callback):
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.publish()
-        if self._fit is not None:
-            self._fit.validation_begins()
+        self._session.evaluation_begins()
         if not trainer.sanity_checking:
             self._books.turn(VALIDATION)
             self._evaluations.start("val", trainer, pl_module)

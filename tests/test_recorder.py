@@ -229,6 +229,26 @@ def test_paused_time_belongs_to_no_step(
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("before", ["other", "forward"])
+def test_a_pause_from_here_on_leaves_what_was_before(
+    gpu: FakeGPU, run: Recorded, before: str
+) -> None:
+    run.recorder.mark(before)
+    gpu.work(2.0)
+    for _ in range(2):
+        run.recorder.pause_here()
+        gpu.work(35.0)
+    run.recorder.go_on("other")
+    gpu.work(1.0)
+    run.recorder.go_on("backward")
+    gpu.work(4.0)
+    run.recorder.end_step(0)
+    run.recorder.flush()
+    found = {"data": 0.0, "other": 1.0, "backward": 4.0}
+    found[before] = found.get(before, 0.0) + 2.0
+    assert run.emitted[0].phase_ms == found
+
+
 def test_resume_without_pause_does_nothing(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("forward")
     run.recorder.resume()

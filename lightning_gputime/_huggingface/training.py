@@ -2,7 +2,7 @@
 
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._huggingface.loss import LossFunction
-from lightning_gputime._phases import CALLBACKS, FETCH, OTHER
+from lightning_gputime._phases import CALLBACKS, FETCH
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
@@ -76,8 +76,7 @@ class Training:
 
     def evaluation_begins(self) -> None:
         """Says that an evaluation begins. What follows it until the next fetch is its, too."""
-        self._session.part_begins(OTHER)  # What was before is not its.
-        self._session.pause()
+        self._session.evaluation_begins()
 
     def evaluation_ends(self) -> None:
         """Says that it is over: one that a callback runs for itself may lie inside a step."""

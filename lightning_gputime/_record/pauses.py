@@ -39,11 +39,24 @@ class Pauses(Marks):
             self.state = PAUSED
             self._tell_annotator(None)
 
+    def pause_here(self) -> None:
+        """Lets the time from here on, and until `resume`, belong to no step. Safe to call again."""
+        # A pause takes all since the last mark, so that needs one here.
+        self.mark(EXCLUDED)
+        self.pause()
+
     def resume(self, label: str = DATA) -> None:
         """Ends a `pause`: from here on the time belongs to `label`."""
         if self.state is PAUSED and not self._holds and get_ident() == self.thread:
             self.state = OPEN
             self._record(self._first_label(label))
+
+    def go_on(self, label: str) -> None:
+        """Marks `label`, and ends a pause if there is one."""
+        if self.state is PAUSED:
+            self.resume(label)
+        else:
+            self.mark(label)
 
     def hold(self) -> None:
         """Begins a pause by hand, which lasts until `release`, whatever else begins or resumes."""

@@ -1,6 +1,7 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import current_thread, get_ident
 
 from lightning_gputime._boundaries.boundaries import Boundaries
@@ -77,6 +78,10 @@ class Session(Asked):
         budget = budget_of(options, clock, self._recorder, self._inquiry, results, means)
         if budget is not None:
             self.end_step = budget.around(self.end_step)  # type: ignore[assignment,method-assign]
+        self.fetch_begins = partial(self._recorder.go_on, FETCH)
+        """Says that the next batch is fetched, which ends a pause."""
+        self.evaluation_begins = self._recorder.pause_here
+        """As `pause`, but what was before, such as callbacks, is still the step's."""
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
         self._is_plain = schedule.is_plain
@@ -120,11 +125,6 @@ class Session(Asked):
         self._inquiry.loop_begins()
         self._selection.begin()
 
-    def fetch_begins(self) -> None:
-        """Says that the next batch is fetched, which ends a pause."""
-        goes_on = self._recorder.resume if self._recorder.state is PAUSED else self._recorder.mark
-        goes_on(FETCH)
-
     def part_began(self, label: str) -> None:
         """As `part_begins`, but from the end of the last step or micro-batch on."""
         self._recorder.mark_instead(DATA, label)
@@ -163,9 +163,7 @@ class Session(Asked):
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
         self._work.batch_ends()
-        # A validation at the end of the body is over.
-        goes_on = self._recorder.resume if self._recorder.state is PAUSED else self._recorder.mark
-        goes_on(DATA)
+        self._recorder.go_on(DATA)  # A validation at the end of the body is over.
 
     def end_step(self, number: int) -> bool:
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
