@@ -4,10 +4,8 @@ import itertools
 import time
 from typing import Any
 
-import torch.distributed
-
-from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
+from lightning_gputime._run.exchange import among_ranks
 
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()
@@ -87,7 +85,4 @@ class Agreement:
 
 def open_agreement() -> Agreement | None:
     """Returns one among the ranks of the default process group; None without others."""
-    if not is_distributed():
-        return None
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return Agreement(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return among_ranks(Agreement)

@@ -3,13 +3,16 @@
 import itertools
 import json
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
 from lightning_gputime._results.totals import Totals
+
+T = TypeVar("T")
 
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()
@@ -129,9 +132,18 @@ class Exchange:
         return ranks
 
 
-def open_exchange() -> Exchange | None:
-    """Returns an exchange among the ranks of the default process group; None without others."""
+def among_ranks(open_one: Callable[[Any, int, int], T]) -> T | None:
+    """Opens something among the ranks of the default process group; None without others.
+
+    Args:
+        open_one: Takes the group's store, the number of this process, and how many there are.
+    """
     if not is_distributed():
         return None
     store = torch.distributed.distributed_c10d._get_default_store()
-    return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return open_one(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
+def open_exchange() -> Exchange | None:
+    """Returns an exchange among the ranks of the default process group; None without others."""
+    return among_ranks(Exchange)
