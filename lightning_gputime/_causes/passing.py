@@ -51,10 +51,9 @@ class Passing:
     def step_begins(self) -> None:
         """Must be called where a step begins that is not timed, if the one before was."""
         self._recorder.had_pause()  # That was the other's.
-        now = self._now_ns()
+        self._begun_ns = now = self._now_ns()
         if self._suspect is not None:
             self._judge(now - self._suspect[2])
-        self._begun_ns = self._now_ns()
 
     def leave(self) -> None:
         """Must be called where a loop begins: the end of its first step is not looked at."""
