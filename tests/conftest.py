@@ -29,6 +29,15 @@ def loop(gpu: FakeGPU) -> Loop:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Lets torch compute in one: on a busy machine several wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def two_ranks() -> Iterator[None]:
     """Makes this process the first of two, whose collectives do nothing."""
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -2,7 +2,6 @@
 
 import math
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,7 @@ import torch
 EXPERIMENTS = Path(__file__).parent.parent / "examples" / "experiments"
 Rows = dict[str, dict[str, float]]
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # On a busy machine threads wait for each other for longer than all the work takes.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,17 +27,12 @@ from lightning_gputime._messages import HOMES  # noqa: E402
 from lightning_gputime.fabric import PhaseTimeCallback as FabricCallback  # noqa: E402
 from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.usefixtures("one_thread"),
+]
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class FakeNet(nn.Module):
