@@ -9,7 +9,12 @@ from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
 from fake_loop import Loop
 
 from lightning_gputime import Clock, GPUPhaseHooks
-from lightning_gputime._record.clock import DeviceClock, HostClock, clock_for
+from lightning_gputime._record.clock import (
+    DeviceClock,
+    HostClock,
+    _outside_default_stream,
+    clock_for,
+)
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -92,6 +97,35 @@ def test_the_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock
         start.elapsed_time(end)
     end.synchronize()
     assert start.elapsed_time(end) > 1.0
+
+
+@pytest.mark.gpu
+def test_a_capture_is_seen_on_whatever_stream_it_runs() -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    assert not clock.is_capturing()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not clock.is_capturing()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert clock.is_capturing()
+    assert not clock.is_capturing()
+
+
+@pytest.mark.parametrize(("stream", "asked"), [(0, 0), (7, 1)])
+def test_on_the_default_stream_nobody_is_asked_whether_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch, stream: int, asked: int
+) -> None:
+    calls: list[str] = []
+
+    def is_capturing() -> bool:
+        calls.append("asked")
+        return True
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    stream_of = {3: stream}.__getitem__
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream_of, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", is_capturing, raising=False)
+    assert _outside_default_stream(lambda: False)() is (asked == 1)
+    assert len(calls) == asked
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")

@@ -65,6 +65,8 @@ class Usual:
         self._each_ms: deque[float] = deque(maxlen=AROUND)
         self._new = 0
         self._parts: dict[str, UsualPart] | None = None
+        # Whether the host sets the pace; None if that is to be found out anew.
+        self._sets_pace: bool | None = None
 
     @property
     def is_known(self) -> bool:
@@ -81,6 +83,7 @@ class Usual:
         self._steps.extend(steps)
         self._each_ms.extend(each_ms)
         self._new += len(steps)
+        self._sets_pace = None
         if len(self._steps) < _FEWEST or (self._new < _EVERY and self.is_known):
             return False
         self._new = 0
@@ -95,8 +98,12 @@ class Usual:
 
         Then what it takes for a step is what the step takes.
         """
-        if not self.is_known:
-            return False
+        # Each 50 of the steps that are not timed ask, which are many more than those that are.
+        if self._sets_pace is None:
+            self._sets_pace = self.is_known and self._is_paced_by_host()
+        return self._sets_pace
+
+    def _is_paced_by_host(self) -> bool:
         wait_ms = median([one.wait_ms for one in self._steps])
         host_ms = [ns / 1e6 for ns in self._each_host_ns()]
         each_ms = [*map(sub, self._each_ms, host_ms)]

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -94,11 +95,8 @@ class DeviceClock:
         self.host_ns = time.perf_counter_ns
         self.streams = Streams(device)
         self.is_capturing = getattr(module, "is_current_stream_capturing", _never)
-        if device.type == "cuda":
-            # Is asked at every mark: without the function in Python around it.
-            self.is_capturing = getattr(
-                torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing
-            )
+        if device.type == "cuda" and self._is_current:
+            self.is_capturing = _outside_default_stream(self.is_capturing)
         # It fills the queue of the current device, whatever device is timed.
         if hasattr(module, "_sleep") and self._is_current:
             self.spin = module._sleep
@@ -237,6 +235,26 @@ def device_of(model: nn.Module) -> torch.device:
     for device in (*(one for one in devices if one.type not in ("cpu", "meta")), *devices):
         return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _outside_default_stream(is_capturing: Callable[[], bool]) -> Callable[[], bool]:
+    """Returns `is_capturing` of CUDA, asked only where a graph can be captured at all.
+
+    That is on no default stream, see `cudaStreamBeginCapture`. It is asked at every mark: beside an
+    H200 that takes the host 0.5 us, and the number of the current stream 0.1 us.
+    """
+    # Without the functions in Python around these.
+    is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", is_capturing)
+    stream_of: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if stream_of is None:
+        return is_capturing
+    index = torch.cuda.current_device()
+
+    @untraced
+    def is_capturing_here() -> bool:
+        return stream_of(index) != 0 and is_capturing()
+
+    return is_capturing_here
 
 
 def _never() -> bool:
