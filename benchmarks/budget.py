@@ -1,10 +1,10 @@
 """Measures what timing with a budget adds where the host sets the pace.
 
 Each turn is a run of its own, long enough for the timer to have found how many steps it may time,
-and only then measured. "no timer" has two turns in each round, in random order; the difference of
-the two is the noise.
+and only then measured; no longer, so that many turns meet the same moods of the host. "no timer"
+has two turns in each round, in random order; the difference of the two is the noise.
 
-    python benchmarks/budget.py --rounds 6 --out benchmarks/results/budget.json
+    python benchmarks/budget.py --out benchmarks/results/budget.json
 """
 
 import time
@@ -22,8 +22,8 @@ from record import environment, new_parser, save
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-# The budget is decided after 64, 128, 256 and 512 steps.
-SETTLE, STEPS = 600, 400
+# The budget is decided after 64 steps, and anew after 128 and 256.
+SETTLE, STEPS = 140, 200
 
 OPTIONS: dict[str, dict[str, Any]] = {"": {}, "max_overhead=0.01": {"max_overhead": 0.01}}
 WAYS = [NONE, AGAIN, *(f"timer({options})" for options in OPTIONS)]
@@ -94,7 +94,7 @@ def measure(run: Callable[[str, Meter], Timer | None], rounds: int) -> dict[str,
 
 if __name__ == "__main__":
     parser = new_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     be_quiet()
     cuda = torch.cuda.is_available()

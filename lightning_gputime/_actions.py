@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_gputime._boundaries.attach import listen
+from lightning_gputime._boundaries.attach import StandIn, listen
 from lightning_gputime._untraced import untraced
 
 
@@ -31,8 +31,27 @@ class Actions:
     ) -> None:
         self.calls = calls
         self.fail = fail
-        self._stand_in = listen(profiler, "start", self, _announced_idle if is_idle else _announced)
-        self._stand_in.call.awaited.update(calls)
+        self._profiler = profiler
+        self._announce = _announced_idle if is_idle else _announced
+        self._stand_in = self._listen()
+
+    def _listen(self) -> StandIn:
+        stand_in = listen(self._profiler, "start", self, self._announce)
+        stand_in.call.awaited.update(self.calls)
+        return stand_in
+
+    def rest(self) -> None:
+        """Hears of nothing until `go_on`, and lets a step cost nothing."""
+        self._stand_in.forget(self)
+
+    def go_on(self) -> None:
+        """Ends that."""
+        self._stand_in.listeners.append(self)
+        self._stand_in.stay_on()
+        if not self._stand_in.is_on:
+            # Somebody has put something else there meanwhile, which may not call it.
+            self._stand_in.listeners.remove(self)
+            self._stand_in = self._listen()
 
     def remove(self) -> None:
         """Takes it off the profiler. Safe to call twice."""

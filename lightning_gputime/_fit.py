@@ -13,6 +13,7 @@ from lightning_gputime._results.ledger import Books
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
 from lightning_gputime._untraced import untraced
+from lightning_gputime._unused import Unused
 
 _PATIENCE = 100
 """For so many batches that should end a step the first update of all is waited for."""
@@ -57,6 +58,11 @@ class Fit:
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
         self._heard: list[Removable] = []
+        self._actions: Actions | None = None
+        self._unused: Unused | None = None
+        # Whether steps pass now of which nothing is heard but where their batches end; and whether
+        # they may: if all batches so far have ended a step that should, by the trainer's count.
+        self._passes = self._may_pass = False
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -67,6 +73,7 @@ class Fit:
 
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
+        self._hear_all()
         self._in_batch = self._batch.is_open = False
         self._books.epoch_turns()
         self._epochs.begins()
@@ -100,6 +107,9 @@ class Fit:
         if not self._in_batch:
             return
         try:
+            if self._passes:
+                self._passing_batch_ends(batch_idx)
+                return
             self._in_batch = self._batch.is_open = False
             session = self._session
             self._accumulates = not self._ends_step(batch_idx)
@@ -110,8 +120,36 @@ class Fit:
                 if session.end_step(_lightning.step_number(self._trainer)):
                     session.part_began(CALLBACKS)
                 self._books.step_ends()
+            if self._may_pass:
+                self._look_whether_steps_pass(batch_idx)
         except Exception as error:
             self._fail(error)
+
+    def _look_whether_steps_pass(self, batch_idx: int) -> None:
+        self._may_pass = _lightning.ends_update(self._trainer, batch_idx) != self._accumulates
+        if self._may_pass and self._session.is_quiet() and self._actions and self._unused:
+            # As if one long batch went on: calls of the model are seen, as one may be captured.
+            self._passes = self._in_batch = self._batch.is_open = True
+            self._actions.rest()
+            self._unused.leave_out_starts()
+
+    def _passing_batch_ends(self, batch_idx: int) -> None:
+        if _lightning.ends_update(self._trainer, batch_idx):
+            self._session.end_step(_lightning.step_number(self._trainer))
+            if not self._session.is_quiet():
+                self._hear_all()
+
+    def _hear_all(self) -> None:
+        """Hears of all again, if steps have passed of which it did not. No batch has begun."""
+        if self._passes and self._actions and self._unused:
+            self._passes = self._in_batch = self._batch.is_open = False
+            self._actions.go_on()
+            self._unused.call_starts()
+
+    def evaluation_begins(self) -> None:
+        """Says that an evaluation begins."""
+        self._hear_all()
+        self._session.evaluation_begins()
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -142,16 +180,21 @@ class Fit:
 
     # What the profiler is told
 
-    def listen(self, own: _lightning.Callback) -> None:
+    def listen(self, own: type[_lightning.Callback], unused: Unused, *, steps_pass: bool) -> None:
         """Hears what the trainer begins, until `remove`.
 
         Args:
-            own: The callback that calls the methods above.
+            own: The class of the callback that calls the methods above.
+            unused: Leaves hooks of that callback out.
+            steps_pass: Whether there may be steps that are not timed.
         """
         fail = self._fail
+        self._unused = unused
+        self._heard.append(unused)
+        self._may_pass = steps_pass and unused.may_leave_out_starts
         self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
-        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(type(own))])
+        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
         # Not by the callback's hook of that name, for which a Trainer takes 2 us.
         update = _lightning.module_action(self._trainer, self._model, "on_before_optimizer_step")
         calls[update] = self._session.update_begins
@@ -159,13 +202,12 @@ class Fit:
         clears = "on_validation_model_zero_grad"
         clears = _lightning.module_action(self._trainer, self._model, clears)
         calls[clears] = self._session.evaluation_begins
-        self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
+        self._actions = Actions(profiler, calls, fail, is_idle=is_idle)
         validation = _lightning.validation_of(self._trainer)
-        self._heard.append(Begins(*validation, self._session.evaluation_begins, fail))
+        self._heard += [self._actions, Begins(*validation, self.evaluation_begins, fail)]
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))
-        self._heard.append(_lightning.Unused(own, self._trainer))
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""

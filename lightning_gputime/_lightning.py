@@ -1,7 +1,7 @@
 """All that reaches into Lightning; the only place with its private names."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,59 +18,6 @@ from lightning_gputime._results.units import unit_of
 Trainer = pl.Trainer
 Module = pl.LightningModule
 Callback = pl.Callback
-
-
-# What Lightning calls in every batch, and the timer does not need.
-_UNUSED = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
-
-class Unused:
-    """Keeps Lightning from calling hooks of a callback that do nothing: 2 us each, in every batch.
-
-    It calls none that is None.
-
-    Args:
-        callback: The callback. If another one may pass calls on to it, it keeps all hooks.
-        trainer: Whose callback it is.
-    """
-
-    def __init__(self, callback: pl.Callback, trainer: pl.Trainer) -> None:
-        self._hooks = vars(callback)
-        callbacks = callbacks_of(trainer)
-        if _has(callbacks, callback) and not any(_passes_on(one, callback) for one in callbacks):
-            for name in _UNUSED:
-                # A subclass may have given it something to do.
-                if getattr(type(callback), name) is getattr(pl.Callback, name):
-                    self._hooks.setdefault(name, None)
-
-    def remove(self) -> None:
-        """Lets them be called again. Safe to call twice."""
-        for name in unused_of(self._hooks):
-            del self._hooks[name]
-
-
-def _passes_on(one: pl.Callback, callback: pl.Callback) -> bool:
-    """Tells whether a callback has another one, and hooks in which it may call it."""
-    if not any(defines(one, hook) for hook in _UNUSED):
-        return False
-    values = [*vars(one).values()]
-    lists = [value for value in values if isinstance(value, list | tuple)]
-    return any(_has(some, callback) for some in (values, *lists))
-
-
-def _has(some: Sequence[object], callback: pl.Callback) -> bool:
-    # Not by `in`: what is in there may compare as it likes.
-    return any(one is callback for one in some)
-
-
-def unused_of(attributes: Mapping[str, Any]) -> list[str]:
-    """Returns the hooks among the attributes of a callback that are not called."""
-    return [name for name in _UNUSED if name in attributes and attributes[name] is None]
 
 
 def loop_of(

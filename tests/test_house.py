@@ -25,6 +25,7 @@ FLOORS = [
     {"_run", "_runs"},
     {"_readings"},
     {"_actions", "_lightning", "_timer"},
+    {"_unused"},
     {"_books", "_evaluations", "_fabric", "_fit", "_huggingface", "_reports"},
     {"_plain", "_trainer"},
     {"callback", "fabric", "hooks", "huggingface", "metric"},

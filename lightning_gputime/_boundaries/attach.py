@@ -125,6 +125,11 @@ class StandIn:
             self.listeners.remove(listener)
         self.come_off()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it stands in, and nobody else in its place."""
+        return vars(self._owner).get(self._name) is self.call
+
     def stay_on(self) -> None:
         """Puts itself back, if the original was: by who had replaced it before, and knew of none.
 
@@ -135,7 +140,7 @@ class StandIn:
 
     def come_off(self) -> None:
         """Puts the original back, if nobody listens, and nobody else has replaced the stand-in."""
-        if self.listeners or vars(self._owner).get(self._name) is not self.call:
+        if self.listeners or not self.is_on:
             return
         if self._was_own:
             setattr(self._owner, self._name, self._original)

@@ -64,9 +64,8 @@ class Selection:
         """Whether the open step is timed, and not probed."""
         return self._kind is TIMED
 
-    @property
     def is_quiet(self) -> bool:
-        """Whether neither the open step nor the next is timed."""
+        """Tells whether neither the open step nor the next is timed."""
         return self._index < self._quiet_until
 
     def begin(self) -> None:

@@ -110,6 +110,8 @@ class Session(Asked):
             passing=passing_for(clock, self._recorder, self._inquiry, self._delivery),
             waits_before_batch=loop.waits_before_batch,
         )
+        self.is_quiet = self._selection.is_quiet
+        """Tells whether neither the open step nor the next is timed."""
         self._inquiry.attach()
         lifetimes.attached(self)
 
@@ -190,7 +192,7 @@ class Session(Asked):
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
-            if self._selection.is_quiet:
+            if self.is_quiet():
                 self._inquiry.steps_pass()
         return True
 
