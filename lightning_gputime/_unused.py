@@ -49,7 +49,8 @@ class Unused:
 
     def call_starts(self) -> None:
         """Lets it be called again."""
-        del self._hooks[_START]
+        if _START in unused_of(self._hooks):
+            del self._hooks[_START]
 
     def remove(self) -> None:
         """Lets all be called again. Safe to call twice."""

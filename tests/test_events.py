@@ -101,12 +101,14 @@ def test_the_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock
 
 @pytest.mark.gpu
 def test_a_capture_is_seen_on_whatever_stream_it_runs() -> None:
-    clock = DeviceClock(torch.device("cuda"))
+    clock, x = DeviceClock(torch.device("cuda")), torch.zeros(1, device="cuda")
     assert not clock.is_capturing()
     with torch.cuda.stream(torch.cuda.Stream()):
         assert not clock.is_capturing()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert clock.is_capturing()
+        x.add_(1)
+        is_capturing = clock.is_capturing()
+    assert is_capturing
     assert not clock.is_capturing()
 
 
