@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._run import agreement
+from lightning_gputime._run import agreement, budget
 from lightning_gputime._run.agreement import Agreement
 from lightning_gputime._run.schedule import Schedule
 
@@ -83,6 +83,39 @@ def test_what_cannot_be_kept_is_not_promised() -> None:
     summary = train(DearGPU(100.0), 600, max_overhead=1e-5).summary()
     assert "one step in 100 is timed, the fewest: it may take more than 0.001 %" in str(summary)
     assert "to stay below" not in str(summary)
+
+
+class SlowClock(DearGPU):
+    """As above; and each reading of the host's time takes a known time, too."""
+
+    def __init__(self, record_us: float, read_us: float) -> None:
+        super().__init__(record_us)
+        self.read_ns = round(read_us * 1000)
+
+    def host_ns(self) -> int:
+        self.now += self.read_ns
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("read_us", "share", "one_in"), [(3.0, 0, 10), (3.0, 6.5, 16), (9.0, 0, 11), (9.0, 6.5, 100)]
+)
+def test_what_hooks_cost_in_the_other_steps_is_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, read_us: float, share: float, one_in: int
+) -> None:
+    # Of the 100 us that may be taken of 10 ms, hooks take 6.5 times the end of a step that is not
+    # timed. That is two readings of the clock: 61 us are left for timing if one takes 3 us, and
+    # nothing if it takes 9.
+    monkeypatch.setattr(budget, "_QUIET", share)
+    summary = train(SlowClock(100.0, read_us), 2000, max_overhead=0.01).summary()
+    assert summary.one_in == one_in
+    assert ("one step in 100 is timed, the fewest" in str(summary)) == (one_in == 100)
+
+
+def test_what_hooks_cost_is_free_where_the_host_waits_anyway() -> None:
+    gpu = SlowClock(100.0, 9.0)
+    timer = train(gpu, 600, host_ms=10.0, device_ms=15.0, max_overhead=0.01)
+    assert numbers(timer) == [*range(600)]
 
 
 def test_the_timed_steps_do_not_fall_on_the_same_places_of_a_pattern() -> None:

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._options import Options
@@ -22,6 +21,10 @@ _FIRST, _MOST = 64, 4096
 # package runs for a timed step beyond a quiet one, see `benchmarks/host_counts.py`.
 _UNSEEN = 1.25
 
+# In a step that is not timed hooks take the host so many times as long as the end of it, of which
+# alone the clock is read: 6.5 and 7 times in a plain loop and in Lightning (`host_cost.py`).
+_QUIET = 6.5
+
 # Waits shorter than this part of the cost may be chance.
 _CERTAIN = 0.1
 
@@ -31,14 +34,13 @@ _COSTS, _STEPS, _READINGS = 16, 64, 9
 # The waits of fewer steps may be chance.
 _ENOUGH = 8
 
-R = TypeVar("R")
-
 
 class Budget:
     """Says how far apart timed steps must lie, so that timing takes no more than a part of a run.
 
-    It takes the time of each mark, of the end of each timed step, and of the reading. What the host
-    waits for the device anyway is free: where the device sets the pace, every step is timed.
+    It takes the time of each mark, of the end of each timed step, and of the reading; and by how
+    long the other steps take to end it knows what hooks take in each. What the host waits for the
+    device anyway is free: where the device sets the pace, every step is timed.
 
     Args:
         most: The part of the training's time that timing may take, such as 0.01.
@@ -74,9 +76,11 @@ class Budget:
         self._agreement = agreement
         self.due = max(_FIRST, warmup_steps)
         """The index of the step before which it must be asked."""
-        # What each step cost that was timed, without its reading; that of each, where some were
-        # read; and the host's time from the end of one step to that of the next.
+        # What each step cost that was timed, without its reading, and the end of each that was
+        # not; the reading of each, where some were read; and the host's time from the end of one
+        # step to that of the next.
         self._costs_ns: deque[int] = deque(maxlen=_COSTS)
+        self._quiet_ns: deque[int] = deque(maxlen=_COSTS)
         self._readings_ns: deque[float] = deque(maxlen=_READINGS)
         self._steps_ns: deque[int] = deque(maxlen=_STEPS)
         # What the marks of the open step have cost; None without one.
@@ -94,17 +98,19 @@ class Budget:
     def _mark_took(self, ns: int) -> None:
         self._marks_ns = (self._marks_ns or 0) + ns
 
-    def around(self, end_step: Callable[[int], R]) -> Callable[[int], R]:
+    def around(self, end_step: Callable[[int], bool]) -> Callable[[int], bool]:
         """Returns what ends a step as `end_step` does, and takes the time of that."""
 
-        def timed_end_step(number: int) -> R:
+        def timed_end_step(number: int) -> bool:
+            goes_on_timed = True
             begun_ns, marks_ns = self._now_ns(), self._marks_ns
             read_ns = self._inquiry.read_ns
             if self._ended_ns is not None:
                 self._steps_ns.append(begun_ns - self._ended_ns)
             self._ended_ns = begun_ns
             try:
-                return end_step(number)
+                goes_on_timed = end_step(number)
+                return goes_on_timed
             finally:
                 if marks_ns is not None:
                     # What was read in it is counted for itself.
@@ -112,6 +118,8 @@ class Budget:
                     self._costs_ns.append(marks_ns + self._now_ns() - begun_ns)
                     self._marks_ns = None
                     self._look_at_reading()
+                elif not goes_on_timed:
+                    self._quiet_ns.append(self._now_ns() - begun_ns)
 
         return timed_end_step
 
@@ -147,19 +155,21 @@ class Budget:
         if self._readings_ns:
             cost_ns += statistics.median(self._readings_ns)
         cost_ns *= _UNSEEN
-        self._look_at_waits(cost_ns, every_n_steps)
-        free_ns = self._most * statistics.median(self._steps_ns) + self._spare_ns
-        return min(max(math.ceil(cost_ns / free_ns), 1), MOST_APART) if free_ns else MOST_APART
+        # Nothing of this is known before the first step that passes.
+        quiet_ns = _QUIET * statistics.median(self._quiet_ns or [0])
+        self._look_at_waits(cost_ns / every_n_steps + quiet_ns, cost_ns)
+        free_ns = self._most * statistics.median(self._steps_ns) + self._spare_ns - quiet_ns
+        return min(max(math.ceil(cost_ns / free_ns), 1), MOST_APART) if free_ns > 0 else MOST_APART
 
-    def _look_at_waits(self, cost_ns: float, every_n_steps: int) -> None:
+    def _look_at_waits(self, spent_ns: float, cost_ns: float) -> None:
         sums = self._results.sums
         n, waited_ms = sums.step.n - self._waited[0], sums.wait_ms - self._waited[1]
         if n < _ENOUGH or not self._waits_are_free:
             return
         self._waited = sums.step.n, sums.wait_ms
         spare_ns = waited_ms / n * 1e6
-        # Without what was timed the host would have waited longer.
-        self._spare_ns = spare_ns + cost_ns / every_n_steps if spare_ns > _CERTAIN * cost_ns else 0
+        # Without what it has spent on each step the host would have waited longer.
+        self._spare_ns = spare_ns + spent_ns if spare_ns > _CERTAIN * cost_ns else 0
 
     def _tell(self, every_n_steps: int) -> None:
         self._results.one_in, self._results.max_overhead = every_n_steps, self._most
