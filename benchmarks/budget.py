@@ -25,7 +25,11 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 # The budget is decided after 64 steps, and anew after 128 and 256.
 SETTLE, STEPS = 140, 200
 
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, "max_overhead=0.01": {"max_overhead": 0.01}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "every_n_steps=10": {"every_n_steps": 10},
+    "max_overhead=0.01": {"max_overhead": 0.01},
+}
 WAYS = [NONE, AGAIN, *(f"timer({options})" for options in OPTIONS)]
 
 Timer = GPUPhaseHooks | GPUPhaseTimer

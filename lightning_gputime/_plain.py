@@ -73,6 +73,7 @@ class PlainTimer(Timer):
         states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
         # Of accelerate's optimizers: whether this batch is the last of an update.
         self._gradient_state = next((one for one in states if one is not None), None)
+        self._may_accumulate = self._accumulate_grad_batches > 1 or self._gradient_state is not None
         self._log_every_n_steps = log_every_n_steps
         self._first_step = self._step = first_step
         self._micro_batches = 0
@@ -184,7 +185,7 @@ class PlainTimer(Timer):
             self._begin("step()")
             return
         self._micro_batches += 1
-        if self._accumulates and not session.has_updated:
+        if self._may_accumulate and self._accumulates and not session.has_updated:
             session.batch_ends()
             return
         session.end_step(self._step)

@@ -50,7 +50,7 @@ class Passing:
 
     def step_begins(self) -> None:
         """Must be called where a step begins that is not timed, if the one before was."""
-        self._recorder.had_pause()  # That was the other's.
+        self._recorder.forget_pause()  # That was the other's.
         self._begun_ns = now = self._now_ns()
         if self._suspect is not None:
             self._judge(now - self._suspect[2])
@@ -68,7 +68,8 @@ class Passing:
         # Each of them pays for this.
         begun, self._begun_ns = self._begun_ns, self._now_ns()
         end = self._begun_ns
-        if self._recorder.had_pause() or begun is None:
+        if self._recorder.had_pause or begun is None:
+            self._recorder.forget_pause()
             self._suspect = None
             return
         took = end - begun

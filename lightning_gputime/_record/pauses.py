@@ -23,17 +23,16 @@ class Pauses(Marks):
     # How many pauses by hand are not over, and the label before them, if time had one.
     _holds = 0
     _held: str | None = None
-    # Whether there was one since somebody asked.
-    _had_pause = False
+    had_pause = False
+    """Whether a pause began, or lasted, since `forget_pause`; at rest, too."""
 
-    def had_pause(self) -> bool:
-        """Tells whether a pause began, or lasted, since this was asked before; at rest, too."""
-        had, self._had_pause = self._had_pause, self._holds > 0
-        return had
+    def forget_pause(self) -> None:
+        """Forgets it, unless one lasts."""
+        self.had_pause = self._holds > 0
 
     def pause(self) -> None:
         """Lets the time since the last mark, and until `resume`, belong to no step."""
-        self._had_pause = True
+        self.had_pause = True
         if self.state is OPEN and get_ident() == self.thread:
             self._rename(EXCLUDED)
             self.state = PAUSED
@@ -62,7 +61,7 @@ class Pauses(Marks):
         """Begins a pause by hand, which lasts until `release`, whatever else begins or resumes."""
         if get_ident() != self._home:
             return
-        self._had_pause = True
+        self.had_pause = True
         self._holds += 1
         if self._holds == 1 and self.state is OPEN:
             self._held = self.label
