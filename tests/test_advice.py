@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_gputime import GPUPhaseTimer, load
+from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs.setup import _unfused, cores_of_rank, known_of_loader
+from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.setup import _unfused, cores_of_rank, known_of_loader, setup_of
 
 CORES = 16
 WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
@@ -135,11 +137,19 @@ def test_few_long_fetches_are_advised_against_by_what_is_off() -> None:
             Setup(precision="32-true"),
             ["split `backward`, 50% of the step, by module: modules=2"],
         ),
+        (Setup(precision="32-true", has_parts=False), []),
     ],
 )
 def test_a_busy_gpu_is_advised_less_work(setup: Setup, expected: list[str]) -> None:
     phases = {"forward": 4.0, "backward": 8.0, "optimizer": 4.0}
     assert advice(setup, wait_ms=8.0, **phases) == tuple(expected)
+
+
+@pytest.mark.parametrize(("inside", "has_parts"), [(1, True), (0, False)])
+def test_a_model_without_modules_inside_is_known(inside: int, has_parts: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(inside)))
+    setup = setup_of(Environment(), boundaries.Loop(model), told_precision=False)
+    assert setup.has_parts == has_parts
 
 
 def test_where_modules_are_told_the_longest_is_named() -> None:

@@ -42,6 +42,7 @@ class Setup:
         has_bf16: Whether the device multiplies bfloat16 faster than float32.
         compiled: Whether anything of the model is compiled by torch.
         unfused: The class of the optimizers that could be fused, and are not; else empty.
+        has_parts: Whether there are modules inside the model.
     """
 
     has_loader: bool = False
@@ -57,6 +58,7 @@ class Setup:
     has_bf16: bool = False
     compiled: bool = False
     unfused: str = ""
+    has_parts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _look_inside(found: Findings) -> Iterator[str]:
         most = max(parts, key=parts.__getitem__)
         if parts[most] >= _WORTH_IT:
             yield f"look at `{most}`, {parts[most]:.0%} of the step"
-    elif longest in (FORWARD, BACKWARD):
+    elif longest in (FORWARD, BACKWARD) and found.setup.has_parts:
         share = found.share(longest)
         yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
 

@@ -37,6 +37,7 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setu
             has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
             compiled=environment.compiled,
             unfused=_unfused(loop.optimizers) if is_cuda else "",
+            has_parts=any(True for _ in loop.model.children()),
         )
     except Exception as error:
         messages.warning("How the training is set up could not be found: %r", error)
