@@ -28,7 +28,8 @@ _QUIET = 6.5
 # Waits shorter than this part of the cost may be chance.
 _CERTAIN = 0.1
 
-# So many of the newest are judged: steps that were timed, steps, and readings of many at once.
+# So many of the newest are judged: steps that were timed, steps, and readings of many at once. They
+# are measured in the last steps before a decision.
 _COSTS, _STEPS, _READINGS = 16, 64, 9
 
 # The waits of fewer steps may be chance.
@@ -83,6 +84,8 @@ class Budget:
         self._quiet_ns: deque[int] = deque(maxlen=_COSTS)
         self._readings_ns: deque[float] = deque(maxlen=_READINGS)
         self._steps_ns: deque[int] = deque(maxlen=_STEPS)
+        # How many steps have ended, about: the index of the open one.
+        self._ended = 0
         # What the marks of the open step have cost; None without one.
         self._marks_ns: int | None = None
         self._ended_ns: int | None = None
@@ -102,6 +105,11 @@ class Budget:
         """Returns what ends a step as `end_step` does, and takes the time of that."""
 
         def timed_end_step(number: int) -> bool:
+            self._ended += 1
+            if self._ended < self.due - _STEPS:
+                # Long before the next decision: what it takes to measure would be paid, too.
+                self._marks_ns = self._ended_ns = None
+                return end_step(number)
             goes_on_timed = True
             begun_ns, marks_ns = self._now_ns(), self._marks_ns
             read_ns = self._inquiry.read_ns
