@@ -32,11 +32,14 @@ class Actions:
         self.calls = calls
         self.fail = fail
         self._profiler = profiler
-        self._announce = _announced_idle if is_idle else _announced
+        self._is_idle = is_idle
         self._stand_in = self._listen()
 
     def _listen(self) -> StandIn:
-        stand_in = listen(self._profiler, "start", self, self._announce)
+        # Who has put something there since must be called, too.
+        is_idle = self._is_idle and "start" not in vars(self._profiler)
+        announce = _announced_idle if is_idle else _announced
+        stand_in = listen(self._profiler, "start", self, announce)
         stand_in.call.awaited.update(self.calls)
         return stand_in
 

@@ -184,10 +184,16 @@ def test_who_puts_something_in_front_of_the_profiler_meanwhile_takes_nothing_awa
             if batch_idx == at:
                 profiler = self.trainer.profiler  # type: ignore[attr-defined]
                 start = profiler.start
-                profiler.start = lambda name: start(name)
 
-    timer = timer_of(gpu)
+                def hears(name: str) -> None:
+                    heard.append(name)
+                    start(name)
+
+                profiler.start = hears
+
+    timer, heard = timer_of(gpu), list[str]()
     fit(gpu, Wraps(gpu), 20, timer=timer)
+    assert heard.count("run_training_batch") == 20 - at
     assert timer.history()["step"].tolist() == [4, 9, 14, 19]
     # `data` has its parts in each.
     assert timer.history()["data/fetch_ms"].tolist() == [1.0] * 4
