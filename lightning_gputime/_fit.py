@@ -205,6 +205,8 @@ class Fit:
         self._actions = Actions(profiler, calls, fail, is_idle=is_idle)
         validation = _lightning.validation_of(self._trainer)
         self._heard += [self._actions, Begins(*validation, self.evaluation_begins, fail)]
+        # The callbacks before ours find the means where their epoch ends.
+        self._heard.append(Begins(*_lightning.epoch_end_of(self._trainer), self._hear_all, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))

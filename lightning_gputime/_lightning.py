@@ -222,6 +222,11 @@ def validation_of(trainer: pl.Trainer) -> tuple[Any, str]:
     return trainer.fit_loop.epoch_loop.val_loop, "run"
 
 
+def epoch_end_of(trainer: pl.Trainer) -> tuple[Any, str]:
+    """Returns the object and its method by which a trainer ends an epoch of training."""
+    return trainer.fit_loop, "on_advance_end"
+
+
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Returns the module that the strategy calls in place of the LightningModule, if it does."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from fake_lightning import Loader, Model, fit
+from fake_lightning import Loader, Model, fit, trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
@@ -106,6 +106,20 @@ def test_it_knows_as_much_as_if_it_heard_of_all(
         results.append(found(gpu, timer_of(gpu, kind), model, callbacks, **how))
     assert results[0] == results[1]
     assert len(results[0][0]) > 1
+
+
+@pytest.mark.parametrize("n", range(16, 21))
+def test_callbacks_before_it_find_the_means_where_an_epoch_ends(n: int) -> None:
+    class Finds(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            means.append(float(trainer.callback_metrics["phase_time/optimizer_ms"]))
+
+    gpu, means = FakeGPU(), list[float]()
+    timer = timer_of(gpu)
+    loop = trainer(Finds(), timer, max_epochs=2)
+    loop.fit(Model(gpu), Loader(gpu, n))
+    assert means == [2.0, 2.0]
+    assert "on_advance_end" not in vars(loop.fit_loop)
 
 
 class Watch(pl.Callback):
