@@ -101,12 +101,14 @@ class Fit:
             self._fail(error)
 
     @untraced
-    def batch_ends(self, batch_idx: int) -> None:
+    def batch_ends(self, batch: object, batch_idx: int) -> None:
         """Says that a batch is over, and ends the step if it was the last. Raises nothing."""
-        # A batch that is None ends without having started; its time is the next one's `data`.
-        if not self._in_batch:
-            return
         try:
+            # One that is None ends without having started; its time is the next one's `data`. Any
+            # other did start, heard or not: a callback before ours may have run a validation.
+            if batch is None and (self._passes or not self._in_batch):
+                self._hear_all()
+                return
             if self._passes:
                 self._passing_batch_ends(batch_idx)
                 return
@@ -140,9 +142,11 @@ class Fit:
                 self._hear_all()
 
     def _hear_all(self) -> None:
-        """Hears of all again, if steps have passed of which it did not. No batch has begun."""
+        """Hears of all again, if steps have passed of which it did not."""
         if self._passes and self._actions and self._unused:
-            self._passes = self._in_batch = self._batch.is_open = False
+            self._passes = False
+            # A validation that somebody runs for himself may begin inside a batch.
+            self._in_batch = self._batch.is_open = _lightning.is_in_batch(self._trainer)
             self._actions.go_on()
             self._unused.call_starts()
 
@@ -213,6 +217,8 @@ class Fit:
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""
+        # A step that passes may end it, by a function of the user's.
+        self._passes = self._may_pass = False
         for one in self._heard:
             one.remove()
 

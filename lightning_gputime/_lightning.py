@@ -123,6 +123,12 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
+def is_in_batch(trainer: pl.Trainer) -> bool:
+    """Tells whether a trainer has fetched a batch, and not trained on it."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.ready > progress.processed)
+
+
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Puts metrics where other callbacks find them."""
     # In one go: Lightning gathers them anew at each look.

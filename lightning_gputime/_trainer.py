@@ -120,7 +120,7 @@ class TrainerTimer(Timer, pl.Callback):
         batch_idx: int,
     ) -> None:
         if self._fit is not None:
-            self._fit.batch_ends(batch_idx)
+            self._fit.batch_ends(batch, batch_idx)
 
     @_lightning.never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -55,7 +55,8 @@ class Samples(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int
     ) -> None:
-        pl_module(batch)
+        if batch is not None:
+            pl_module(batch)
 
 
 class Validates(Model):
@@ -68,6 +69,34 @@ class Validates(Model):
         self.gpu.host_work(3.0)
 
 
+class Gaps(Model):
+    """Makes each eighth batch None, on which Lightning does not train."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.fetched = 0
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor | None:
+        self.fetched += 1
+        return batch if self.fetched % 8 else None
+
+
+class ValidatesInside(Validates):
+    """Also runs a validation by itself, inside of a batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 10 == 7:
+            validate(self.trainer)
+        return super().training_step(batch, batch_idx)
+
+
+def validate(trainer: Any) -> None:
+    connector = trainer._logger_connector
+    is_first, trainer.validating = connector._first_loop_iter, True
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    connector._first_loop_iter, trainer.training = is_first, True
+
+
 OPTIONS: list[tuple[type[Model], dict[str, Any]]] = [
     (Model, {}),
     (Model, {"max_epochs": 3}),
@@ -77,6 +106,9 @@ OPTIONS: list[tuple[type[Model], dict[str, Any]]] = [
     (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}),
     (Accumulates, {"max_epochs": 2}),
     (Skips, {"max_epochs": 2}),
+    (Gaps, {"max_epochs": 2}),
+    (Gaps, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    (ValidatesInside, {"max_epochs": 2}),
 ]
 
 
@@ -94,6 +126,7 @@ def timer_of(gpu: FakeGPU, kind: type[GPUPhaseTimer] = GPUPhaseTimer) -> GPUPhas
     return kind(clock=gpu, summary=False, warmup_steps=0, every_n_steps=EVERY)
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 @pytest.mark.parametrize("callback", [None, Samples])
 @pytest.mark.parametrize(("model", "how"), OPTIONS)
 def test_it_knows_as_much_as_if_it_heard_of_all(
@@ -120,6 +153,17 @@ def test_callbacks_before_it_find_the_means_where_an_epoch_ends(n: int) -> None:
     loop.fit(Model(gpu), Loader(gpu, n))
     assert means == [2.0, 2.0]
     assert "on_advance_end" not in vars(loop.fit_loop)
+
+
+def test_a_validation_before_it_at_the_end_of_a_batch_takes_no_step_away(gpu: FakeGPU) -> None:
+    class Runs(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if args[-1] == 7:
+                validate(trainer)
+
+    timer = timer_of(gpu)
+    trainer(Runs(), timer).fit(Validates(gpu), Loader(gpu, 20))
+    assert timer.history()["step"].tolist() == [4, 9, 14, 19]
 
 
 class Watch(pl.Callback):
@@ -232,4 +276,25 @@ def test_a_timer_that_is_removed_meanwhile_leaves_nothing(gpu: FakeGPU) -> None:
     model = Gives(gpu)
     fit(gpu, model, 20, timer=timer)
     assert timer.history()["step"].tolist() == [4]
+    assert "on_train_batch_start" not in vars(timer)
+
+
+def test_a_function_that_removes_it_in_a_step_that_passes_leaves_nothing(gpu: FakeGPU) -> None:
+    class Stalls(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            # It is known to be slow where the last step ends that passes.
+            self.gpu.host_work(330.0 if batch_idx == 66 else 30.0)
+            return super().training_step(batch, batch_idx)
+
+    def removes(slow: Any) -> None:
+        removed.append(slow.step)
+        timer.teardown(model.trainer, model, "fit")
+
+    removed: list[int] = []
+    options: dict[str, Any] = {"every_n_steps": EVERY, "on_slow_step": removes}
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, **options)
+    model: Any = Stalls(gpu)
+    fit(gpu, model, 80, timer=timer)
+    assert removed == [66]
+    assert "start" not in vars(model.trainer.profiler)
     assert "on_train_batch_start" not in vars(timer)
