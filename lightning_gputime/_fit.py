@@ -58,8 +58,9 @@ class Fit:
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
         self._heard: list[Removable] = []
-        self._actions: Actions | None = None
-        self._unused: Unused | None = None
+        # Both are there from `listen` on, before which no step passes.
+        self._actions: Actions
+        self._unused: Unused
         # Whether steps pass now of which nothing is heard but where their batches end; and whether
         # they may: if all batches so far have ended a step that should, by the trainer's count.
         self._passes = self._may_pass = False
@@ -129,7 +130,7 @@ class Fit:
 
     def _look_whether_steps_pass(self, batch_idx: int) -> None:
         self._may_pass = _lightning.ends_update(self._trainer, batch_idx) != self._accumulates
-        if self._may_pass and self._session.is_quiet() and self._actions and self._unused:
+        if self._may_pass and self._session.is_quiet():
             # As if one long batch went on: calls of the model are seen, as one may be captured.
             self._passes = self._in_batch = self._batch.is_open = True
             self._actions.rest()
@@ -143,7 +144,7 @@ class Fit:
 
     def _hear_all(self) -> None:
         """Hears of all again, if steps have passed of which it did not."""
-        if self._passes and self._actions and self._unused:
+        if self._passes:
             self._passes = False
             # A validation that somebody runs for himself may begin inside a batch.
             self._in_batch = self._batch.is_open = _lightning.is_in_batch(self._trainer)
