@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_gputime._boundaries.named import phase
+from lightning_gputime._options import TimerOptions
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
@@ -42,6 +43,7 @@ __all__ = [
     "RunComparison",
     "SlowStep",
     "StepTimes",
+    "TimerOptions",
     "TimingEvent",
     "compare",
     "load",

@@ -4,32 +4,93 @@ import difflib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from torch import nn
 
+from lightning_gputime._boundaries.resolve import Modules
 from lightning_gputime._messages import shown
-from lightning_gputime._phases import check_name
+from lightning_gputime._phases import StepTimes, check_name
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._results.slow import SlowStep
 
 SyncRanks = bool | Literal["log"]
-Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
-Init = TypeVar("Init", bound=Callable[..., None])
-
-ALL = "all"
-"""The option `modules` for all modules inside the model."""
-ItemsOption = Callable[[Any], float] | float | None
-FlopsOption = Callable[[Any], float] | float | Sequence[float] | Literal["count"] | None
+T = TypeVar("T")
+# What is no number comes last: LightningCLI writes a value by the first type that it fits.
+ItemsOption = float | Callable[[Any], float] | None
+FlopsOption = float | Sequence[float] | Literal["count"] | Callable[[Any], float] | None
 
 _PROBES = "one step in so many is probed, and the one after it not timed; 0 for none"
 
 
+class TimerOptions(TypedDict, total=False):
+    """The options that every timer takes, by name.
+
+    Attributes:
+        prefix: First part of the logged keys.
+        lag: Maximum number of ended steps that the GPU may still be running. With 1 a whole step
+            stays queued while the host waits, so that the GPU never idles; with 0 a step's times
+            are there when it ends.
+        warmup_steps: Number of first steps to leave out of the summary.
+        history: Number of newest steps that `history` returns and percentiles are taken over.
+        modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
+            as 2, "all", dotted names, patterns such as "layers.*", or a mapping from names to
+            modules.
+        annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
+        memory: Whether to measure the most memory that is allocated in each phase (in MiB), in 1 of
+            20 steps and the first three.
+        every_n_steps: Time 1 of every n steps. The others are measured by the host clock only.
+        probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
+            it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after
+            them, are in no other statistics.
+        max_overhead: Target overhead as a fraction of training time, such as 0.01. If the host sets
+            the pace, fewer steps are timed; None times all.
+        sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
+            training (True), at every log ("log"), or never (False).
+        on_step: Call this with the `StepTimes` of each timed step, when it is read; or a metric of
+            torchmetrics, which is updated with them.
+        on_slow_step: Call this with each `SlowStep`, when it is read: a step that took much longer
+            than those before it, with its causes. See `slowest`.
+        trace_slow_steps: A folder. Where slow steps recur, `torch.profiler` watches some more, and
+            the traces of the slow ones go there, five a run. Steps it watches count nowhere.
+        items: Items per batch: a number, or a function of the batch; by default the first dimension
+            of the batch's first tensor, if its tensors agree in it.
+        flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
+            backward); "count" to count those of the model once, on a copy without memory; or a
+            function of the batch that returns those of the batch.
+        measure_peak: Whether to measure what the GPU reaches in a large matmul, once, after the
+            first step.
+        clock: `Clock` to use instead of the device's, for tests and new devices.
+    """
+
+    prefix: str
+    lag: int
+    warmup_steps: int
+    history: int
+    modules: Modules
+    annotate: bool
+    memory: bool
+    every_n_steps: int
+    probe_every_n_steps: int
+    max_overhead: float | None
+    sync_ranks: SyncRanks
+    on_step: Callable[[StepTimes], object] | None
+    on_slow_step: Callable[[SlowStep], object] | None
+    trace_slow_steps: str | Path | None
+    items: ItemsOption
+    flops: FlopsOption
+    measure_peak: bool
+    clock: Clock | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How steps are timed. The docstrings of `GPUPhaseTimer` and `GPUPhaseHooks` explain each.
+    """`TimerOptions` with their defaults, checked.
 
     Raises:
         TypeError: If one has the wrong type.
@@ -113,40 +174,65 @@ class Options:
         return self.warmup_steps // self.every_n_steps
 
 
-def by_name(
+def takes_options(
     most: int, hint: str, elsewhere: Mapping[str, str] | None = None
-) -> Callable[[Init], Init]:
-    """Makes a constructor answer options that it does not have, or that are given by position.
+) -> Callable[[type[T]], type[T]]:
+    """Complete a timer whose constructor ends in `**options: Unpack[TimerOptions]`.
+
+    Its signature and docstring then name each option, for `help()` and LightningCLI. Options that
+    it does not have, or that are given by position, are answered with the fix.
 
     Args:
-        most: How many arguments may be, besides `self`.
-        hint: What to do instead.
-        elsewhere: For options that are none here, what there is in their place.
+        most: Number of arguments that may be given by position.
+        hint: What to do in place of another one.
+        elsewhere: For options of the other timers: what to do in their place.
     """
 
-    def decorate(init: Init) -> Init:
-        known = [*inspect.signature(init).parameters][1:]
+    def complete(cls: type[T]) -> type[T]:
+        init: Any = cls.__init__
+        signature = _with_options(inspect.signature(init))
+        known = [*signature.parameters][1:]
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
             if len(args) > most:
                 told = "model" if isinstance(args[most], nn.Module) else ""
                 raise TypeError(
-                    f"{type(self).__name__} takes its options by name, got {shown(args[most])} by"
+                    f"{cls.__name__} takes its options by name, got {shown(args[most])} by"
                     f" position: {(elsewhere or {}).get(told, hint)}"
                 )
             for option in options.keys() - known:
                 alike = difflib.get_close_matches(option, known, 1)
                 fix = f"write {alike[0]}=" if alike else f"it has {', '.join(known)}"
                 raise TypeError(
-                    f"{type(self).__name__} has no option {option}:"
-                    f" {(elsewhere or {}).get(option, fix)}"
+                    f"{cls.__name__} has no option {option}: {(elsewhere or {}).get(option, fix)}"
                 )
             init(self, *args, **options)
 
-        return cast("Init", checked)
+        checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
+        cls.__init__ = checked  # type: ignore[method-assign]  # the same, with its errors
+        own = inspect.getdoc(TimerOptions) or ""
+        entries = own.partition("Attributes:\n")[2].replace("\n", "\n    ")
+        cls.__doc__ = re.sub(r"    \*\*options: .*", lambda _: entries, cls.__doc__ or "")
+        return cls
 
-    return decorate
+    return complete
+
+
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature of a constructor with each option in place of `**options`."""
+    *own, _ = signature.parameters.values()
+    hints = get_type_hints(TimerOptions)
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Options)
+    ]
+    return signature.replace(parameters=[*own, *options])
 
 
 def check_bools(**options: Any) -> None:

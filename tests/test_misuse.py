@@ -132,7 +132,7 @@ def test_whatever_python_iterates_over_is_a_loader(loop: Loop, loader: Any) -> N
 
 def test_an_option_by_position_is_answered_with_its_name() -> None:
     with pytest.raises(TypeError) as error:
-        GPUPhaseTimer("run.json")  # type: ignore[call-arg]  # the mistake
+        GPUPhaseTimer("run.json")  # type: ignore[call-arg, arg-type]  # the mistake
     assert str(error.value) == (
         "GPUPhaseTimer takes its options by name, got 'run.json' by position: write"
         " GPUPhaseTimer(save='run.json')"
@@ -146,7 +146,7 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         (GPUPhaseHooks, "save", "has no option save: call timer.save(path)"),
         (GPUPhaseTimer, "warmup", "GPUPhaseTimer has no option warmup: write warmup_steps="),
         (GPUPhaseTimer, "model", "has no option model: the trainer tells it the model"),
-        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prefix, lag,"),
+        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prog_bar, summary,"),
         (PhaseTimeCallback, "warmup", "has no option warmup: write warmup_steps="),
         (PhaseTimeCallback, "summary", "has no option summary: write print(timer.summary())"),
     ],

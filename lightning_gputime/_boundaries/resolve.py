@@ -10,8 +10,12 @@ from typing import TypeGuard
 from torch import nn
 
 from lightning_gputime._boundaries.forward import is_metric
-from lightning_gputime._options import ALL, Modules
 from lightning_gputime._phases import COMM, UNUSABLE, check_name
+
+Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
+
+ALL = "all"
+"""The option `modules` for all modules inside the model."""
 
 MOST = 100
 """So many modules a depth or patterns may mean: each has four boundaries and two logged means."""
