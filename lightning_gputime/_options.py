@@ -3,12 +3,10 @@
 import difflib
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
-from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from torch import nn
@@ -56,8 +54,6 @@ class TimerOptions(TypedDict, total=False):
             torchmetrics, which is updated with them.
         on_slow_step: Call this with each `SlowStep`, when it is read: a step that took much longer
             than those before it, with its causes. See `slowest`.
-        trace_slow_steps: A folder. Where slow steps recur, `torch.profiler` watches some more, and
-            the traces of the slow ones go there, five a run. Steps it watches count nowhere.
         items: Items per batch: a number, or a function of the batch; by default the first dimension
             of the batch's first tensor, if its tensors agree in it.
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
@@ -81,7 +77,6 @@ class TimerOptions(TypedDict, total=False):
     sync_ranks: SyncRanks
     on_step: Callable[[StepTimes], object] | None
     on_slow_step: Callable[[SlowStep], object] | None
-    trace_slow_steps: str | Path | None
     items: ItemsOption
     flops: FlopsOption
     measure_peak: bool
@@ -110,7 +105,6 @@ class Options:
     sync_ranks: SyncRanks = True
     on_step: Any = None
     on_slow_step: Any = None
-    trace_slow_steps: str | os.PathLike[str] | None = None
     items: Any = None
     flops: Any = None
     measure_peak: bool = False
@@ -145,28 +139,8 @@ class Options:
             raise TypeError(
                 f"on_slow_step must be a function of a SlowStep, got {shown(self.on_slow_step)}"
             )
-        self._check_traces()
         _check_clock(self.clock)
         _check_modules(self.modules)
-
-    def _check_traces(self) -> None:
-        folder = self.trace_slow_steps
-        if folder is None:
-            return
-        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            raise TypeError(
-                f"trace_slow_steps must be a folder such as 'traces', got {shown(folder)}"
-            )
-        if os.path.exists(folder) and not os.path.isdir(folder):
-            raise ValueError(
-                f"trace_slow_steps must be a folder such as 'traces', and {os.fspath(folder)!r} is"
-                " a file: name a folder, which is made where it is missing"
-            )
-        if self.every_n_steps > 1 or self.probe_every_n_steps or self.max_overhead is not None:
-            raise ValueError(
-                "trace_slow_steps needs every step to be timed alike: leave every_n_steps,"
-                " probe_every_n_steps and max_overhead out"
-            )
 
     @property
     def timed_warmup_steps(self) -> int:

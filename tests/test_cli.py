@@ -73,7 +73,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
     "on_step": [("test_cli.note", note), ("null", None)],
     "on_slow_step": [("test_cli.note", note), ("null", None)],
-    "trace_slow_steps": [("traces", "traces"), ("null", None)],
     "items": [("8", 8), ("test_cli.count", count), ("null", None)],
     "flops": [("count", "count"), ("[1, 2]", [1, 2]), ("test_cli.count", count), ("null", None)],
     "measure_peak": [("true", True)],
@@ -88,7 +87,7 @@ WRONG = {
     **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "measure_peak"], "3"),
     **dict.fromkeys(["items", "flops", "max_overhead"], "often"),
     "log_figure": "3",
-    **dict.fromkeys(["prefix", "save", "trace_slow_steps"], "[1]"),
+    **dict.fromkeys(["prefix", "save"], "[1]"),
     **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
     "probe_every_n_steps": "1.5",
     "modules": "[1]",
@@ -185,8 +184,7 @@ def test_a_fit_runs_with_all_options_from_one_file(
     monkeypatch.chdir(tmp_path)
     SEEN.clear()
     options = {name: ones[0][0] for name, ones in VALUES.items()}
-    # One needs all steps to be timed, the other decides which.
-    del options["trace_slow_steps"], options["max_overhead"]
+    del options["max_overhead"]  # It decides which steps are timed.
     path = write(tmp_path, options, "lightning_gputime.GPUPhaseTimer")
     timer = timer_of(make("fit", "--config", str(path)))
     assert timer.history()["step"].tolist() == SEEN == [1, 3]

@@ -1,4 +1,5 @@
 import csv
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def test_the_pictures_and_files_are_written(
     files = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
     assert set(files) == {"steps.png", "step.png", "trace.json", "steps.csv"}
     assert len(files["steps.csv"].splitlines()) == 1 + len(timer.history())
+
+
+def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:
+    traces = example("trace_slow_steps.py", folder=str(tmp_path))
+    assert 1 <= len(traces.kept) <= 3
+    assert {*tmp_path.iterdir()} == {*traces.kept}
+    for path in traces.kept:
+        names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+        assert {f"ProfilerStep#{n}" for n in range(1, 31)} <= {*names}
+        assert "aten::_linalg_svd" in names
 
 
 def test_the_modules_are_sub_phases(example: Any) -> None:

@@ -1,6 +1,5 @@
 """What only a real GPU can show."""
 
-import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
-from processes import finish, run, start
+from processes import run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -286,41 +285,6 @@ def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
     names = {event.name for event in profiler.events() or ()}
     phases = ("data", "other", "forward", "loss", "backward", "optimizer")
     assert {f"phase/{name}" for name in phases} <= names
-
-
-def test_a_trace_of_a_slow_step_has_its_kernels_and_no_others(tmp_path: Path) -> None:
-    model = nn.Linear(512, 512).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 512, device="cuda")
-    with GPUPhaseHooks(model, optimizer, warmup_steps=2, trace_slow_steps=tmp_path) as timer:
-        for number, _ in enumerate(timer.steps(range(150))):
-            y = model(x)
-            if number % 9 == 8:
-                torch.cuda._sleep(SPIN)
-            y.pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    traced = [slow for slow in timer.slowest(100) if slow.trace]
-    assert {slow.step % 9 for slow in traced} == {8}
-    assert 1 <= len(traced) <= 5
-    for slow in traced:
-        assert slow.excess_ms > 2.0
-        with gzip.open(str(slow.trace), "rt") as file:
-            events = json.load(file)["traceEvents"]
-        kernels = [event for event in events if event.get("cat") == "kernel"]
-        assert sum("spin" in event["name"] for event in kernels) == 1
-        assert sum(event["name"] == "aten::linear" for event in events) == 1
-        calls = ("cuda_runtime", "cuda_driver")
-        launches = {event["args"]["correlation"] for event in events if event.get("cat") in calls}
-        assert {event["args"]["correlation"] for event in kernels} <= launches
-        assert f"step {slow.step}" in {event["name"] for event in events}
-
-
-@pytest.mark.parametrize(
-    "way", ["alone", "scheduled", "begun_inside", "inside_and_around", "nvtx", "beside_threads"]
-)
-def test_traces_beside_a_profiler_of_the_users_on_a_gpu(way: str, tmp_path: Path) -> None:
-    finish(start(Path(__file__).with_name("trace_run.py"), way, tmp_path, "cuda", cwd=tmp_path))
 
 
 def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:

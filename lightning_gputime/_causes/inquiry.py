@@ -68,8 +68,6 @@ class Inquiry:
         ]
         """In the order in which they are asked."""
         self._usual = Usual()
-        # Those under a profiler, which take longer.
-        self._usual_traced = Usual()
         # The first steps, until there are enough to judge them by.
         self._unjudged: list[StepRecord] = []
         self._unjudged_ms: list[float] = []
@@ -151,18 +149,6 @@ class Inquiry:
             self._give_up(error)
             return []
 
-    def judge_traced(
-        self, steps: Sequence[StepRecord], each_ms: Sequence[float]
-    ) -> list[tuple[StepRecord, SlowStep]]:
-        """Judges steps that a profiler made longer by each other, and returns the slow ones.
-
-        Args:
-            steps: What was read, in order.
-            each_ms: How long each of them took (in milliseconds).
-        """
-        self._usual_traced.add(steps, each_ms)
-        return self._judge_by(self._usual_traced, steps, each_ms)
-
     def judge_passed(
         self,
         number: int,
@@ -230,14 +216,9 @@ class Inquiry:
         return found
 
     def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
-        return [slow for _, slow in self._judge_by(self._usual, steps, each_ms)]
-
-    def _judge_by(
-        self, usual: Usual, steps: Sequence[StepRecord], each_ms: Sequence[float]
-    ) -> list[tuple[StepRecord, SlowStep]]:
-        limit_ms = usual.limit_ms
+        limit_ms = self._usual.limit_ms
         return [
-            (step, self._explain(step, ms, usual, self.witnesses))
+            self._explain(step, ms, self._usual, self.witnesses)
             for step, ms in zip(steps, each_ms, strict=True)
             if ms > limit_ms and ms - self._read_ms(step) > limit_ms
         ]

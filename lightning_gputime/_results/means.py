@@ -47,8 +47,6 @@ class MeanLog:
         self._destinations = [Destination(logger, prefix, stage) for logger in loggers]
         self._publish = publish
         self._sums = Sums()
-        # Of the steps that were passed over.
-        self._passed_over = Sums()
         self._logged = -1
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
@@ -108,30 +106,15 @@ class MeanLog:
         self._sums.merge(Sums(steps) if sums is None else sums)
         self.newest = steps[-1].number
 
-    def pass_over(self, steps: Sequence[StepRecord]) -> bool:
-        """Takes the next steps, whose times count only where a log has no others.
-
-        So that each log is there, under its number. Tells if it logged.
-        """
-        has_logged = False
-        for step in steps:
-            due = self.next_due(step.number - 1 if self.newest is None else self.newest)
-            self._passed_over.merge(Sums([step]))
-            self.newest = step.number
-            if step.number >= due:
-                self.log_means()
-                has_logged = True
-        return has_logged
-
     def log_means(self, *, only_publish: bool = False) -> None:
         """Logs the steps since the last log, if there are any, under the newest one's number.
 
         Args:
             only_publish: Publish their means, and keep them for the next log.
         """
-        sums = self._sums if self._sums.step.n else self._passed_over
+        sums = self._sums
         if not only_publish:
-            self._sums, self._passed_over = Sums(), Sums()
+            self._sums = Sums()
             if not self._every_n_steps:
                 return
         n = sums.step.n

@@ -121,11 +121,6 @@ class Results:
             self.slow.is_known = known
             self.slow.add(steps)
 
-    def add_traced(self, steps: Sequence[SlowStep]) -> None:
-        """Takes slow steps that have a trace; they are in no other statistics."""
-        with self._lock:
-            self.slow.add_traced(steps)
-
     def slowest(self, n: int) -> SlowSteps:
         """Returns the slow steps with the largest excess."""
         with self._lock:

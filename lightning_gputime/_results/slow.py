@@ -72,8 +72,6 @@ class SlowStep:
             which is known by the host's clock alone.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
-        trace: The file with its trace, None if there is none. A step with a trace took longer
-            because of the profiler, as did those that it is compared with.
     """
 
     step: int
@@ -82,7 +80,6 @@ class SlowStep:
     phase: str
     causes: tuple[Cause, ...]
     unexplained_ms: float
-    trace: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested dicts, ready for JSON, with the names of the causes and the sentence."""
@@ -99,11 +96,10 @@ class SlowStep:
         grounds = [_of_cause(cause, unit) for cause in self.causes]
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
-        trace = f"; its trace: {self.trace}" if self.trace else ""
         where = f"and grew in `{self.phase}`" if self.phase else "by the host's clock"
         return (
             f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
-            f" {where}: {', '.join(grounds)}{trace}"
+            f" {where}: {', '.join(grounds)}"
         )
 
 
@@ -151,8 +147,7 @@ class SlowSteps(Tabular, Sequence[SlowStep]):
             for name in ("step_ms", "usual_ms", "unexplained_ms")
         )
         whole = ("all", took, usual, "", "unexplained", "", unexplained, "")
-        traces = [f"trace of step {one.step}: {one.trace}" for one in self._steps if one.trace]
-        return Table("Slow steps, times in ms", [header, *lines, whole], traces, left=(0, 3, 4, 7))
+        return Table("Slow steps, times in ms", [header, *lines, whole], [], left=(0, 3, 4, 7))
 
 
 def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
@@ -190,8 +185,6 @@ class SlowSummary:
         cause_shares: How much of that each cause has, by its name, the largest first.
         unexplained_share: How much of that has no known cause.
         worst: The slow step with the largest excess.
-        traces: The files with the traces of slow steps. These took longer because of the profiler,
-            and are in none of the other numbers.
     """
 
     n: int
@@ -200,11 +193,10 @@ class SlowSummary:
     cause_shares: Mapping[str, float]
     unexplained_share: float
     worst: SlowStep
-    traces: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What a person should know: what they cost, the worst, and where traces are."""
+        """What a person should know: what they cost, and the worst."""
         known = self.cause_shares.items()
         shares = [f"{name} {share:.1%}" for name, share in known if share >= 0.0005]
         if not shares or self.unexplained_share >= 0.0005:
@@ -214,7 +206,6 @@ class SlowSummary:
             f"{self.n:,} of {self.steps:,} steps {was} slow and cost {self.share:.1%} of the time:"
             f" {', '.join(shares)}",
             f"the worst: {self.worst}",
-            *([f"traces of slow steps: {', '.join(self.traces)}"] if self.traces else ()),
         )
 
 
@@ -227,7 +218,6 @@ class SlowLog:
         """Whether any step was judged yet."""
         self.passed = Passed()
         """The steps that were judged, and not timed."""
-        self._traced: list[SlowStep] = []
         self._excess_ms = self._unexplained_ms = 0.0
         self._cause_ms: dict[str, float] = {}
         self._worst: list[SlowStep] = []
@@ -245,21 +235,16 @@ class SlowLog:
         if len(self._worst) > 2 * _MOST:
             self._worst = _largest(self._worst)[:_MOST]
 
-    def add_traced(self, steps: Sequence[SlowStep]) -> None:
-        """Takes slow steps that have a trace, which are not added up."""
-        self._traced += steps
-
     def copy(self) -> "SlowLog":
         """Returns what there is now."""
         copied = SlowLog()
-        lists = {"_worst": [*self._worst], "_traced": [*self._traced]}
-        copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, **lists)
+        copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, _worst=[*self._worst])
         copied.passed = Passed(self.passed.n, self.passed.ns)
         return copied
 
     def slowest(self, n: int) -> list[SlowStep]:
         """Returns those with the largest excess, the largest first."""
-        return _largest([*self._worst, *self._traced])[: min(n, _MOST)]
+        return _largest(self._worst)[: min(n, _MOST)]
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Returns what they cost a run; None if there are none.
@@ -279,7 +264,6 @@ class SlowLog:
             cause_shares={name: ms / all_ms for name, ms in causes},
             unexplained_share=self._unexplained_ms / all_ms,
             worst=_largest(self._worst)[0],
-            traces=tuple(step.trace for step in self._traced if step.trace),
         )
 
 

@@ -3,11 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
-from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
@@ -58,8 +56,6 @@ class Delivery:
         # What a front end adds to the user's function is its bar.
         called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
         self._called = " or ".join(called)
-        self.capture: Capture | None = None
-        """Traces slow steps, where that is asked for; steps that it has spoiled count nowhere."""
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
@@ -78,7 +74,7 @@ class Delivery:
         return 1 if self._on_step else BATCH
 
     def step_ends(self, number: int) -> bool:
-        """Must be told the number of each step that ends, but of those that are passed over.
+        """Must be told the number of each step that ends, if it is timed.
 
         Returns:
             Whether the finished steps must be read now, because they are to be logged.
@@ -102,23 +98,11 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
-        if self.capture is None:
-            self._add(steps)
-        else:
-            for is_spoiled, some in groupby(steps, self.capture.is_spoiled):
-                if is_spoiled:
-                    self._pass_over([*some])
-                else:
-                    self._add([*some])
+        self._add(steps)
 
     def counts_passed(self, passed: Passed) -> None:
         """Must be told what counts the steps that are judged and not timed, if there are any."""
         self._results.slow.passed = self._means.slow.passed = passed
-
-    def add_traced(self, slow: Sequence[SlowStep]) -> None:
-        """Takes slow steps that have a trace; their times count nowhere."""
-        self._results.add_traced(slow)
-        self._tell_slow(slow)
 
     def add_slow_passed(self, slow: Sequence[SlowStep]) -> None:
         """Takes slow steps that were not timed."""
@@ -134,10 +118,6 @@ class Delivery:
         self._results.add_slow(slow, known=self._inquiry.judges)
         self._means.slow.add(slow, known=self._inquiry.judges)
 
-    def _pass_over(self, steps: Sequence[StepRecord]) -> None:
-        if self._means.pass_over(steps):
-            self._owes_log = False
-
     def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
@@ -145,8 +125,6 @@ class Delivery:
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
         self._add_slow(slow)
-        if self.capture is not None:
-            self.capture.saw(slow)
         self._inquiry.reading_ends()
         if self._means.add(steps, sums):
             self._owes_log = False

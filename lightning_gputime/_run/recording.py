@@ -1,9 +1,8 @@
-"""What a session records with: with the marks' peaks of memory, with a profiler, or without."""
+"""What a session records with: with the marks' peaks of memory, or without."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_gputime._causes.capture import Capture
 from lightning_gputime._causes.inquiry import Inquiry
 from lightning_gputime._causes.passing import Passing
 from lightning_gputime._options import Options
@@ -16,17 +15,6 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.results import Results
 from lightning_gputime._run.delivery import Delivery
-
-
-def capture_for(
-    options: Options, clock: Clock, inquiry: Inquiry, delivery: Delivery
-) -> Capture | None:
-    """Returns what traces slow steps, where that is wanted; it gets the steps that are read."""
-    folder = options.trace_slow_steps
-    if folder is None:
-        return None
-    delivery.capture = Capture(folder, clock, inquiry, delivery.add_traced)
-    return delivery.capture
 
 
 def passing_for(clock: Clock, recorder: Recorder, inquiry: Inquiry, delivery: Delivery) -> Passing:
@@ -43,7 +31,6 @@ def recorder_for(
     means: MeanLog,
     inquiry: Inquiry,
     delivery: Delivery,
-    capture: Capture | None,
 ) -> Recorder:
     """Returns a recorder; what it reads of memory goes to the results and to the log.
 
@@ -54,14 +41,12 @@ def recorder_for(
         means: Log them.
         inquiry: Is told when steps are read.
         delivery: Gets the steps.
-        capture: Is told the labels, where there is one.
     """
-    annotate: Callable[[str | None], None] | None = Annotator() if options.annotate else None
     known: Mapping[str, Any] = {
         "lag": options.lag,
         "emit": delivery.add,
         "batch": delivery.batch,
-        "annotate": annotate if capture is None else capture.watch(annotate),
+        "annotate": Annotator() if options.annotate else None,
         "reading_begins": inquiry.reading_begins,
     }
     meter = meter_for(clock) if options.memory else None

@@ -31,7 +31,7 @@ from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.recording import capture_for, passing_for, recorder_for
+from lightning_gputime._run.recording import passing_for, recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 from lightning_gputime._work.work import Work
@@ -71,10 +71,7 @@ class Session(Asked):
         self._delivery = Delivery(
             results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
-        self._capture = capture_for(options, clock, self._inquiry, self._delivery)
-        self._recorder = recorder_for(
-            options, clock, results, means, self._inquiry, self._delivery, self._capture
-        )
+        self._recorder = recorder_for(options, clock, results, means, self._inquiry, self._delivery)
         budget = budget_of(options, clock, self._recorder, self._inquiry, results, means)
         if budget is not None:
             self.end_step = budget.around(self.end_step)  # type: ignore[assignment,method-assign]
@@ -119,7 +116,6 @@ class Session(Asked):
 
     def begin(self, number: int) -> None:
         """Starts the step `number` here, in the calling thread. What is open is dropped."""
-        self._stop_tracing()
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
@@ -187,8 +183,6 @@ class Session(Asked):
             self._comparison.pay()
             self._work.measure()
             recorder.resume()
-        if self._capture is not None and self._capture.is_due:
-            self._capture.turn(recorder)
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
@@ -204,8 +198,6 @@ class Session(Asked):
         """
         if get_ident() != self.thread:
             return False
-        if self._capture is not None:
-            self._capture.drop()
         self._recorder.load = self._work.seal()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
@@ -235,19 +227,15 @@ class Session(Asked):
 
     def compare_ranks(self) -> None:
         """Compares the ranks of a distributed run, in all steps that have ended."""
-        self._stop_tracing()
         if self._comparison.is_on:
             self.flush()
             self._comparison.sync(self._newest)
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
-        self._stop_tracing()  # First: the loop's own thread does it, at a mark.
         if not self._may_read():
             self._recorder.rest()  # The loop goes on beside this thread, without marks.
         self._recorder.flush()
-        if self._capture is not None:
-            self._capture.settle(self._recorder)
         # Before `remove`, which tells the other ranks that this one leaves.
         self.compare_ranks()
         self.remove()
@@ -257,8 +245,6 @@ class Session(Asked):
 
         After an error, after which the device may never finish the rest.
         """
-        if self._capture is not None:
-            self._capture.drop()
         self.drain()
         self.remove()
 
@@ -267,8 +253,6 @@ class Session(Asked):
         lifetimes.detached(self)
         self._boundaries.remove()
         self._inquiry.remove()
-        if self._capture is not None:
-            self._capture.remove()
         self._recorder.rest()
         if self.is_attached:
             self.is_attached = False
@@ -283,18 +267,10 @@ class Session(Asked):
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
         self._inquiry.remove()
-        if self._capture is not None:
-            self._capture.forget()
         self._recorder.abandon()
         self._comparison.abandon()
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
-        if self._capture is not None:
-            self._capture.drop()
         self.abandon()
         lifetimes.lost(self)
-
-    def _stop_tracing(self) -> None:
-        if self._capture is not None:
-            self._capture.close()
