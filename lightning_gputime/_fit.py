@@ -13,7 +13,6 @@ from lightning_gputime._results.ledger import Books
 from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
 from lightning_gputime._untraced import untraced
-from lightning_gputime._unused import Unused
 
 _PATIENCE = 100
 """For so many batches that should end a step the first update of all is waited for."""
@@ -58,12 +57,6 @@ class Fit:
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
         self._heard: list[Removable] = []
-        # Both are there from `listen` on, before which no step passes.
-        self._actions: Actions
-        self._unused: Unused
-        # Whether steps pass now of which nothing is heard but where their batches end; and whether
-        # they may: if all batches so far have ended a step that should, by the trainer's count.
-        self._passes = self._may_pass = False
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -74,7 +67,6 @@ class Fit:
 
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
-        self._hear_all()
         self._in_batch = self._batch.is_open = False
         self._books.epoch_turns()
         self._epochs.begins()
@@ -107,11 +99,7 @@ class Fit:
         try:
             # One that is None ends without having started; its time is the next one's `data`. Any
             # other did start, heard or not: a callback before ours may have run a validation.
-            if batch is None and (self._passes or not self._in_batch):
-                self._hear_all()
-                return
-            if self._passes:
-                self._passing_batch_ends(batch_idx)
+            if batch is None and not self._in_batch:
                 return
             self._in_batch = self._batch.is_open = False
             session = self._session
@@ -123,38 +111,8 @@ class Fit:
                 if session.end_step(_lightning.step_number(self._trainer)):
                     session.part_began(CALLBACKS)
                 self._books.step_ends()
-            if self._may_pass:
-                self._look_whether_steps_pass(batch_idx)
         except Exception as error:
             self._fail(error)
-
-    def _look_whether_steps_pass(self, batch_idx: int) -> None:
-        self._may_pass = _lightning.ends_update(self._trainer, batch_idx) != self._accumulates
-        if self._may_pass and self._session.is_quiet():
-            # As if one long batch went on: calls of the model are seen, as one may be captured.
-            self._passes = self._in_batch = self._batch.is_open = True
-            self._actions.rest()
-            self._unused.leave_out_starts()
-
-    def _passing_batch_ends(self, batch_idx: int) -> None:
-        if _lightning.ends_update(self._trainer, batch_idx):
-            self._session.end_step(_lightning.step_number(self._trainer))
-            if not self._session.is_quiet():
-                self._hear_all()
-
-    def _hear_all(self) -> None:
-        """Hears of all again, if steps have passed of which it did not."""
-        if self._passes:
-            self._passes = False
-            # A validation that somebody runs for himself may begin inside a batch.
-            self._in_batch = self._batch.is_open = _lightning.is_in_batch(self._trainer)
-            self._actions.go_on()
-            self._unused.call_starts()
-
-    def evaluation_begins(self) -> None:
-        """Says that an evaluation begins."""
-        self._hear_all()
-        self._session.evaluation_begins()
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -185,18 +143,13 @@ class Fit:
 
     # What the profiler is told
 
-    def listen(self, own: type[_lightning.Callback], unused: Unused, *, steps_pass: bool) -> None:
+    def listen(self, own: type[_lightning.Callback]) -> None:
         """Hears what the trainer begins, until `remove`.
 
         Args:
             own: The class of the callback that calls the methods above.
-            unused: Leaves hooks of that callback out.
-            steps_pass: Whether there may be steps that are not timed.
         """
         fail = self._fail
-        self._unused = unused
-        self._heard.append(unused)
-        self._may_pass = steps_pass and unused.may_leave_out_starts
         self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
         profiler, is_idle = _lightning.profiler_of(self._trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
@@ -207,19 +160,15 @@ class Fit:
         clears = "on_validation_model_zero_grad"
         clears = _lightning.module_action(self._trainer, self._model, clears)
         calls[clears] = self._session.evaluation_begins
-        self._actions = Actions(profiler, calls, fail, is_idle=is_idle)
+        self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
         validation = _lightning.validation_of(self._trainer)
-        self._heard += [self._actions, Begins(*validation, self.evaluation_begins, fail)]
-        # The callbacks before ours find the means where their epoch ends.
-        self._heard.append(Begins(*_lightning.epoch_end_of(self._trainer), self._hear_all, fail))
+        self._heard.append(Begins(*validation, self._session.evaluation_begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
             self._heard.append(Begins(*place, self.wait_begins, fail))
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""
-        # A step that passes may end it, by a function of the user's.
-        self._passes = self._may_pass = False
         for one in self._heard:
             one.remove()
 

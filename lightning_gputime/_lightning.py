@@ -123,12 +123,6 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
-def is_in_batch(trainer: pl.Trainer) -> bool:
-    """Tells whether a trainer has fetched a batch, and not trained on it."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return bool(progress.ready > progress.processed)
-
-
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Puts metrics where other callbacks find them."""
     # In one go: Lightning gathers them anew at each look.
@@ -226,11 +220,6 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
 def validation_of(trainer: pl.Trainer) -> tuple[Any, str]:
     """Returns the object and its method by which a trainer runs a validation inside a fit."""
     return trainer.fit_loop.epoch_loop.val_loop, "run"
-
-
-def epoch_end_of(trainer: pl.Trainer) -> tuple[Any, str]:
-    """Returns the object and its method by which a trainer ends an epoch of training."""
-    return trainer.fit_loop, "on_advance_end"
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:

@@ -42,12 +42,10 @@ class TimerOptions(TypedDict, total=False):
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in 1 of
             20 steps and the first three.
-        every_n_steps: Time 1 of every n steps. The others are measured by the host clock only.
+        every_n_steps: Time 1 of every n steps.
         probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
             it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after
             them, are in no other statistics.
-        max_overhead: Target overhead as a fraction of training time, such as 0.01. If the host sets
-            the pace, fewer steps are timed; None times all.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
         on_step: Call this with the `StepTimes` of each timed step, when it is read; or a metric of
@@ -73,7 +71,6 @@ class TimerOptions(TypedDict, total=False):
     memory: bool
     every_n_steps: int
     probe_every_n_steps: int
-    max_overhead: float | None
     sync_ranks: SyncRanks
     on_step: Callable[[StepTimes], object] | None
     on_slow_step: Callable[[SlowStep], object] | None
@@ -101,7 +98,6 @@ class Options:
     memory: bool = False
     every_n_steps: int = 1
     probe_every_n_steps: int = 0
-    max_overhead: float | None = None
     sync_ranks: SyncRanks = True
     on_step: Any = None
     on_slow_step: Any = None
@@ -132,7 +128,6 @@ class Options:
             )
         _check_prefix(self.prefix)
         _check_probes(self.probe_every_n_steps)
-        _check_max_overhead(self.max_overhead, self.every_n_steps)
         _check_sync_ranks(self.sync_ranks)
         _check_on_step(self.on_step)
         if self.on_slow_step is not None and not callable(self.on_slow_step):
@@ -246,21 +241,6 @@ def _check_probes(every_n_steps: int) -> None:
     if 0 < every_n_steps < 3:
         raise ValueError(
             f"probe_every_n_steps must be 0 or 3 or more ({_PROBES}), got {every_n_steps}"
-        )
-
-
-def _check_max_overhead(most: Any, every_n_steps: int) -> None:
-    if most is None:
-        return
-    meaning = "the part of the training's time that timing may take, such as 0.01"
-    if not isinstance(most, int | float) or isinstance(most, bool):
-        raise TypeError(f"max_overhead must be a number ({meaning}) or None, got {shown(most)}")
-    if not 0 < most < 1:
-        raise ValueError(f"max_overhead must be above 0 and below 1 ({meaning}), got {most}")
-    if every_n_steps != 1:
-        raise ValueError(
-            "max_overhead decides how many steps are timed: leave every_n_steps out, got"
-            f" {every_n_steps}"
         )
 
 

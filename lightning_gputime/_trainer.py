@@ -14,10 +14,8 @@ from lightning_gputime._options import Options
 from lightning_gputime._reports import Reports
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._timer import Timer
 from lightning_gputime._untraced import untraced
-from lightning_gputime._unused import Unused, unused_of
 
 
 class TrainerTimer(Timer, pl.Callback):
@@ -43,8 +41,7 @@ class TrainerTimer(Timer, pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
-        left = {"log", "log_dict", *unused_of(state)}
-        return {name: one for name, one in state.items() if name not in left}
+        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
         """Returns the statistics of the steps read so far.
@@ -93,8 +90,7 @@ class TrainerTimer(Timer, pl.Callback):
         self._know_batch(trainer.train_dataloader)
         self._results.books = books = self._books.open(trainer)
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs, self._give_up)
-        passes = not Schedule.of(self._options).is_plain
-        self._fit.listen(type(self), Unused(self, TrainerTimer, trainer), steps_pass=passes)
+        self._fit.listen(type(self))
 
     @_lightning.never_raises
     def on_train_epoch_start(self, *_: Any) -> None:

@@ -69,7 +69,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "memory": [("true", True)],
     "every_n_steps": [("2", 2)],
     "probe_every_n_steps": [("3", 3)],
-    "max_overhead": [("0.01", 0.01), ("null", None)],
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
     "on_step": [("test_cli.note", note), ("null", None)],
     "on_slow_step": [("test_cli.note", note), ("null", None)],
@@ -85,7 +84,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 WRONG = {
     **dict.fromkeys(["lag", "warmup_steps", "history", "every_n_steps"], "often"),
     **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "measure_peak"], "3"),
-    **dict.fromkeys(["items", "flops", "max_overhead"], "often"),
+    **dict.fromkeys(["items", "flops"], "often"),
     "log_figure": "3",
     **dict.fromkeys(["prefix", "save"], "[1]"),
     **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
@@ -184,7 +183,6 @@ def test_a_fit_runs_with_all_options_from_one_file(
     monkeypatch.chdir(tmp_path)
     SEEN.clear()
     options = {name: ones[0][0] for name, ones in VALUES.items()}
-    del options["max_overhead"]  # It decides which steps are timed.
     path = write(tmp_path, options, "lightning_gputime.GPUPhaseTimer")
     timer = timer_of(make("fit", "--config", str(path)))
     assert timer.history()["step"].tolist() == SEEN == [1, 3]

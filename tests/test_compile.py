@@ -262,27 +262,3 @@ def test_a_timer_that_is_attached_ten_times_compiles_nothing_again(
     assert without == (1, 0)
     # A function is compiled once more where hooks inside it come or go, and never again.
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
-
-
-@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(net)", "net.compile()"])
-def test_a_budget_that_spaces_the_timed_steps_compiles_nothing_again(
-    how: str, gpu: FakeGPU
-) -> None:
-    class Dear(FakeGPU):
-        def host_ns(self) -> int:
-            self.now += 1_000_000  # Whoever looks at the clock takes a millisecond.
-            return self.now
-
-    def run(*callbacks: GPUPhaseTimer) -> tuple[int, int]:
-        def fit(count: Count) -> None:
-            model: Any = Compiled(gpu, how, count)
-            if how == "compile(LightningModule)":
-                model = torch.compile(model, backend=count)
-            trainer(*callbacks).fit(model, Loader(gpu, 100))
-
-        return compilations(fit)
-
-    timer = GPUPhaseTimer(clock=Dear(), summary=False, warmup_steps=0, max_overhead=0.1)
-    assert run(timer) == run()
-    assert 64 < timer.summary().steps < 80
-    assert timer.summary().one_in > 2

@@ -148,7 +148,6 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
     ("name", "tag"),
     [
         ("forward_ms", "a/b/forward_ms"),
-        ("timed_share", "a_host/b/timed_share"),
         ("forward_busy_ms", "a_gaps/b/forward_busy_ms"),
         ("step_gap_ms", "a_gaps/b/step_gap_ms"),
         ("slow_ms", "a_slow/b/slow_ms"),

@@ -261,7 +261,7 @@ def test_the_table_of_all_options_is_complete() -> None:
 
 def test_the_main_options_are_among_all_options() -> None:
     main = rows("README.md", "| option | default | |")
-    assert len(main) == 10
+    assert len(main) == 9
     of_all = {row[0]: row[1] for row in rows("examples/README.md", "| option | default | |")}
     for name, default, _ in main:
         assert of_all[name] == default

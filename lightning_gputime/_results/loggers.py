@@ -16,7 +16,7 @@ class MetricsLogger(Protocol):
 
 
 _GROUPS = (
-    (re.compile(r"host_wait_ms$|timed_share$"), "host"),
+    (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r".+_peak_mb$"), "memory"),
     (re.compile(r"items_per_s$|.+_tflops$|[mh]fu$"), "work"),
     (re.compile(r".+_busy_ms$|step_gap_ms$"), "gaps"),

@@ -52,8 +52,6 @@ class MeanLog:
         """The number of the newest step that was added, or of the one before the first."""
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
-        self.timed_share: float | None = None
-        """Which part of the steps is timed, where that changes; logged beside the means."""
         self._failed = False
         self.yardstick = Yardstick()
         """What the work of the steps is held against."""
@@ -132,8 +130,6 @@ class MeanLog:
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
             values |= self.peaks.to_log(self.newest, keep=only_publish)
             values |= self.yardstick.metrics(sums.work)
-            if self.timed_share is not None:
-                values["timed_share"] = self.timed_share
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

@@ -64,10 +64,6 @@ class Results:
         """How the training is set up."""
         self.yardstick = Yardstick()
         """What the work of the steps is held against."""
-        self.one_in = 1
-        """One step in so many is timed now, to stay below `max_overhead`."""
-        self.max_overhead: float | None = None
-        """The part of the training's time that timing may take, if that was said."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -182,8 +178,6 @@ class Results:
             run_ahead_mean_ms=columns.mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
-            one_in=self.one_in,
-            max_overhead=self.max_overhead,
             hint="" if seen else self._hint,
             slow=slow.summary(steps, step_ms),
             work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),

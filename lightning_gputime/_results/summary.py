@@ -27,9 +27,6 @@ from lightning_gputime._results.verdict import (
 )
 from lightning_gputime._results.work import WorkSummary
 
-MOST_APART = 100
-"""With `max_overhead` at least one step in so many is timed, whatever it costs."""
-
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
 
@@ -53,9 +50,9 @@ class PhaseSummary(Tabular):
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why none can be, if so.
-        one_in: With `max_overhead`, one step in so many was timed in the end.
-        max_overhead: The part of the training's time that timing was to stay below, from 0 to 1;
-            None if nothing was said.
+        one_in: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
+        max_overhead: What timing every step would take, as a fraction of the step (0 to 1), where
+            "auto" has measured it; else None.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
@@ -189,7 +186,7 @@ class PhaseSummary(Tabular):
                 self.probe_failure,
                 self.memory.sentence if self.memory is not None else "",
                 *(self.work.sentences if self.work is not None else ()),
-                self._budget_sentence(),
+                self._pace_sentence(),
                 *(self.slow.sentences if self.slow is not None else ()),
                 ranks,
                 ledger,
@@ -220,13 +217,12 @@ class PhaseSummary(Tabular):
         share = self.gap_share
         return "" if share is None else f"{share:.0%} of this step is launch gaps"
 
-    def _budget_sentence(self) -> str:
-        if self.one_in == 1 or self.max_overhead is None:
+    def _pace_sentence(self) -> str:
+        n, share = self.one_in, self.max_overhead
+        if n == 1 or share is None:
             return ""
-        most = f"{100 * self.max_overhead:.3g} %"
-        if self.one_in >= MOST_APART:
-            return f"one step in {self.one_in} is timed, the fewest: it may take more than {most}"
-        return f"one step in {self.one_in} is timed to stay below {most}"
+        step = unit_of(self.step.mean_ms).of(self.step.mean_ms)
+        return f"timed 1 in {n} steps: timing each would take {share:.0%} of a step of {step}"
 
 
 def with_none(items: list[tuple[str, Any]]) -> dict[str, Any]:

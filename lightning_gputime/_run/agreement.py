@@ -15,7 +15,7 @@ _LONGEST_S = 1.0
 
 _ALONE = (
     "The ranks agree no more on which steps are timed. On this one %s: give all of them a timer"
-    " with max_overhead, or this one sync_ranks=False. %r"
+    ", or this one sync_ranks=False. %r"
 )
 
 

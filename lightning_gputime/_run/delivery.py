@@ -13,7 +13,7 @@ from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import Passed, SlowStep
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.probe import Probe
@@ -99,20 +99,6 @@ class Delivery:
             if not steps:
                 return
         self._add(steps)
-
-    def counts_passed(self, passed: Passed) -> None:
-        """Must be told what counts the steps that are judged and not timed, if there are any."""
-        self._results.slow.passed = self._means.slow.passed = passed
-
-    def add_slow_passed(self, slow: Sequence[SlowStep]) -> None:
-        """Takes slow steps that were not timed."""
-        self._add_slow(slow)
-        self._tell_slow(slow)
-
-    def _tell_slow(self, slow: Sequence[SlowStep]) -> None:
-        self._inquiry.own.begin()
-        self._call_slow(slow)
-        self._inquiry.own.end("on_slow_step")
 
     def _add_slow(self, slow: Sequence[SlowStep]) -> None:
         self._results.add_slow(slow, known=self._inquiry.judges)

@@ -50,10 +50,6 @@ class Detached:
         """Tells that no step is timed."""
         return False
 
-    def is_quiet(self) -> bool:
-        """Tells that none passes either."""
-        return False
-
     def pause(self) -> None: ...
 
     def evaluation_begins(self) -> None: ...

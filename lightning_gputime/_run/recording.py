@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gputime._causes.inquiry import Inquiry
-from lightning_gputime._causes.passing import Passing
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.memory import meter_for
@@ -15,13 +14,6 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.results import Results
 from lightning_gputime._run.delivery import Delivery
-
-
-def passing_for(clock: Clock, recorder: Recorder, inquiry: Inquiry, delivery: Delivery) -> Passing:
-    """Returns what looks at the steps that are not timed; who gets steps gets the slow ones."""
-    passing = Passing(recorder, inquiry, clock.host_ns, delivery.add_slow_passed)
-    delivery.counts_passed(passing.passed)
-    return passing
 
 
 def recorder_for(

@@ -40,31 +40,21 @@ class Schedule:
         probe_every_n_steps: One step in so many is probed; with 0 none is. They lie unevenly, so
             that they do not all fall on steps that the loop does something special in.
         warmup_steps: How many of the first steps are not probed.
-        is_elastic: Whether `every_n_steps` changes while it runs. Then it is not the last of so
-            many steps that is timed: which one it is changes, too, as with those that are probed.
-        since: From this index on so many steps are counted.
     """
 
     every_n_steps: int = 1
     probe_every_n_steps: int = 0
     warmup_steps: int = 0
-    is_elastic: bool = False
-    since: int = 0
 
     @classmethod
     def of(cls, options: Options) -> Self:
         """Returns the plan that a timer begins with."""
-        return cls(
-            options.every_n_steps,
-            options.probe_every_n_steps,
-            options.warmup_steps,
-            is_elastic=options.max_overhead is not None,
-        )
+        return cls(options.every_n_steps, options.probe_every_n_steps, options.warmup_steps)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all steps are timed, and all alike, for ever."""
-        return self.every_n_steps == 1 and not self.probe_every_n_steps and not self.is_elastic
+        """Whether all steps are timed, and all alike."""
+        return self.every_n_steps == 1 and not self.probe_every_n_steps
 
     def kind(self, index: int) -> Kind:
         """Returns what becomes of the step of this index, if nothing prevents its probe."""
@@ -79,11 +69,7 @@ class Schedule:
     def next_timed(self, index: int) -> int:
         """Returns the index of the first step from this one on that is timed without a probe."""
         n = self.every_n_steps
-        if not self.is_elastic:
-            return index + n - 1 - index % n
-        turn = (index - self.since) // n
-        at = self.since + turn * n + _place(turn, n)
-        return at if at >= index else self.since + (turn + 1) * n + _place(turn + 1, n)
+        return index + n - 1 - index % n
 
     def _is_probed(self, index: int) -> bool:
         n = self.probe_every_n_steps

@@ -1,11 +1,7 @@
 """Which steps of a run are timed, and how, while it runs."""
 
-from dataclasses import replace
-
 from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._causes.passing import Passing
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._run.budget import Budget
 from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.schedule import LEFT_OUT, PROBED, SKIPPED, TIMED, Kind, Schedule
 
@@ -18,10 +14,7 @@ class Selection:
         probe: Takes the steps that are probed, if any are.
         recorder: Rests in the steps that are not timed.
         boundaries: Are told where each step ends, timed or not.
-        lag: How many ended steps may be pending in the recorder.
-        budget: Says now and then how many steps may be timed, if somebody asked for that.
         has_others: Whether other ranks may probe a step that this one does not.
-        passing: Looks at the steps that are not timed.
         waits_before_batch: Whether the host waits for the device before each batch: what keeps that
             busy must begin behind.
     """
@@ -33,44 +26,29 @@ class Selection:
         recorder: Recorder,
         boundaries: Boundaries,
         *,
-        lag: int,
-        budget: Budget | None,
         has_others: bool,
-        passing: Passing,
         waits_before_batch: bool = False,
     ) -> None:
         self._schedule = schedule
         self._probe = probe
         self._recorder = recorder
         self._boundaries = boundaries
-        self._lag = lag
-        self._budget = budget
         self._has_others = has_others
-        self._passing = passing
         self._waits_before_batch = waits_before_batch
         # Whether the first batch of the open step has not begun.
         self._is_early = False
-        # Of all steps, and of the last one that was timed; numbers may leave some out, or repeat.
+        # Of all steps; numbers may leave some out, or repeat.
         self._index = 0
-        self._timed_at: int | None = None
         # What the open step is.
         self._kind = SKIPPED
-        # The steps before this index are not timed, nor is the next, and nothing waits to be read.
-        # Known by the index alone: all ranks must pass over the same ones.
-        self._quiet_until = 0
 
     @property
     def is_timing(self) -> bool:
         """Whether the open step is timed, and not probed."""
         return self._kind is TIMED
 
-    def is_quiet(self) -> bool:
-        """Tells whether neither the open step nor the next is timed."""
-        return self._index < self._quiet_until
-
     def begin(self) -> None:
         """Begins a step in the calling thread; what is open is dropped."""
-        self._quiet_until = 0
         # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
         # time. So no other rank does it either.
         self._kind = self._schedule.kind_unprobed(self._index)
@@ -78,35 +56,15 @@ class Selection:
             self._recorder.begin()
         else:
             self._recorder.rest()
-        # What it began with, such as the start of a loader, no clock has seen.
-        self._passing.leave()
         self._is_early = False
         if self._probe is not None:
             self._probe.step_begins()
 
     def leave_step(self) -> None:
         """Counts the open step, in which the loop was left, and begins the next."""
-        if self._kind is TIMED:
-            self._timed_at = self._index
         self._index += 1
         if not self._schedule.is_plain:
             self.begin_next()
-
-    def end_quiet_step(self, number: int) -> bool:
-        """Ends the open step, if neither it nor the next is timed. Tells if it did.
-
-        Args:
-            number: The number that it would be logged under.
-        """
-        if self._index >= self._quiet_until:
-            return False
-        self._index += 1
-        self._boundaries.step_ended(timed=False)
-        self._recorder.end_untimed()
-        if self._recorder.label is not None:
-            self._recorder.rest()  # It recorded a graph.
-        self._passing.step_ends(number)
-        return True
 
     def end_step(self, number: int, reads: bool) -> None:
         """Ends the open step; `begin_next` must follow.
@@ -123,35 +81,18 @@ class Selection:
         is_timed = kind in (TIMED, PROBED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
         if is_timed:
-            self._timed_at = self._index
             self._recorder.end_step(number, skipped_update, reads)
         else:
             self._recorder.end_untimed(reads)
         self._index += 1
-        if kind is SKIPPED:
-            self._passing.step_ends(number)
 
     def begin_next(self) -> None:
         """Begins a step; where the last one was timed, its last mark is the first of this one."""
-        if self._budget is not None and self._index >= self._budget.due:
-            n = self._budget.decide(self._schedule.every_n_steps)
-            if n != self._schedule.every_n_steps:
-                self._schedule = replace(self._schedule, every_n_steps=n, since=self._index)
         kind, self._kind = self._kind, self._next_kind()
         if self._kind in (SKIPPED, LEFT_OUT):
             self._recorder.rest()
-            # No step is passed over before the last timed one has had its wait, `lag` steps later.
-            is_read = self._timed_at is None or self._index > self._timed_at + self._lag
-            if self._probe is None and is_read:
-                until = self._schedule.next_timed(self._index)
-                self._quiet_until = (
-                    until if self._budget is None else min(until, self._budget.due)
-                ) - 1
         elif kind in (SKIPPED, LEFT_OUT):
             self._recorder.begin()
-        # Of one that follows another its end has told.
-        if self._kind is SKIPPED and kind is not SKIPPED:
-            self._passing.step_begins()
         if self._waits_before_batch:
             self._is_early = self._probe is not None
         else:

@@ -26,12 +26,11 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.asked import Asked
-from lightning_gputime._run.budget import budget_of
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.recording import passing_for, recorder_for
+from lightning_gputime._run.recording import recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
 from lightning_gputime._work.work import Work
@@ -72,9 +71,6 @@ class Session(Asked):
             results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
         )
         self._recorder = recorder_for(options, clock, results, means, self._inquiry, self._delivery)
-        budget = budget_of(options, clock, self._recorder, self._inquiry, results, means)
-        if budget is not None:
-            self.end_step = budget.around(self.end_step)  # type: ignore[assignment,method-assign]
         self.fetch_begins = partial(self._recorder.go_on, FETCH)
         """Says that the next batch is fetched, which ends a pause."""
         self.evaluation_begins = self._recorder.pause_here
@@ -101,14 +97,9 @@ class Session(Asked):
             probe,
             self._recorder,
             self._boundaries,
-            lag=options.lag,
-            budget=budget,
             has_others=not results.on_host_clock and is_distributed(),
-            passing=passing_for(clock, self._recorder, self._inquiry, self._delivery),
             waits_before_batch=loop.waits_before_batch,
         )
-        self.is_quiet = self._selection.is_quiet
-        """Tells whether neither the open step nor the next is timed."""
         self._inquiry.attach()
         lifetimes.attached(self)
 
@@ -167,8 +158,6 @@ class Session(Asked):
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
         self._newest = number
         self._tried_update = False
-        if not self._is_plain and self._selection.end_quiet_step(number):
-            return False
         self._inquiry.step_ends()
         recorder = self._recorder
         recorder.load = self._work.seal()
@@ -186,8 +175,6 @@ class Session(Asked):
         # A user's function may have removed the timer.
         if not self._is_plain and self.is_attached:
             self._selection.begin_next()
-            if self.is_quiet():
-                self._inquiry.steps_pass()
         return True
 
     def is_left(self, number: int) -> bool:

@@ -1,0 +1,51 @@
+"""Ranks that agree on how many of their steps are timed."""
+
+from itertools import repeat
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from lightning_gputime._run import agreement
+from lightning_gputime._run.agreement import Agreement
+
+
+@pytest.fixture
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
+    """Those of three ranks."""
+    monkeypatch.setattr(agreement, "_runs", repeat(0))
+    monkeypatch.setattr(agreement, "_LONGEST_S", 0.01)
+    store = HashStore()
+    return [Agreement(store, rank, 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_ranks_do_what_the_dearest_one_wishes(
+    agreements: list[Agreement], order: tuple[int, ...]
+) -> None:
+    def turn(*wishes: int) -> list[int]:
+        return [agreements[rank].agree(wishes[rank]) for rank in order]
+
+    assert turn(1, 8, 3) == [1, 1, 1]
+    assert turn(1, 2, 4) == [1, 1, 1]
+    assert turn(9, 9, 9) == [8, 8, 8]
+    assert turn(1, 1, 1) == [4, 4, 4]
+
+
+def test_a_rank_without_a_timer_has_no_wish(agreements: list[Agreement]) -> None:
+    zero, one, _ = agreements
+    assert [one.agree(7), zero.agree(5)] == [1, 1]
+    assert [[zero.agree(3), one.agree(2)] for _ in range(3)] == [[1, 1], [7, 7], [3, 3]]
+
+
+def test_rank_zero_alone_does_what_it_wishes(agreements: list[Agreement]) -> None:
+    assert [agreements[0].agree(7) for _ in range(4)] == [1, 1, 7, 7]
+
+
+def test_a_rank_that_is_left_alone_says_so_once(
+    agreements: list[Agreement], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
+    assert len(caplog.messages) == 1
+    assert "agree no more" in caplog.text
+    assert "On this one all are: give" in caplog.text
+    assert "or this one sync_ranks=False" in caplog.text
