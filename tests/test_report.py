@@ -17,7 +17,7 @@ from test_runs import timed
 from lightning_gputime import Ledger, Run, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.work import WorkSummary
+from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._runs import charts, saved
 from lightning_gputime._runs.cli import main
 from lightning_gputime._runs.environment import Environment

@@ -1,8 +1,8 @@
 import logging
 import random
-import threading
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -22,15 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._results import lost
-from lightning_gputime._results.lost import in_points
-from lightning_gputime._work import flops as counting
-from lightning_gputime._work import measure as measuring
-from lightning_gputime._work import precision as precisions
+from lightning_gputime._results.throughput import GAPS, KERNELS, in_points
+from lightning_gputime._work import peaks
+from lightning_gputime._work import work as counting
 from lightning_gputime._work.items import Items
-from lightning_gputime._work.matmul import matmul_tflops
-from lightning_gputime._work.peaks import peak_tflops
-from lightning_gputime._work.precision import looks_like, precision_of
+from lightning_gputime._work.peaks import matmul_tflops, peak_tflops
+from lightning_gputime._work.precision import precision_of, precision_outside
 
 STEP = sum(STEP_MS.values())
 FIRST = "first dimension of the batch's first tensor"
@@ -80,8 +77,8 @@ def loads(timer: Any) -> list[tuple[float, ...]]:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: 1e-4)
+    monkeypatch.setattr(peaks, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(peaks, "peak_tflops", lambda name, precision: 1e-4)
 
 
 # Items
@@ -589,14 +586,10 @@ class Watch(TorchFunctionMode):
 
 def test_nobody_around_the_loop_hears_of_what_is_counted(gpu: FakeGPU) -> None:
     def run(**options: Any) -> Any:
-        watch, flops = Watch(), FlopCounterMode(display=False)
-        handle = nn.modules.module.register_module_forward_hook(watch.hook)
-        try:
-            with saved_tensors_hooks(watch.see, watch.see), watch, torch.device("cpu"), flops:
-                timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, **options)
-        finally:
-            handle.remove()
-        return loads(timer)[-1], flops.get_total_flops(), watch.seen
+        watch = Watch()
+        with watch, torch.device("cpu"):
+            timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, **options)
+        return loads(timer)[-1], watch.seen
 
     counted, *found = run()
     _, *expected = run(flops=None)
@@ -604,11 +597,76 @@ def test_nobody_around_the_loop_hears_of_what_is_counted(gpu: FakeGPU) -> None:
     assert counted == (8, 2 * LINEAR, LINEAR, LINEAR)
 
 
-def test_a_loop_that_looks_for_nan_is_counted(gpu: FakeGPU) -> None:
+@pytest.mark.parametrize("kind", ["modules", "saved tensors", "counter"])
+def test_hooks_around_the_loop_see_no_fake_and_are_told_of(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    def run(**options: Any) -> Any:
+        watch, flops = Watch(), FlopCounterMode(display=False)
+        with ExitStack() as stack:
+            if kind == "modules":
+                handle = nn.modules.module.register_module_forward_hook(watch.hook)
+                stack.callback(handle.remove)
+            else:
+                hooks = saved_tensors_hooks(watch.see, watch.see)
+                stack.enter_context(hooks if kind == "saved tensors" else flops)
+            timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, **options)
+        return timer.summary().steps, flops.get_total_flops(), watch.seen
+
+    assert run() == run(flops=None)
+    assert caplog.text.count("cannot be counted (there are hooks on") == 1
+
+
+def test_a_loop_that_looks_for_nan_is_not_counted_and_told_why(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
     with torch.autograd.set_detect_anomaly(True):
         timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu)
         assert torch.is_anomaly_check_nan_enabled()
-    assert not torch.is_anomaly_enabled()
+    assert str(loads(timer)[-1][1]) == "nan"
+    assert caplog.text.count("cannot be counted (detect_anomaly") == 1
+    assert "pass flops=" in caplog.text
+
+
+BANK: list[Tensor] = []
+
+
+class OutsideBank(Net):
+    """It keeps tensors outside of itself: a copy of it does, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        BANK.append(result.detach())
+        return result + torch.stack(BANK[-2:]).mean()
+
+
+def test_a_forward_that_keeps_tensors_outside_of_the_model_finds_no_fake_there(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    BANK.clear()
+    timer = learn(OutsideBank(gpu), [torch.ones(8, 64)] * 4, gpu)
+    assert [type(one) for one in BANK] == [Tensor] * 4
+    assert timer.summary().steps == 4
+    assert loads(timer)[-1] == (8,)
+    assert caplog.text.count("its forward keeps tensors outside of the model") == 1
+    assert "pass flops=" in str(timer.summary())
+    BANK.clear()
+
+
+def test_a_bank_inside_of_the_model_is_copied(gpu: FakeGPU) -> None:
+    class Bank(Net):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            self.bank: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            self.bank.append(result)
+            return result
+
+    model = Bank()
+    timer = learn(model, [torch.ones(8, 64)] * 4, gpu)
+    assert [type(one) for one in model.bank] == [Tensor] * 4
     assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
 
 
@@ -864,7 +922,7 @@ def test_strings_inside_of_a_batch_choose_nothing(
 
 def test_autocast_inside_of_the_call_is_seen(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: seen.append(precision))
+    monkeypatch.setattr(peaks, "peak_tflops", lambda name, precision: seen.append(precision))
     for flops in ("count", 1e6):
         model: Any = nn.Linear(64, 32)
         # As Accelerate has it.
@@ -947,7 +1005,7 @@ def test_a_compiled_forward_is_not_compiled_for_fakes(gpu: FakeGPU) -> None:
 
 def test_autocast_is_that_of_the_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = Net(gpu), []
-    monkeypatch.setattr(measuring, "peak_tflops", lambda name, precision: seen.append(precision))
+    monkeypatch.setattr(peaks, "peak_tflops", lambda name, precision: seen.append(precision))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
@@ -1034,13 +1092,13 @@ def test_a_weight_that_a_hook_computes_has_its_gradient(gpu: FakeGPU) -> None:
     assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
 
 
-def test_a_model_with_a_lock_and_a_data_set_is_counted(gpu: FakeGPU) -> None:
+def test_a_model_with_a_data_set_is_counted_and_the_data_are_not_copied(gpu: FakeGPU) -> None:
     class Data(torch.utils.data.Dataset[Any]):
         def __deepcopy__(self, memo: Any) -> Any:
             raise AssertionError("the data are copied")
 
     model: Any = Net(gpu)
-    model.lock, model.data = threading.Lock(), Data()
+    model.data = Data()
     timer = learn(model, [torch.ones(8, 64)] * 3, gpu)
     assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR)
 
@@ -1214,7 +1272,7 @@ def test_the_flops_of_a_lightning_module_are_counted(gpu: FakeGPU) -> None:
 def test_nothing_is_counted_hooked_or_imported_while_flops_are_off(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting, "_counted", None)
+    monkeypatch.setattr(counting, "count_flops", None)
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=None)
     assert loads(timer) == [(8,)] * 3
     work = timer.summary().work
@@ -1264,12 +1322,12 @@ def test_the_peak_is_the_dense_one_of_the_data_sheet(
 
 def test_the_precision_is_that_of_autocast_or_of_the_parameters() -> None:
     cpu, net = torch.device("cpu"), cast("Any", nn.Linear(2, 2))
-    assert precision_of(cpu, looks_like(net, cpu)).name == "fp32"
+    assert precision_of(cpu, precision_outside(net, cpu))[0] == "fp32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert precision_of(cpu, looks_like(net, cpu)).name == "bf16"
+        assert precision_of(cpu, precision_outside(net, cpu))[0] == "bf16"
     net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)
-    assert precision_of(cpu, looks_like(net, cpu)).name == "bf16"
-    assert precision_of(cpu, looks_like(nn.Linear(2, 2).bfloat16(), cpu)).name == "bf16"
+    assert precision_of(cpu, precision_outside(net, cpu))[0] == "bf16"
+    assert precision_of(cpu, precision_outside(nn.Linear(2, 2).bfloat16(), cpu))[0] == "bf16"
 
 
 def test_tf32_is_that_of_convolutions_and_of_products_apart(
@@ -1281,19 +1339,20 @@ def test_tf32_is_that_of_convolutions_and_of_products_apart(
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert precision_of(cuda, {products: 1.0}).name == "fp32"
+        assert precision_of(cuda, {products: 1.0})[0] == "fp32"
         # As torch has it by default.
-        assert precision_of(cuda, {convolutions: 99.0, products: 1.0}).name == "tf32"
+        assert precision_of(cuda, {convolutions: 99.0, products: 1.0})[0] == "tf32"
         both = precision_of(cuda, {convolutions: 3.0, products: 1.0})
-        assert (both.name, both.dtype) == ("tf32 (75%) and fp32 (25%)", None)
+        assert both == ("tf32 (75%) and fp32 (25%)", None)
         torch.set_float32_matmul_precision("high")
-        assert precision_of(cuda, {convolutions: 3.0, products: 1.0}).name == "tf32"
+        assert precision_of(cuda, {convolutions: 3.0, products: 1.0})[0] == "tf32"
         least[0] = (7, 5)
-        assert precision_of(cuda, {products: 1.0}).name == "fp32"
+        assert precision_of(cuda, {products: 1.0})[0] == "fp32"
     finally:
         torch.set_float32_matmul_precision(before)
     assert precision_of(cuda, {(torch.float8_e4m3fn, False): 2, (torch.float8_e5m2, False): 4}) == (
-        precisions.Precision("fp8", torch.float8_e5m2)
+        "fp8",
+        torch.float8_e5m2,
     )
 
 
@@ -1308,7 +1367,7 @@ def test_a_matmul_is_measured_once_where_that_is_asked_for(
         gpu.work(50.0)
         return 4e-7
 
-    monkeypatch.setattr(measuring, "matmul_tflops", matmul)
+    monkeypatch.setattr(counting, "matmul_tflops", matmul)
     timer = learn(Net(gpu), [torch.ones(n, 64) for n in (8, 8, 4, 8)], gpu, measure_peak=True)
     assert asked == [(torch.device("cpu"), torch.float32)]
     assert timer.history()["step_ms"].tolist() == [6.0] * 4
@@ -1350,12 +1409,12 @@ def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
     assert work.lost
     assert summary.mfu is not None
     assert summary.mfu + sum(work.lost.values()) == pytest.approx(1.0, abs=1e-12)
-    assert work.lost[lost.GAPS] == pytest.approx(summary.gap_share)
+    assert work.lost[GAPS] == pytest.approx(summary.gap_share)
     step_ms = summary.step.mean_ms
     assert work.lost["optimizer"] == pytest.approx(1.0 / step_ms)
     assert work.lost["other"] == pytest.approx(1.0 / step_ms)
     kernels = 6.0 / step_ms - summary.mfu
-    assert work.lost[lost.KERNELS] == pytest.approx(kernels)
+    assert work.lost[KERNELS] == pytest.approx(kernels)
     assert f"MFU {round(100 * summary.mfu)} %; lost: " in str(summary)
 
 

@@ -12,7 +12,7 @@ from lightning_gputime._results.loggers import Destination, MetricsLogger, key
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.slow_window import SlowWindow
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.work import Yardstick
+from lightning_gputime._results.throughput import ThroughputReference
 
 # The parts of `data/callbacks` are not logged.
 _ONE_CALLBACK = f"{CALLBACKS}/"
@@ -53,7 +53,7 @@ class MeanLog:
         self.busy: StepTimes | None = None
         """The newest step that was probed; logged beside the means."""
         self._failed = False
-        self.yardstick = Yardstick()
+        self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
         self.slow = SlowWindow()
         """The slow steps, which are logged with their window."""

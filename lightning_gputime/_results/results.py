@@ -21,7 +21,7 @@ from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowS
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
-from lightning_gputime._results.work import Yardstick
+from lightning_gputime._results.throughput import ThroughputReference
 
 
 class Results:
@@ -62,7 +62,7 @@ class Results:
         """The memory of phases."""
         self.setup = Setup()
         """How the training is set up."""
-        self.yardstick = Yardstick()
+        self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
         self._busy = Sums()
         self.probe_failure = ""

@@ -15,6 +15,7 @@ from lightning_gputime._results.rows import shown
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.totals import STEP
 from lightning_gputime._results.units import unit_of
 from lightning_gputime._results.verdict import (
@@ -25,7 +26,6 @@ from lightning_gputime._results.verdict import (
     pace,
     wait_sentence,
 )
-from lightning_gputime._results.work import WorkSummary
 
 # From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from lightning_gputime._phases import settle
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.loads import WorkSums
+from lightning_gputime._results.throughput import WorkSums
 
 
 class Sums:

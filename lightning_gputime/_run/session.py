@@ -33,7 +33,7 @@ from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.recording import recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
-from lightning_gputime._work.work import Work
+from lightning_gputime._work.work import WorkCounter
 
 
 class Session(Asked):
@@ -84,11 +84,11 @@ class Session(Asked):
         self._tried_update = False
         self.is_attached = self.was_attached = True
         """Whether the hooks are on, and whether they ever were."""
-        self._work = Work(options, loop, self._recorder)
-        self.takes, self.worked = self._work.takes, self._work.batch_ends
+        self._work = WorkCounter(options, loop, self._recorder)
+        self.takes, self.worked = self._work.add_batch, self._work.end_batch
         """Say what the batch is, when it has begun; that it is over, and the step has another."""
-        results.yardstick = means.yardstick = self._work.yardstick
-        self._boundaries = Boundaries(self._recorder, loop, self._work.note)
+        results.yardstick = means.yardstick = self._work.reference
+        self._boundaries = Boundaries(self._recorder, loop, self._work.add_call)
         self._checkup = Checkup(results, self._boundaries, self._recorder)
         self._delivery.look = self._checkup.look
         self._comparison.boundaries = self._boundaries
@@ -110,7 +110,7 @@ class Session(Asked):
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
-        self._work.forget()
+        self._work.reset()
         self._inquiry.loop_begins()
         self._selection.begin()
 
@@ -151,7 +151,7 @@ class Session(Asked):
 
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
-        self._work.batch_ends()
+        self._work.end_batch()
         self._recorder.go_on(DATA)  # A validation at the end of the body is over.
 
     def end_step(self, number: int) -> bool:
@@ -160,7 +160,7 @@ class Session(Asked):
         self._tried_update = False
         self._inquiry.step_ends()
         recorder = self._recorder
-        recorder.load = self._work.seal()
+        recorder.load = self._work.take_step_work()
         if self._is_plain:
             reads = self._delivery.step_ends(number)
             recorder.end_step(number, self._boundaries.step_ended(), reads)
@@ -185,7 +185,7 @@ class Session(Asked):
         """
         if get_ident() != self.thread:
             return False
-        self._recorder.load = self._work.seal()
+        self._recorder.load = self._work.take_step_work()
         if self._selection.is_timing:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
             has_ended = self._recorder.end_at(last, number)

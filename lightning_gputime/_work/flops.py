@@ -1,29 +1,25 @@
-"""The FLOPs of a call, counted on a copy of the module whose tensors have no memory."""
+"""The FLOPs of one call of a model, counted on a copy whose tensors have no memory."""
 
+import copy
+import gc
 import math
+import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.autograd import graph
-from torch.utils import flop_counter
-
-from lightning_gputime._work.calls import Call
-from lightning_gputime._work.copies import (
-    OnlyCopies,
-    UncountableError,
-    check,
-    copied,
-    fakes,
-    unwrapped,
-)
-from lightning_gputime._work.undisturbed import undisturbed
+from torch.nn.modules import module as of_modules
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 
@@ -38,203 +34,241 @@ _ATTENTION = [
         "flash_attention_for_cpu",
     )
 ]
-# They compute the scores of the forward once more, in place of keeping them.
+# They compute the scores of the forward again instead of keeping them.
 _RECOMPUTING = {f"{name}_backward" for name in _ATTENTION}
-_KNOWN_NAMESPACES = ("aten", "prims", "prim", "higher_order", "_c10d_functional", "profiler")
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "_c10d_functional", "profiler")
 # Of torch's own operators, those that are work if they have no formula.
 _WORK = re.compile(r"rnn|lstm|gru|mm(_|$)|mv$|dot$|conv|linear|attention|transformer|linalg|cdist")
 _NO_WORK = re.compile(r"upsample|vector_norm|convert")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+# A copy shares these with its original: they may be large, and compute nothing.
+_DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader)
+_SHARED_AMONG_RANKS = ("placements", "_fsdp_flattened", "ds_id")
+_CALLED = ("forward", "forward_pre", "backward", "backward_pre")
 
 
-@dataclass(slots=True)
-class Flops:
-    """FLOPs of a call; a multiplication and an addition are two.
+class UncountableError(Exception):
+    """The FLOPs of a call cannot be counted; the message says why."""
 
-    Attributes:
-        forward: Of the forward.
-        backward: Of its backward, without what is computed a second time.
-        recomputed: Of what backward computes a second time: by activation checkpointing, and the
-            scores of an attention that does not keep them.
-    """
 
-    forward: float = 0.0
-    backward: float = 0.0
-    recomputed: float = 0.0
-
-    def scaled(self, factor: float) -> "Flops":
-        """Returns those of a call that is larger by a factor."""
-        return Flops(*(factor * one for one in (self.forward, self.backward, self.recomputed)))
+class LeftBehindError(UncountableError):
+    """A count reached objects outside of the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """What was counted of a call.
+class Call:
+    """A call of a module, described without its tensors' memory.
 
     Attributes:
-        whole: All of it.
-        parts: The modules that are timed apart, by name.
-        uncounted: Operators that have no formula, and may be work.
-        computed_in: How many FLOPs have factors of which type, and are convolutions.
+        module: The module.
+        args: Its positional and named arguments; a function that makes it for each tensor.
+        with_grad: Whether it is recorded for a backward.
+        trained: For each parameter of the module, whether it needs a gradient.
+        device: The device of the model.
+        autocast: The dtype of autocast, or None where that is off.
     """
 
-    whole: Flops
-    parts: Mapping[str, Flops]
-    uncounted: tuple[str, ...]
-    computed_in: Mapping[tuple[torch.dtype, bool], float]
+    module: nn.Module
+    args: Any
+    with_grad: bool
+    trained: bytes
+    device: torch.device
+    autocast: torch.dtype | None
 
 
-def count(call: Call, parts: Mapping[str, nn.Module]) -> Count:
-    """Counts the FLOPs of a call and of its backward, without a computation.
+@dataclass(frozen=True, slots=True)
+class CallFlops:
+    """FLOPs of one call; a multiplication and an addition are two.
 
-    The module is copied onto fake tensors, and the copy is called: the module, its buffers and all
-    random numbers stay as they are. Hooks of the module are not called.
+    Attributes:
+        forward: Those of the forward, in the order of a step's work counts without items.
+        backward: Those of its backward, in the same order.
+        uncounted: Operators that have no formula, and may be work.
+        computed_in: FLOPs by the dtype of their factors, and by whether they are convolutions.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    uncounted: tuple[str, ...] = ()
+    computed_in: Mapping[tuple[torch.dtype, bool], float] = field(default_factory=dict)
+
+    def scaled(self, factor: float) -> "CallFlops":
+        """Return the FLOPs of a call that is larger by a factor."""
+        forward, backward = ([factor * one for one in of] for of in (self.forward, self.backward))
+        return CallFlops(tuple(forward), tuple(backward))
+
+
+def describe_call(
+    module: nn.Module, args: Any, kwargs: Any, trained: bytes, device: torch.device
+) -> Call:
+    """Describe a call that begins here and now.
+
+    Raises:
+        UncountableError: If no argument like one of these can be made.
+    """
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    described = tree_map(_describe, (tuple(args), dict(kwargs or {})))
+    return Call(module, described, torch.is_grad_enabled(), trained, device, autocast)
+
+
+def _describe(value: Any) -> Any:
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+        return partial(
+            torch.empty,
+            value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            requires_grad=value.requires_grad,
+        )
+    if isinstance(value, Mapping):
+        return tree_map(_describe, dict(value))
+    if isinstance(value, _PLAIN):
+        return value
+    kind = f"{value.layout} tensor" if type(value) is Tensor else type(value).__name__
+    raise UncountableError(f"it takes a {kind}, which is no plain tensor")
+
+
+def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
+    """Count the FLOPs of a call and of its backward, without a computation.
+
+    Call a copy of the module on fake tensors. The module, its hooks and random numbers stay as they
+    are.
 
     Args:
         call: The call.
-        parts: The modules that are timed apart, by name.
+        parts: Modules whose FLOPs are counted apart, too.
 
     Raises:
-        UncountableError: If it cannot be.
+        LeftBehindError: If the forward has kept fake tensors outside of the copy.
+        UncountableError: If the call cannot be counted.
     """
+    counter, why = _Counter(len(parts)), ""
     try:
-        with undisturbed():
-            return _counted(call, parts)
-    except UncountableError:
-        raise
+        _check(call.module)
+        with _undisturbed(call.device):
+            _run(call, parts, counter)
+    except UncountableError as error:
+        why = str(error)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise UncountableError(f"{type(error).__name__}: {lines[0][:200]}") from error
+        why = f"{type(error).__name__}: {lines[0][:200]}"
+    # Not while an error is handled, whose traceback holds tensors.
+    if _take_back(counter.made):
+        raise LeftBehindError(
+            "its forward keeps tensors outside of the model; those of the count were taken out of"
+            " lists, and may be left elsewhere"
+        )
+    if why:
+        raise UncountableError(why)
+    return counter.flops()
 
 
-class _Counter(flop_counter.FlopCounterMode):
-    """Adds up by forward, backward, and what backward computes again.
-
-    Args:
-        by_module: Whether for each module, too.
-    """
-
-    def __init__(self, *, by_module: bool) -> None:
-        super().__init__(display=False, custom_mapping=_formulas())
-        if not by_module:
-            # Torch's refuses gradients of a batch that are computed in the forward.
-            self.mod_tracker: Any = _NoModules()
-        self.is_backward = False
-        self.found: dict[str, Flops] = {}
-        self.uncounted: set[str] = set()
-        self.computed_in: Counter[tuple[torch.dtype, bool]] = Counter()
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        formula: Any = self.flop_registry.get(func_packet)
-        if formula is None:
-            name = getattr(func_packet, "_qualified_op_name", "")
-            namespace, _, operator = name.partition("::")
-            is_work = _WORK.search(operator) and not _NO_WORK.search(operator)
-            if name and (namespace not in _KNOWN_NAMESPACES or is_work):
-                self.uncounted.add(name)
-            return out
-        flops = formula(*args, **kwargs, out_val=out)
-        factor = next(one for one in args if isinstance(one, Tensor))
-        # Of two complex numbers a product is four, with two additions, and a sum is two.
-        flops *= 4 if factor.is_complex() else 1
-        self.computed_in[factor.dtype, "conv" in func_packet.__name__] += flops
-        # What is computed again is recorded again.
-        again = flops if self.is_backward and torch.is_grad_enabled() else 0
-        if func_packet.__name__ in _RECOMPUTING:
-            query, key = args[1].shape, args[2].shape
-            again = _product(query, key, query[-1])
-        for name in {*self.mod_tracker.parents}:
-            of = self.found.setdefault(name, Flops())
-            of.recomputed += again
-            if self.is_backward:
-                of.backward += flops - again
-            else:
-                of.forward += flops
-        return out
+def _check(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UncountableError("the module, or a part of it, is scripted")
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if any(hasattr(one, attribute) for attribute in _SHARED_AMONG_RANKS):
+            raise UncountableError(f"{name} is shared with other ranks (FSDP, tensor parallelism)")
+    if torch.is_anomaly_enabled():
+        raise UncountableError("detect_anomaly would look for NaN in what has no values")
+    # They would be called with fake tensors.
+    if any(vars(of_modules)[f"_global_{kind}_hooks"] for kind in _CALLED):
+        raise UncountableError("there are hooks on all modules of the process")
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UncountableError("there are hooks on saved tensors around the loop")
 
 
-class _NoModules(nullcontext[None]):
-    """Stands for torch's own, which tells in which modules one is."""
-
-    parents = frozenset(("Global",))
-
-
-def _formulas() -> dict[Any, Any]:
-    """Returns the formulas of attention, by its operators: as if each token saw all others."""
-
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-        return _product(query, key, query[-1] + value[-1])
-
-    def backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
-        return _product(query, key, 3 * query[-1] + 2 * value[-1])
-
-    names: dict[str, Any] = dict.fromkeys(_ATTENTION, forward)
-    names |= dict.fromkeys(_RECOMPUTING, backward)
-    return {getattr(aten, name): one for name, one in names.items() if hasattr(aten, name)}
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Let random numbers stay as they are, and no mode around the loop see what runs."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), _disable_current_modes():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
 
 
-def _product(query: Sequence[int], key: Sequence[int], width: int) -> float:
-    """Returns FLOPs of products between queries and keys, of all widths together."""
-    return 2.0 * math.prod(query[:-1]) * key[-2] * width
-
-
-def _counted(call: Call, parts: Mapping[str, nn.Module]) -> Count:
+def _run(call: Call, parts: Sequence[nn.Module], counter: "_Counter") -> None:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-    module = unwrapped(call.module)
-    check(module)
-    paths = {id(one): path for path, one in module.named_modules()}
     # Without a kernel for fakes an operator would run on real tensors, and one that takes the
     # address of a fake's memory would get none.
-    mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_fallback_kernels=False)
     mode._allow_unsafe_data_ptr_access = False
+    memo: dict[int, Any] = {}
     with FakeCopyMode(mode):
-        copy = copied(module, call.trained, mode.from_tensor)
-    counter = _Counter(by_module=bool(parts))
+        model = _copied(unwrapped(call.module), memo, mode)
+    for parameter, needs_grad in zip(model.parameters(), call.trained, strict=True):
+        parameter.requires_grad_(bool(needs_grad))
+    for index, part in enumerate(parts):
+        if id(unwrapped(part)) in memo:
+            counter.watch(index, memo[id(unwrapped(part))])
+    on = call.autocast is not None
     with ExitStack() as stack:
         # Also where it was off: it may be on around the loop.
-        kind, dtype = call.autocast
-        on = dtype is not None
-        stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
+        stack.enter_context(torch.autocast(call.device.type, call.autocast, on, False))
         stack.enter_context(torch.set_grad_enabled(call.with_grad))
+        # In this thread: the modes and the sequence numbers are those of a thread.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(mode)
-        args, kwargs = fakes(call.args), fakes(call.kwargs)
-        stack.enter_context(OnlyCopies(module))
         stack.enter_context(counter)
-        outputs = [one for one in _tensors(copy(*args, **kwargs)) if one.grad_fn is not None]
+        args, kwargs = tree_map_only(partial, lambda make: make(), call.args)
+        outputs = [one for one in _tensors(model(*args, **kwargs)) if one.grad_fn is not None]
+        counter.is_backward = True
         if outputs:
-            # Of something after them, as of a loss: a hook does not see where backward begins.
-            losses = [one.clone() for one in outputs]
-            counter.is_backward = True
-            _backward(losses)
-    root = type(copy).__name__
-    names = {name: paths.get(id(unwrapped(one))) for name, one in parts.items()}
-    return Count(
-        counter.found.get("Global", Flops()),
-        {
-            name: counter.found.get(f"{root}.{path}" if path else root, Flops())
-            for name, path in names.items()
-            if path is not None
-        },
-        tuple(sorted(counter.uncounted)),
-        counter.computed_in,
-    )
+            _backward(outputs)
 
 
-def _backward(outputs: list[Tensor]) -> None:
+def _copied(module: nn.Module, memo: dict[int, Any], mode: Any) -> nn.Module:
+    """Copy a module without its hooks and what is compiled; in a mode that makes fakes."""
+    # From the inside, so that what is inside a wrapper is copied before it.
+    for one in reversed([*module.modules()]):
+        for name, value in vars(one).items():
+            if name.endswith(_HOOKS) and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+            elif isinstance(value, torch.Generator):
+                memo[id(value)] = value.clone_state()
+            elif isinstance(value, _DATA):
+                memo[id(value)] = value
+            else:
+                # A weight that a hook computes, whose gradient is work, or an output that is kept.
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                        memo[id(tensor)] = mode.from_tensor(tensor.detach()).requires_grad_()
+        if unwrapped(one) is not one:
+            memo[id(one)] = copy.deepcopy(unwrapped(one), memo)
+    new: nn.Module = copy.deepcopy(module, memo)
+    for one in new.modules():
+        one._compiled_call_impl = None
+        if isinstance(one, nn.SyncBatchNorm):
+            one.eval()  # Has no FLOPs here, and would ask the other ranks.
+    return new
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what is inside the wrappers of `torch.compile` and of DDP."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
     # Not by `torch.autograd.backward`, which a timer hears of.
+    run: Any = torch.autograd.Variable._execution_engine.run_backward
     grads = tuple(torch.ones_like(one) for one in outputs)
     with torch.no_grad():
-        run: Callable[..., Any] = graph._engine_run_backward
-        run(
-            tuple(outputs),
-            grads,
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    assert _current_graph_task_id() == -1
+        run(tuple(outputs), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -248,3 +282,144 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value))
+
+
+class _Counter(TorchDispatchMode):
+    """Adds FLOPs up: forward, backward, and what backward computes again.
+
+    Not torch's `FlopCounterMode`, which puts hooks on all modules of the process.
+
+    Args:
+        n_parts: The number of modules whose FLOPs are counted apart.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, n_parts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_backward = False
+        self.made: list[weakref.ref[Tensor]] = []
+        """The results of all operators."""
+        self._formulas: dict[Any, Any] = {**flop_registry, **_formulas()}
+        # Forward, backward, and what is computed again: of all, and of each part.
+        self._flops = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
+        self._uncounted: set[str] = set()
+        self._computed_in: Counter[tuple[torch.dtype, bool]] = Counter()
+        # Parts that run, and the sequence numbers of what is recorded in each call of one.
+        self._running: list[tuple[int, int]] = []
+        self._recorded: list[tuple[int, range]] = []
+
+    def flops(self) -> CallFlops:
+        """Return what was counted."""
+        forward, backward, _ = self._flops[0]
+        of_forward, of_backward = [forward], [backward]
+        for forward, backward, again in self._flops:
+            of_forward += [forward, 0.0]
+            of_backward += [0.0, backward + again]
+        uncounted = tuple(sorted(self._uncounted))
+        return CallFlops(tuple(of_forward), tuple(of_backward), uncounted, self._computed_in)
+
+    def watch(self, part: int, module: nn.Module) -> None:
+        """Count the FLOPs of a module apart."""
+
+        def enter(*_: Any) -> None:
+            self._running.append((part, torch._C._autograd._get_sequence_nr()))
+
+        def leave(*_: Any) -> None:
+            first = self._running.pop()[1]
+            self._recorded.append((part, range(first, torch._C._autograd._get_sequence_nr())))
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") == "c10d":
+            raise UncountableError(f"its forward communicates with other ranks, by {func}")
+        if any(type(one) is nn.Parameter for one in tree_leaves((args, kwargs))):
+            raise UncountableError(
+                "its forward leads to parameters that are not those of a copy, as a lambda does"
+                " that has kept self"
+            )
+        if func is aten.clone.default and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                # A state of random numbers, that checkpointing keeps.
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.made += [weakref.ref(one) for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self._add(getattr(func, "_overloadpacket", func), args, kwargs, out)
+        return out
+
+    def _add(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
+        formula = self._formulas.get(operator)
+        if formula is None:
+            self._tell_uncounted(operator)
+            return
+        flops = formula(*args, **kwargs, out_val=out)
+        factor = next(one for one in args if isinstance(one, Tensor))
+        # Of two complex numbers a product is four, with two additions, and a sum is two.
+        flops *= 4 if factor.is_complex() else 1
+        self._computed_in[factor.dtype, "conv" in operator.__name__] += flops
+        # What is computed again is recorded again.
+        again = flops if self.is_backward and torch.is_grad_enabled() else 0.0
+        if operator.__name__ in _RECOMPUTING:
+            query, key = args[1].shape, args[2].shape
+            again = _product(query, key, query[-1])
+        for index in {-1, *self._parts()}:
+            self._flops[1 + index][self.is_backward] += flops - again
+            self._flops[1 + index][2] += again
+
+    def _parts(self) -> Iterator[int]:
+        """Yield the parts that are at work: that run, or whose backward does."""
+        for part, _ in self._running:
+            yield part
+        node: Any = torch._C._current_autograd_node() if self.is_backward else None
+        if node is not None:
+            number = node._sequence_nr()
+            for part, recorded in self._recorded:
+                if number in recorded:
+                    yield part
+
+    def _tell_uncounted(self, operator: Any) -> None:
+        name = getattr(operator, "_qualified_op_name", "") or str(operator)
+        namespace, _, operation = name.partition("::")
+        is_work = _WORK.search(operation) and not _NO_WORK.search(operation)
+        if namespace not in _KNOWN_NAMESPACES or is_work:
+            self._uncounted.add(name)
+
+
+def _formulas() -> dict[Any, Any]:
+    """Return the formulas of attention by operator, as if each token saw all others."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
+        return _product(query.shape, key.shape, query.shape[-1] + value.shape[-1])
+
+    def backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
+        width = 3 * query.shape[-1] + 2 * value.shape[-1]
+        return _product(query.shape, key.shape, width)
+
+    names: dict[str, Any] = dict.fromkeys(_ATTENTION, forward)
+    names |= dict.fromkeys(_RECOMPUTING, backward)
+    return {getattr(aten, name): one for name, one in names.items() if hasattr(aten, name)}
+
+
+def _product(query: Sequence[int], key: Sequence[int], width: int) -> float:
+    """Return FLOPs of products between queries and keys, of all widths together."""
+    return 2.0 * math.prod(query[:-1]) * key[-2] * width
+
+
+def _take_back(made: Sequence[weakref.ref[Tensor]]) -> bool:
+    """Take tensors of a count out of the lists that they were left in; return if any was left."""
+    if all(one() is None for one in made):
+        return False
+    gc.collect()
+    left = [found for one in made if (found := one()) is not None]
+    ids = {id(one) for one in left}
+    for holder in gc.get_referrers(*left) if left else ():
+        if isinstance(holder, list | deque) and holder is not left:
+            kept = [one for one in holder if id(one) not in ids]
+            holder.clear()
+            holder.extend(kept)
+    return bool(left)

@@ -1,4 +1,4 @@
-"""How many items a batch has: by its sizes alone, nothing on a device is read."""
+"""The items of a batch: by the sizes of its tensors alone, nothing on a device is read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, nan
@@ -11,13 +11,11 @@ from lightning_gputime._messages import messages
 FIRST_DIMENSION = "first dimension of the batch's first tensor"
 
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
-_MOST, _DEEPEST = 64, 8
-
-Path = tuple[tuple[Any, Any], ...]
+_MAX_FIELDS, _MAX_DEPTH = 64, 8
 
 
 class Items:
-    """Counts the items of batches, as the option `items` says.
+    """Counts the items of batches.
 
     Args:
         option: A function of the batch, a number, or None for the size of the first tensor.
@@ -25,69 +23,67 @@ class Items:
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
         self._function = option if callable(option) else None
-        self.fixed = None if option is None or callable(option) else float(option)
-        """How many each batch has, where that is told by a number."""
-        # Where the first tensor was in the last batch, with the types on the way: an index into
-        # anything else might be work on the device.
-        self._path: Path | None = None
-        self._failed = False
+        self.fixed = nan if option is None or callable(option) else float(option)
+        """The items of each batch, if the option is a number; else NaN."""
+        # A type of batches, and where the first tensor is in them; None if they are tensors.
+        self._kind: Any = None
+        self._key: Any = None
         self.of: Callable[[Any], float] = self._of_first
-        """Returns how many a batch has; NaN where that is not known."""
+        """Return the items of a batch; NaN if they are not known."""
         if self._function is not None:
             self.of = self._of_function
-        elif self.fixed is not None:
+        elif option is not None:
             self.of = self._of_number
 
     @property
-    def told_by(self) -> str:
+    def source(self) -> str:
         """What the items are."""
         if self._function is not None:
             return "as items= says"
-        return FIRST_DIMENSION if self.fixed is None else f"{self.fixed:g} a batch, as items= says"
+        known = self.fixed == self.fixed
+        return f"{self.fixed:g} a batch, as items= says" if known else FIRST_DIMENSION
 
     def _of_number(self, batch: Any) -> float:
-        return nan if self.fixed is None else self.fixed
+        return self.fixed
 
     def _of_first(self, batch: Any) -> float:
-        if self._path is not None:
-            found: Any = batch
+        if type(batch) is self._kind:
             try:
-                for kind, key in self._path:
-                    if type(found) is not kind:
-                        raise LookupError
-                    found = found[key]
-                if isinstance(found, Tensor):
-                    return int(found.shape[0])
+                first: Any = batch if self._key is None else batch[self._key]
+                size: int = first.shape[0]
+                return size
             except Exception:
-                pass  # It is another kind of batch than the last one.
+                pass  # It has other contents than the last one.
         return self._search(batch)
 
     def _search(self, batch: Any) -> float:
-        self._path = None
+        self._kind = None
         try:
             found = [*_tensors(batch, ())]
             sizes = {int(tensor.shape[0]) for _, tensor in found}
         except Exception:
             return nan
-        # Where the tensors do not agree, the first one may be an image, a table, or packed rows.
+        # If the tensors do not agree, the first one may be an image, a table, or packed rows.
         if len(sizes) != 1:
             return nan
-        self._path = found[0][0]
+        keys = found[0][0]
+        if len(keys) <= 1:
+            self._kind, self._key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
     def _of_function(self, batch: Any) -> float:
-        if self._failed or self._function is None:
+        if self._function is None:
             return nan
         try:
             return number(self._function(batch), "items")
         except Exception as error:
-            self._failed = True
+            self._function = None
             messages.warning("Items are not counted any more, because items failed: %s", error)
             return nan
 
 
 def number(value: Any, name: str) -> float:
-    """Returns the number that a user's function has returned.
+    """Return the number that a user's function has returned.
 
     Raises:
         TypeError: If it is none, or lies on a device, where to read it would be a wait.
@@ -108,20 +104,20 @@ def number(value: Any, name: str) -> float:
     return found
 
 
-def _tensors(batch: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    """Yields the tensors in a batch that have a dimension, and where they are."""
+def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield the tensors in a batch that have a dimension, and the keys that lead to each."""
     if isinstance(batch, Tensor):
         if batch.dim():
-            yield path, batch
+            yield keys, batch
         return
     if isinstance(batch, Mapping):
-        # How long it is need not be their number, as with a TensorDict.
-        keys: Any = [*batch.keys()]
+        # Its length need not be the number of its keys, as with a TensorDict.
+        inside: Any = [*batch.keys()]
     elif isinstance(batch, list | tuple):
-        keys = range(len(batch))
+        inside = range(len(batch))
     else:
         return
-    if len(path) >= _DEEPEST or len(keys) > _MOST:
+    if len(keys) >= _MAX_DEPTH or len(inside) > _MAX_FIELDS:
         raise ValueError("it is no batch of fields")
-    for key in keys:
-        yield from _tensors(batch[key], (*path, (type(batch), key)))
+    for key in inside:
+        yield from _tensors(batch[key], (*keys, key))

@@ -1,8 +1,12 @@
-"""What a GPU can do at most: dense figures of the vendors' data sheets."""
+"""What a GPU can do at most: in the vendors' data sheets, and in one large matrix product."""
 
 import re
+from itertools import pairwise
 
 import torch
+
+from lightning_gputime._results.throughput import ThroughputReference
+from lightning_gputime._work.precision import ComputedIn, precision_of
 
 # TFLOP/s without sparsity, which data sheets often show first; 16-bit figures are with 32-bit
 # accumulation, as training has it. A figure that was found nowhere is left out. Read in:
@@ -54,15 +58,83 @@ _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 
 
+_REPEATS = 5
+# The larger one is nearer to the peak, and takes 0.4 GB.
+_SIDE, _SMALL_SIDE, _LEAST_FREE = 8192, 4096, 4 * 2**30
+
+
+def find_peak(
+    reference: ThroughputReference, device: torch.device, computed_in: ComputedIn
+) -> torch.dtype | None:
+    """Fill in the precision and its peak; if that is new, return the dtype of its factors."""
+    precision, dtype = precision_of(device, computed_in)
+    if precision and precision == reference.precision:
+        return None
+    reference.precision, reference.peak_tflops, why = precision, None, ""
+    if not precision:
+        why = "it is not seen in what is computed"
+    elif dtype is None:
+        reference.matmul_tflops = None
+        why = f"{precision} have no peak in common"
+    else:
+        name = device_name(device)
+        reference.peak_tflops = peak_tflops(name, precision)
+        why = f"no {precision} peak is known of {name}"
+    if reference.peak_tflops is None:
+        reference.note = reference.note or f"{why}: there is no MFU"
+    return dtype
+
+
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Returns the dense peak of a GPU by its name, in TFLOP/s; None if it is not known."""
+    """Return the dense peak of a GPU by its name, in TFLOP/s; None if it is not known."""
     # What has more words is another one: a laptop's, a "Ti", a part of a GPU (MIG).
     name = _MAKER.sub("", _MEMORY.sub("", device_name))
     return _PEAKS.get(name, {}).get(precision)
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of a device, as torch gives it."""
+    """Return the name of a device, as torch gives it."""
     if device.type == "cpu":
         return "a CPU"
     return str(torch.get_device_module(device).get_device_name(device))
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return what the fastest of some products of square matrices reaches, in TFLOP/s.
+
+    The host waits for them. They take a few milliseconds, and leave their memory to the allocator.
+
+    Args:
+        device: An accelerator with timing events.
+        dtype: The type of the factors.
+
+    Raises:
+        RuntimeError: If the device cannot.
+    """
+    # First: where there are none, as on a CPU, a product would take seconds for nothing.
+    events = [torch.Event(device=device, enable_timing=True) for _ in range(_REPEATS + 1)]
+    events[0].record()
+    # In full 32 bits a product takes ten times as long.
+    is_large = dtype.itemsize <= 2 and _free_bytes(device) >= _LEAST_FREE
+    side = _SIDE if is_large else _SMALL_SIDE
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        # No random numbers: those of the training must stay. Nor zeros, which take less power.
+        one = torch.linspace(-1, 1, side, device=device).to(dtype)
+        a = one.repeat(side, 1)
+        b = a.t().contiguous()
+        out = a @ b  # what is chosen and loaded at the first call
+        events[0].record()
+        for event in events[1:]:
+            torch.mm(a, b, out=out)
+            event.record()
+        events[-1].synchronize()
+    ms = min(start.elapsed_time(end) for start, end in pairwise(events))
+    return 2 * side**3 / ms / 1e9
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    # What the allocator holds and does not use is there, too.
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held

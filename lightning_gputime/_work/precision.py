@@ -1,19 +1,18 @@
-"""In what the products of a training are computed."""
+"""The precision that the products of a training are computed in."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gputime._work.copies import unwrapped
+from lightning_gputime._work.flops import unwrapped
 
 ComputedIn = Mapping[tuple[torch.dtype, bool], float]
-"""How many FLOPs have factors of which type, and whether they are of convolutions."""
+"""FLOPs by the dtype of their factors, and by whether they are convolutions."""
 
-# Of so much of all FLOPs the peak of one precision is that of all.
+# With this share of all FLOPs the peak of one precision is that of all.
 _NEARLY_ALL = 0.95
 
 _SHORT = {
@@ -24,26 +23,11 @@ _SHORT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What the products of a training are computed in.
+def precision_of(device: torch.device, computed_in: ComputedIn) -> tuple[str, torch.dtype | None]:
+    """Return the precision of nearly all FLOPs on a device, and the dtype of their factors.
 
-    Attributes:
-        name: "bf16", "fp16", "tf32", "fp32", "fp8", or the name of another type of torch; each with
-            its share where there are several; empty where nothing is known.
-        dtype: The type of the factors; None where there are several.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-
-
-def precision_of(device: torch.device, computed_in: ComputedIn) -> Precision:
-    """Returns the precision that nearly all FLOPs have on a device, or all of theirs.
-
-    Args:
-        device: The device.
-        computed_in: How many FLOPs have which factors.
+    The name is "bf16", "fp16", "tf32", "fp32", "fp8", or that of another dtype. Several precisions
+    have one name with their shares, and no dtype. The name is empty if nothing is known.
     """
     flops: dict[str, float] = {}
     types: dict[str, torch.dtype] = {}
@@ -53,49 +37,47 @@ def precision_of(device: torch.device, computed_in: ComputedIn) -> Precision:
         types[name] = dtype
     whole = sum(flops.values())
     if not whole:
-        return Precision("", None)
+        return "", None
     shares = sorted(((of / whole, name) for name, of in flops.items()), reverse=True)
     share, name = shares[0]
     if share >= _NEARLY_ALL:
-        return Precision(name, types[name])
-    return Precision(" and ".join(f"{one} ({share:.0%})" for share, one in shares), None)
+        return name, types[name]
+    return " and ".join(f"{one} ({share:.0%})" for share, one in shares), None
 
 
-def looks_like(model: nn.Module, device: torch.device) -> ComputedIn:
-    """Returns what a call of a model that begins here and now looks like from outside.
-
-    Args:
-        model: The model.
-        device: Where it is.
-    """
-    dtype = autocast_dtype(model, device.type) or dtype_of(model)
+def precision_outside(model: nn.Module, device: torch.device) -> ComputedIn:
+    """Return what a call of a model that begins here and now looks like from outside."""
+    dtype = _autocast_dtype(model, device.type) or dtype_of(model)
     convolves = any(isinstance(one, nn.modules.conv._ConvNd) for one in model.modules())
     return {(dtype, False): 1.0, (dtype, True): float(convolves)}
 
 
-def autocast_dtype(model: nn.Module, kind: str) -> torch.dtype | None:
-    """Returns the type of autocast, of the caller or around the model's `forward`; None if none."""
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    forward: Any = unwrapped(model).forward
-    # As Accelerate wraps it: hooks of the model are called outside of it.
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        for cell in getattr(forward, "__closure__", None) or ():
-            with suppress(ValueError):  # It is empty.
-                found = cell.cell_contents
-                if isinstance(found, torch.autocast) and found.device == kind and found._enabled:
-                    return found.fast_dtype
-        forward = getattr(forward, "__wrapped__", None)
-    return None
-
-
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Returns the type of a model's parameters."""
+    """Return the dtype of a model's parameters."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             return parameter.dtype
     return torch.get_default_dtype()
+
+
+def _autocast_dtype(model: nn.Module, kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast, of the caller or around the model's `forward`, if it is on."""
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    for found in _around(unwrapped(model).forward):
+        if isinstance(found, torch.autocast) and found.device == kind and found._enabled:
+            return found.fast_dtype
+    return None
+
+
+def _around(forward: Any) -> Iterator[Any]:
+    """Yield what the wrappers of a `forward` hold, such as Accelerate's."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        for cell in getattr(forward, "__closure__", None) or ():
+            with suppress(ValueError):  # It is empty.
+                yield cell.cell_contents
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _name(device: torch.device, dtype: torch.dtype, is_convolution: bool) -> str:
