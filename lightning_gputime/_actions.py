@@ -1,15 +1,14 @@
 """What a trainer tells its profiler: where it is, also between two batches."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._untraced import untraced
 
 
 class Actions:
-    """Calls back when a trainer begins an action that somebody waits for.
+    """Calls functions when a trainer begins certain actions.
 
     A Trainer tells its profiler of all that it begins, also where that profiler does nothing, and
     before any callback is called: so the order of the callbacks does not matter.
@@ -31,73 +30,74 @@ class Actions:
     ) -> None:
         self.calls = calls
         self.fail = fail
-        self._profiler = profiler
-        self._is_idle = is_idle
-        self._stand_in = self._listen()
-
-    def _listen(self) -> StandIn:
         # Who has put something there since must be called, too.
-        is_idle = self._is_idle and "start" not in vars(self._profiler)
-        announce = _announced_idle if is_idle else _announced
-        stand_in = listen(self._profiler, "start", self, announce)
-        stand_in.call.awaited.update(self.calls)
-        return stand_in
+        wrap = _dispatch_alone if is_idle and "start" not in vars(profiler) else _dispatch
+        self._subscription: Subscription = patch_function(profiler, "start", self, wrap)
+        self._know_awaited()
 
     def rest(self) -> None:
-        """Hears of nothing until `go_on`, and lets a step cost nothing."""
-        self._stand_in.forget(self)
+        """Hear of nothing until `go_on`, and let a step cost nothing."""
+        self._subscription.remove()
+        self._know_awaited()
 
     def go_on(self) -> None:
-        """Ends that."""
-        self._stand_in.listeners.append(self)
-        self._stand_in.stay_on()
-        if not self._stand_in.is_on:
-            # Somebody has put something else there meanwhile, which may not call it.
-            self._stand_in.listeners.remove(self)
-            self._stand_in = self._listen()
+        """End that."""
+        self._subscription.put_on()
+        self._know_awaited()
 
     def remove(self) -> None:
-        """Takes it off the profiler. Safe to call twice."""
-        self._stand_in.forget(self)
+        """Take it off the profiler. Safe to call twice."""
+        self.rest()
+
+    def _know_awaited(self) -> None:
+        patch = self._subscription.patch
+        awaited = patch.replacement.awaited
+        awaited.clear()
+        for name in {name for one in patch.listeners for name in one.calls}:
+            calls = [(one.calls[name], one.fail) for one in patch.listeners if name in one.calls]
+            awaited[name] = _guarded(calls)
 
 
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
 
 
-def _announced(call: Callable[..., Any], listeners: list[Actions]) -> Any:
-    awaited: set[str] = set()
+def _dispatch(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+    awaited: dict[str, Callable[[], None]] = {}
 
-    @functools.wraps(call, updated=())
-    def announced(action_name: str) -> Any:
+    def start(action_name: str) -> Any:
         if action_name in awaited:
-            _tell(listeners, action_name)
+            awaited[action_name]()
         return call(action_name)
 
-    announced.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
-    return announced
+    start.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
+    return start
 
 
-def _announced_idle(call: Callable[..., Any], listeners: list[Actions]) -> Any:
-    awaited: set[str] = set()
+def _dispatch_alone(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+    awaited: dict[str, Callable[[], None]] = {}
 
-    @functools.wraps(call, updated=())
-    def announced(action_name: str) -> None:
+    def start(action_name: str) -> None:
         if action_name in awaited:
-            _tell(listeners, action_name)
+            awaited[action_name]()
 
-    announced.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
-    return announced
+    start.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
+    return start
 
 
-@untraced
-def _tell(listeners: list[Actions], action_name: str) -> None:
-    # Over a copy, because a listener may be removed when it is told.
-    for listener in [*listeners]:
-        if action_name in listener.calls:
+def _guarded(
+    calls: list[tuple[Callable[[], object], Callable[[Exception], None]]],
+) -> Callable[[], None]:
+    """Return a function that calls each, and passes its error to what stands beside it."""
+
+    @untraced
+    def guarded() -> None:
+        for call, fail in calls:
             try:
-                listener.calls[action_name]()
+                call()
             except Exception as error:
-                listener.fail(error)
+                fail(error)
+
+    return guarded
 
 
 @untraced
@@ -115,10 +115,10 @@ class Begins:
         self, owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
     ) -> None:
         self._call, self._fail = call, fail
-        self._stand_in = listen(owner, name, self)
+        self._subscription = patch_function(owner, name, self)
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Is told of the call."""
+        """Handle the start of the call."""
         try:
             self._call()
         except Exception as error:
@@ -126,8 +126,8 @@ class Begins:
         return False
 
     def call_ends(self, result: Any = None) -> None:
-        """Is never told."""
+        """Is never called."""
 
     def remove(self) -> None:
-        """Takes it off. Safe to call twice."""
-        self._stand_in.forget(self)
+        """Take it off. Safe to call twice."""
+        self._subscription.remove()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.callers import caller
 from lightning_gputime._boundaries.comm import CommBoundary
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
+from lightning_gputime._boundaries.patching import Attachments, patch_function
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
@@ -44,6 +44,7 @@ class BackwardBoundary:
     def __init__(
         self,
         recorder: Recorder,
+        attachments: Attachments,
         batch: Batch,
         model: ForwardBoundary | CompiledStep,
         optimizer: OptimizerBoundary,
@@ -56,7 +57,7 @@ class BackwardBoundary:
         self._comm = comm
         self._returns_to: str | None = None
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
-        self._stand_in = listen(torch.autograd, name, self)
+        self._subscription = attachments.add(patch_function(torch.autograd, name, self))
 
     def call_begins(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
@@ -106,12 +107,9 @@ class BackwardBoundary:
         is_in_update = self._optimizer.depth > 0 and label != AFTER_GRAD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
-    def remove(self) -> None:
-        self._stand_in.forget(self)
-
     def _is_anothers(self) -> bool:
         # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        for other in self._stand_in.listeners:
+        for other in self._subscription.patch.listeners:
             if isinstance(other, BackwardBoundary) and other._model.calls:
                 return True
         return False

@@ -1,10 +1,8 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from lightning_gputime._boundaries.allocator import AllocatorBoundary
-from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import CommBoundary, is_distributed, is_tensor_parallel
 from lightning_gputime._boundaries.compiled import (
@@ -16,12 +14,11 @@ from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
+from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._boundaries.submodules import SubmoduleBoundary
 from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._record.metered import MeteredRecorder
 from lightning_gputime._record.recorder import Recorder
-
-B = TypeVar("B", bound=Removable)
 
 _HIDDEN = (
     "Collectives inside compiled code are not told from work: compile the parts between them, or"
@@ -42,7 +39,8 @@ class Boundaries:
         self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None = None
     ) -> None:
         self._recorder = recorder
-        self._removables: list[Removable] = []
+        self._attachments = Attachments()
+        self._allocator: AllocatorBoundary | None = None
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
         self._comm: CommBoundary | None = None
@@ -56,18 +54,19 @@ class Boundaries:
             raise
 
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
+        own = self._attachments
         if isinstance(recorder, MeteredRecorder):
-            self._keep(AllocatorBoundary(recorder.meter))
+            self._allocator = AllocatorBoundary(recorder.meter)
         shared = is_distributed()
         self.shares_batches = shared and is_tensor_parallel(loop.model)
         if shared:
-            self._waits = self._keep(WaitBoundary(recorder))
+            self._waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.tell_once(_HIDDEN)
-        self._forward = self._keep(
-            CompiledStep(recorder, loop.model)
+        self._forward = (
+            CompiledStep(recorder, own, loop.model)
             if loop.compiled_step
-            else ForwardBoundary(recorder, loop, self._waits, note)
+            else ForwardBoundary(recorder, own, loop, self._waits, note)
         )
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
@@ -77,20 +76,14 @@ class Boundaries:
                 f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",
             )
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
-            self._submodules = self._keep(SubmoduleBoundary(recorder, seen))
-        self._optimizer = self._keep(OptimizerBoundary(recorder, loop))
+            self._submodules = SubmoduleBoundary(recorder, own, seen)
+        self._optimizer = OptimizerBoundary(recorder, own, loop)
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            self._keep(ZeroGradBoundary(recorder, optimizer))
+            ZeroGradBoundary(recorder, own, optimizer)
         if loop.wrap_backward:
-            self._comm = self._keep(CommBoundary(recorder, loop.called)) if shared else None
-            self._keep(
-                BackwardBoundary(recorder, loop.batch, self._forward, self._optimizer, self._comm)
-            )
+            self._comm = CommBoundary(recorder, own, loop.called) if shared else None
+            BackwardBoundary(recorder, own, loop.batch, self._forward, self._optimizer, self._comm)
         activate(recorder)
-
-    def _keep(self, boundary: B) -> B:
-        self._removables.append(boundary)
-        return boundary
 
     @property
     def has_optimizers(self) -> bool:
@@ -120,7 +113,7 @@ class Boundaries:
     @property
     def is_joining(self) -> bool:
         """Whether ranks may wait for others only in their collectives, as inside DDP's join."""
-        return self._comm is not None and self._comm.is_joining
+        return self._comm is not None and self._comm.has_joined
 
     @property
     def stage(self) -> int | None:
@@ -143,8 +136,27 @@ class Boundaries:
             self._submodules.step_ended()
         return optimizer.has_any and not has_updated
 
-    def remove(self) -> None:
-        """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+    def suspend(self) -> None:
+        """Take everything off, until `reattach`. Call between two steps. Safe to call twice.
+
+        What was found out about modules, losses and optimizers is remembered.
+        """
         deactivate(self._recorder)
-        for boundary in self._removables:
-            boundary.remove()
+        self._attachments.suspend()
+        self._forward.clear()
+        if self._submodules is not None:
+            self._submodules.step_ended()
+
+    def reattach(self) -> None:
+        """Put everything on again that `suspend` took off. Safe to call twice."""
+        self._attachments.reattach()
+        activate(self._recorder)
+
+    def remove(self) -> None:
+        """Take everything off the model, the optimizers and torch for good. Safe to call twice."""
+        deactivate(self._recorder)
+        self._attachments.remove()
+        if self._submodules is not None:
+            self._submodules.step_ended()
+        if self._allocator is not None:
+            self._allocator.remove()

@@ -5,13 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.attach import Removable, StandIn, hook_before, listen
+from lightning_gputime._boundaries.patching import Attachments, hook_before
 from lightning_gputime._phases import BACKWARD, COMM
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
+
+_JOINED = (
+    "Ranks are not compared: the model was given to torch's Join, in which a rank without batches"
+    " may wait for the others' collectives. To compare them, train without Join, on as many batches"
+    " on each rank."
+)
 
 
 @untraced
@@ -30,48 +35,26 @@ class CommBoundary:
         model: What the loop calls.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
         self._recorder = recorder
         self._synced = [
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
         self._shards = any(map(is_sharded, model.modules()))
-        # Those on tensors live for one backward, those on modules until `remove`.
+        # Hooks on the tensors of one backward.
         self._handles: list[Any] = []
-        self._module_handles: list[Removable] = []
         for module in self._synced:
-            self._module_handles.append(hook_before(module, self._enter_sync, first=False))
-            self._module_handles.append(hook_before(module.module, self._leave_sync))
-        # What each module was told of a join that is over: torch does not take it back.
-        self._joined: list[object] = []
-        self._joins: StandIn | None = None
-        if self._synced:
-            self._joins = listen(Join, "__exit__", self)
-
-    def remove(self) -> None:
-        """Takes the hooks off the modules, and off torch. Safe to call twice."""
-        if self._joins is not None:
-            self._joins.forget(self)
-        for handle in self._module_handles:
-            handle.remove()
-        self._module_handles.clear()
+            attachments.add(hook_before(module, self._enter_sync, first=False))
+            attachments.add(hook_before(module.module, self._leave_sync))
 
     @property
-    def is_joining(self) -> bool:
-        """Whether ranks that have no more batches must stand in for the others' collectives."""
+    def has_joined(self) -> bool:
+        """Whether `Join` was entered with a model: torch does not say when it is left."""
         configs = (getattr(module, "_join_config", None) for module in self._synced)
-        return any(
-            getattr(config, "enable", False) and not any(config is one for one in self._joined)
-            for config in configs
-        )
-
-    def call_begins(self, *_: Any) -> bool:
-        """Says that a join is left, in which other ranks may still train."""
-        return True
-
-    def call_ends(self, result: Any = None) -> None:
-        """Says that it is over, on all ranks."""
-        self._joined = [getattr(module, "_join_config", None) for module in self._synced]
+        has_joined = any(getattr(config, "enable", False) for config in configs)
+        if has_joined:
+            self._recorder.tell_once(_JOINED)
+        return has_joined
 
     def begin(self, tensors: Any) -> None:
         """Must be called before a backward of `tensors`."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gputime._boundaries.attach import listen
 from lightning_gputime._boundaries.comm import is_sharded
+from lightning_gputime._boundaries.patching import Attachments, Subscription, patch_function
 from lightning_gputime._phases import OTHER, TRAINING_STEP
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -24,58 +24,58 @@ class CompiledStep:
     calls = 1
     was_ever_called = True
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
         self._recorder = recorder
-        self._stand_in = listen(model, self.name, self)
+        attachments.add(patch_function(model, self.name, self))
         recorder.tell_once(
             "%s is compiled: forward and loss are one phase of that name.", self.name
         )
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Marks the begin."""
+        """Mark the start."""
         self._recorder.mark(self.name)
         return True
 
     def call_ends(self, result: Any = None) -> None:
-        """Marks the end."""
+        """Mark the end."""
         self._recorder.mark(OTHER)
 
     def step_ended(self, timed: bool) -> None:
-        """Does nothing: there is nothing to count."""
+        """Do nothing: there is nothing to count."""
 
     def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Does nothing: what computed them is not seen."""
+        """Do nothing: what computed the tensors is not seen."""
 
-    def remove(self) -> None:
-        self._stand_in.forget(self)
+    def clear(self) -> None:
+        """Do nothing: no calls are kept."""
 
 
 @untraced
-class CompiledCall:
-    """A module that was compiled in place (`module.compile()`), seen from outside that code."""
+class _CompiledCall:
+    """Notifies of the calls of a module that was compiled in place, as hooks of it would."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        enter: Callable[..., None],
-        leave: Callable[..., None],
+        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
     ) -> None:
         self._module, self._enter, self._leave = module, enter, leave
-        # A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and
-        # it is called each time.
-        self._stand_in = listen(module, "_compiled_call_impl", self)
 
     def call_begins(self, *args: Any, **kwargs: Any) -> bool:
-        """Tells of the begin, as a module hook would."""
         self._enter(self._module, args, kwargs)
         return True
 
     def call_ends(self, result: Any = None) -> None:
-        """Tells of the end."""
         self._leave(self._module, (), result)
 
-    def remove(self) -> None:
-        self._stand_in.forget(self)
+
+def patch_compiled_call(
+    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> Subscription:
+    """Call functions before and after each call of a module that was compiled in place.
+
+    A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and it is
+    called each time.
+    """
+    return patch_function(module, "_compiled_call_impl", _CompiledCall(module, enter, leave))
 
 
 def is_compiled(model: nn.Module) -> bool:

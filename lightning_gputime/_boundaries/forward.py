@@ -1,7 +1,9 @@
 """`forward`: the calls of models as marks, and what of them is `loss`."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,16 +12,24 @@ from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_gputime._boundaries.attach import Removable, callers_among, hook_after, hook_before
-from lightning_gputime._boundaries.compiled import CompiledCall, is_compiled
+from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
 from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.losses import LossSearch
+from lightning_gputime._boundaries.patching import (
+    Attachment,
+    Attachments,
+    hook_after,
+    hook_before,
+)
 from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._untraced import untraced
+
+# What every call of a module passes through.
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 @untraced
@@ -33,11 +43,13 @@ class ForwardBoundary:
     def __init__(
         self,
         recorder: Recorder,
+        attachments: Attachments,
         loop: Loop,
         waits: WaitBoundary | None = None,
         note: Callable[..., None] | None = None,
     ) -> None:
         self._recorder = recorder
+        self._attachments = attachments
         self._model = loop.model
         self._waits = waits
         # Is told of each outermost call, with its arguments.
@@ -56,28 +68,22 @@ class ForwardBoundary:
         self._discovers = False
         self._losses = LossSearch(recorder)
         self._evaluation = EvaluationBoundary(recorder, loop.model)
-        self._handles: list[Removable] = []
-        self._hooked: dict[int, tuple[Removable, ...]] = {}
+        self._hooked: dict[int, tuple[Attachment, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
         self._alone: set[int] = set()
-        try:
-            self._handles += self._time(loop.model)
-            if loop.wrapper is not None:
-                self._handles.append(hook_before(loop.wrapper, self._redirect))
-            self._discover()
-        except BaseException:
-            self.remove()
-            raise
+        self._time(loop.model)
+        if loop.wrapper is not None:
+            attachments.add(hook_before(loop.wrapper, self._redirect))
+        self._discover()
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._forget(list(self._hooked))
+    def clear(self) -> None:
+        """Forget the calls of the open step that are running, or may be losses."""
+        self._running.clear()
+        self._losses.candidates.clear()
 
     def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Must be told what a backward begins from: what computed it is a loss.
+        """Find out whether what computed the tensors of a backward is a loss.
 
         Args:
             tensors: One tensor or several.
@@ -88,10 +94,10 @@ class ForwardBoundary:
                 # What is inside a loss is part of it.
                 self._forget([id(one) for one in module.modules()])
                 if module is not self._model:
-                    self._hooked[id(module)] = (hook_before(module, self._enter_loss),)
+                    self._time_loss(module)
 
     def step_ended(self, timed: bool) -> None:
-        """Takes the hooks off modules that the calls of others cover: they would cost time.
+        """Take the hooks off modules that the calls of others cover: they would cost time.
 
         They come back when a step that is timed has no `forward` without them.
         """
@@ -107,11 +113,16 @@ class ForwardBoundary:
         elif timed:
             self._discover(everywhere=True)
 
-    def _time(self, module: nn.Module) -> tuple[Removable, ...]:
+    def _time(self, module: nn.Module) -> tuple[Attachment, ...]:
+        add = self._attachments.add
         if module._compiled_call_impl is not None:
-            return (CompiledCall(module, self._enter, self._exit),)
-        enter = hook_before(module, self._enter, with_kwargs=self._note is not None)
-        return enter, hook_after(module, self._exit)
+            return (add(patch_compiled_call(module, self._enter, self._exit)),)
+        enter = add(hook_before(module, self._enter, with_kwargs=self._note is not None))
+        return enter, add(hook_after(module, self._exit))
+
+    def _time_loss(self, module: nn.Module) -> None:
+        hook = hook_before(module, self._enter_loss)
+        self._hooked[id(module)] = (self._attachments.add(hook),)
 
     def _discover(self, *, everywhere: bool = False) -> None:
         # Not by torch's hooks for all modules: these run on every module of the process (with 500
@@ -119,16 +130,17 @@ class ForwardBoundary:
         # nothing.
         self._discovers = True
         for module in _inside(self._model, everywhere, self._losses.found):
-            if id(module) not in self._hooked:
-                is_loss = isinstance(module, _Loss)
-                self._hooked[id(module)] = (
-                    (hook_before(module, self._enter_loss),) if is_loss else self._time(module)
-                )
+            if id(module) in self._hooked:
+                continue
+            if isinstance(module, _Loss):
+                self._time_loss(module)
+            else:
+                self._hooked[id(module)] = self._time(module)
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:
-            for handle in self._hooked.pop(key, ()):
-                handle.remove()
+            for hook in self._hooked.pop(key, ()):
+                self._attachments.drop(hook)
 
     def _redirect(self, module: nn.Module, *_: Any) -> None:
         self._redirected = True
@@ -161,7 +173,7 @@ class ForwardBoundary:
         running = self._running
         if running:
             # No hook tells of a call that raised.
-            running[:] = callers_among(running, module)
+            running[:] = _callers_among(running, module)
         running.append(key)
         if len(running) > 1:
             self._nested.add(key)
@@ -203,6 +215,33 @@ class ForwardBoundary:
         # A loss that the model computes inside its own call is part of that call.
         if not self._running and _current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
+
+
+def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
+    """Return those of some modules, by their ids, that are running while `module` is called."""
+    # By the frames of the stack: after a call that raised, some ids are of modules that run no
+    # more.
+    own = _frame_of(sys._getframe(), id(module))
+    if own is None:
+        return list(ids)  # It is not called as others are.
+    running = {id(one) for one in _modules_called(own.f_back)}
+    return [one for one in ids if one in running]
+
+
+def _frame_of(frame: FrameType | None, key: int) -> FrameType | None:
+    """Return the innermost frame in which the module of an id is called."""
+    while frame is not None:
+        if frame.f_code is _CALL and id(frame.f_locals["self"]) == key:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:

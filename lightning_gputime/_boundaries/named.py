@@ -113,8 +113,9 @@ def phase(name: str) -> NamedPhase:
 
 
 def activate(recorder: Recorder) -> None:
-    """Lets `phase` act on `recorder`."""
-    _active.append(recorder)
+    """Let `phase` act on `recorder`. Safe to call twice."""
+    if recorder not in _active:
+        _active.append(recorder)
 
 
 def deactivate(recorder: Recorder) -> None:

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_gputime._boundaries.attach import Removable, StandIn, listen
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.patching import Attachments, Registration, patch_function
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -40,12 +41,11 @@ class OptimizerBoundary:
     or if a parameter of the model is one of its own.
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+    def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
         self._recorder = recorder
         self._model = loop.model
         self._parameters: set[int] = set()
-        self._given: set[int] = set()
-        # Whether an optimizer, by its id, is the loop's. An id may be used again.
+        # Whether another optimizer, by its id, is the loop's. An id may be used again.
         self._judged: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self.depth = 0
         """How many calls of `step` are running; one that calls `super().step()` is two."""
@@ -56,37 +56,22 @@ class OptimizerBoundary:
         self._batch = loop.batch
         # What the time went to before an update inside a backward, or inside a model call.
         self._interrupted: str | None = None
-        self._stand_ins: list[StandIn] = []
-        self._handles: list[Removable] = []
-        try:
-            self._hook([*_updating(loop.optimizers)])
-        except BaseException:
-            self.remove()
-            raise
-
-    def _hook(self, given: list[Any]) -> None:
+        given = [*_updating(loop.optimizers)]
         self.has_any = bool(given)
-        self._judged = {id(one): (weakref.ref(one), True) for one in given}
-        self._given = {*self._judged}
+        # By their ids; kept, so that no id is used again.
+        self._given = {id(one): one for one in given}
         is_compiled = any(map(_is_compiled, given))
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
-        self._stand_ins = [listen(one, "step", self) for one in alone]
+        for one in alone:
+            attachments.add(patch_function(one, "step", self))
+        pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
             # A compiled step has the hooks that it finds in it, and ours would break its graph.
-            for one in given:
-                if one not in alone:
-                    self._handles.append(one.register_step_pre_hook(self._before_step))
-                    self._handles.append(one.register_step_post_hook(self._after_step))
-        else:
-            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-            self._handles.append(register_optimizer_step_post_hook(self._after_step))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for stand_in in self._stand_ins:
-            stand_in.forget(self)
+            others = [one for one in given if one not in alone]
+            pre_post = [(one.register_step_pre_hook, one.register_step_post_hook) for one in others]
+        for before, after in pre_post:
+            attachments.add(Registration(partial(before, self._before_step)))
+            attachments.add(Registration(partial(after, self._after_step)))
 
     def call_begins(self, closure: Any = None, **_: Any) -> bool:
         """Is told of a call that has a stand-in."""
@@ -144,12 +129,16 @@ class OptimizerBoundary:
             self._recorder.mark(self._interrupted or AFTER_UPDATE)
 
     def _is_ours(self, optimizer: Any) -> bool:
+        if id(optimizer) in self._given:
+            return True
+        # Outside of a batch another callback may train a part of the model with its own optimizer.
+        if not self._batch.is_open:
+            return False
         judged = self._judged.get(id(optimizer))
         if judged is None or judged[0]() is not optimizer:
             judged = self._judged[id(optimizer)] = (weakref.ref(optimizer), self._judge(optimizer))
             self.has_any |= judged[1]
-        # Outside of a batch another callback may train a part of the model with its own optimizer.
-        return judged[1] and (self._batch.is_open or id(optimizer) in self._given)
+        return judged[1]
 
     def _judge(self, optimizer: Any) -> bool:
         own = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -163,26 +152,27 @@ class OptimizerBoundary:
 class ZeroGradBoundary:
     """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it."""
 
-    def __init__(self, recorder: Recorder, optimizer: Any) -> None:
+    def __init__(self, recorder: Recorder, attachments: Attachments, optimizer: Any) -> None:
         self._recorder = recorder
         # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
         # clear the gradients of the original.
-        self._stand_in = listen([*_updating([optimizer])][-1], "zero_grad", self)
+        inner = [*_updating([optimizer])][-1]
+        attachments.add(patch_function(inner, "zero_grad", self))
 
     def call_begins(self, *_: Any, **__: Any) -> bool:
         """Marks the begin; what follows is `other`, too."""
         recorder = self._recorder
-        ends = recorder.state is OPEN and recorder.label not in (OTHER, AFTER_UPDATE)
         # Inside a backward it belongs to an update there.
-        if ends and _current_graph_task_id() == -1:
+        if (
+            recorder.state is OPEN
+            and recorder.label not in (OTHER, AFTER_UPDATE)
+            and _current_graph_task_id() == -1
+        ):
             recorder.mark(OTHER)
         return False
 
     def call_ends(self, result: Any = None) -> None:
         """Is never told."""
-
-    def remove(self) -> None:
-        self._stand_in.forget(self)
 
 
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gputime._boundaries.attach import Removable, hook_after, hook_before
-from lightning_gputime._boundaries.compiled import CompiledCall
+from lightning_gputime._boundaries.compiled import patch_compiled_call
+from lightning_gputime._boundaries.patching import Attachments, hook_after, hook_before
 from lightning_gputime._phases import BACKWARD, FORWARD
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -25,23 +25,25 @@ class SubmoduleBoundary:
     whole backward, or where that of another part begins.
     """
 
-    def __init__(self, recorder: Recorder, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, recorder: Recorder, attachments: Attachments, parts: Mapping[str, nn.Module]
+    ) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
         # Each is made once: a step has hundreds.
         self._labels: dict[tuple[str, int], tuple[str, str]] = {}
         # For each call that is not over: the label before it, and its inputs.
         self._open: list[tuple[str, dict[int, Any]] | None] = []
-        self._handles: list[Removable] = []
         for module in parts.values():
             if module._compiled_call_impl is not None:
-                self._handles.append(CompiledCall(module, self._enter, self._exit))
+                attachments.add(patch_compiled_call(module, self._enter, self._exit))
             else:
                 # Where the part is the model itself, `forward` begins before it, and ends after it.
                 enter = hook_before(module, self._enter, first=False, with_kwargs=True)
-                self._handles += [enter, hook_after(module, self._exit, first=True)]
+                attachments.add(enter)
+                attachments.add(hook_after(module, self._exit, first=True))
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part, with that.
-        self._tensor_handles: list[Removable] = []
+        self._tensor_handles: list[Any] = []
         self._outputs = WeakIdKeyDictionary()
 
     @property
@@ -57,11 +59,6 @@ class SubmoduleBoundary:
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
-
-    def remove(self) -> None:
-        self.step_ended()
-        for handle in self._handles:
-            handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._boundaries.attach import StandIn, listen
 from lightning_gputime._boundaries.callers import caller, stage_that_runs
+from lightning_gputime._boundaries.patching import Attachments, Subscription, patch_function
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
@@ -69,7 +69,7 @@ class WaitBoundary:
         recorder: Gets the marks.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
         self._recorder = recorder
         self._streams = recorder.streams
         self._timed: set[int] = set()
@@ -87,16 +87,13 @@ class WaitBoundary:
         self._turn = 0
         # Whether the wait of a collective is still to come.
         self._is_launched = False
-        self._stand_ins: list[tuple[StandIn, object]] = []
+        self._subscriptions: list[Subscription] = []
         self.step_ended()
-        try:
-            for owner, names, listener in self._places():
-                for name in names:
-                    if name in vars(owner):
-                        self._stand_ins.append((listen(owner, name, listener), listener))
-        except BaseException:
-            self.remove()
-            raise
+        for owner, names, listener in self._places():
+            for name in names:
+                if name in vars(owner):
+                    one = attachments.add(patch_function(owner, name, listener))
+                    self._subscriptions.append(one)
 
     def _places(self) -> Iterator[tuple[Any, tuple[str, ...], object]]:
         # Not at the top: torch can be built without it.
@@ -118,21 +115,16 @@ class WaitBoundary:
             kind = self._streams.kind
             yield kind, ("wait_event", "wait_stream"), _StreamWaits(self, kind.__module__)
 
-    def remove(self) -> None:
-        for stand_in, listener in self._stand_ins:
-            stand_in.forget(listener)
-        self._stand_ins.clear()
-
     def step_ended(self) -> None:
         """Must be called at the end of each step."""
         self._timed.clear()
         self._has_own_beside = self.has_futures = False
         self._seen = 0
         self.note_stream()
-        if self._stand_ins:
+        if self._subscriptions:
             # One at a time: who patches a class may put back what was there before us.
-            self._turn = (self._turn + 1) % len(self._stand_ins)
-            self._stand_ins[self._turn][0].stay_on()
+            self._turn = (self._turn + 1) % len(self._subscriptions)
+            self._subscriptions[self._turn].reapply()
 
     def note_stream(self) -> None:
         """Takes the current stream for timed: must be called where a phase begins."""
@@ -278,6 +270,6 @@ class _StreamWaits(_Waits):
 
     def call_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         # `wait_stream` calls `wait_event`, and was told of which stream it waits for.
-        if sys._getframe(2).f_globals.get("__name__") == self._module:
+        if sys._getframe(3).f_globals.get("__name__") == self._module:
             return False
         return self._boundary.waits_for_others(stream, awaited) and self._boundary.begins()

@@ -1,0 +1,348 @@
+"""What a timer puts on the objects of others, and takes off again: patches and hooks."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+from torch.compiler import is_compiling
+
+from lightning_gputime._messages import messages
+from lightning_gputime._untraced import leave_untraced, untraced
+
+_MISSING = object()
+
+
+class Attachment(Protocol):
+    """Something that is on an object of somebody else, and can be taken off and put on again."""
+
+    def remove(self) -> None:
+        """Take it off. Safe to call twice."""
+
+    def put_on(self) -> None:
+        """Put it on again. Safe to call twice."""
+
+
+class Listener(Protocol):
+    """Who is notified of the calls of a patched function."""
+
+    def call_begins(self, *args: Any, **kwargs: Any) -> bool:
+        """Handle the start of a call. Return whether `call_ends` is wanted for it."""
+
+    def call_ends(self, result: Any = None) -> None:
+        """Handle the end of a call, which returned a result, or raised."""
+
+
+Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
+"""Returns what is called in place of a function, and notifies the listeners in a list."""
+
+
+@untraced
+class FunctionPatch:
+    """Replaces `owner.name` while it has listeners, which may be those of several timers.
+
+    If other code replaces the patch meanwhile, it stays inside theirs and does nothing once its
+    listeners are gone. If they put it back then, its next call takes it off.
+
+    Args:
+        owner: A class, a module or an object that has the function.
+        name: The name of the function.
+        wrap: Makes the replacement; by default this object is it, and notifies `Listener`s.
+    """
+
+    # Apart from `__dict__`, which others copy to what they wrap around this one.
+    __slots__ = (
+        "__dict__",
+        "_call",
+        "_kept",
+        "_name",
+        "_owner",
+        "_patch",
+        "listeners",
+        "replacement",
+    )
+
+    def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:
+        self.listeners: list[Any] = []
+        self._owner, self._name = owner, name
+        # As it is kept: of a class in C++ `getattr` gives what binds no more; and a method of the
+        # class must not stay behind on the object.
+        self._kept = vars(owner).get(name, _MISSING)
+        self._call = getattr(owner, name)
+        # Without the attributes of a compiled function: torch would take this for that function.
+        functools.update_wrapper(self, self._call, updated=())
+        self.replacement: Any = self
+        if wrap is not None:
+            self.replacement = untraced(wrap(self._call, self.listeners))
+        elif isinstance(owner, type):
+            self.replacement = self._as_method()
+        self.replacement._patch = self  # found by `patch_function`
+        # Compiled code enters ours here, or by hooks of an optimizer, which is patched, too.
+        leave_untraced()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        notified = []
+        # Over a copy: a listener may be removed when it is notified.
+        for listener in [*self.listeners]:
+            try:
+                if listener.call_begins(*args, **kwargs):
+                    notified.append(listener)
+            except Exception as error:
+                self._lose(listener, error)
+        if not notified:
+            if not self.listeners:
+                self.restore()
+            return self._call(*args, **kwargs)
+        result = None
+        try:
+            result = self._call(*args, **kwargs)
+            return result
+        finally:
+            for listener in notified:
+                try:
+                    listener.call_ends(result)
+                except Exception as error:
+                    self._lose(listener, error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the owner gets a copy of what was kept, or the method of its own class.
+        if self._kept is _MISSING:
+            return getattr, (self._owner, self._name)
+        return operator.itemgetter(0), ([self._kept],)
+
+    @property
+    def __func__(self) -> Any:
+        # Learning rate schedulers ask for it.
+        return self._call.__func__
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether it replaces the function now, and nothing else replaces it."""
+        return vars(self._owner).get(self._name) is self.replacement
+
+    def apply(self) -> bool:
+        """Replace the function, unless something else is in its place. Return whether it does."""
+        if self.is_applied:
+            return True
+        owner, name = self._owner, self._name
+        if vars(owner).get(name, _MISSING) is not self._kept:
+            return False
+        # The class may have another method by now.
+        if self._kept is _MISSING and getattr(owner, name) != self._call:
+            return False
+        self._set(self.replacement)
+        return True
+
+    def restore(self) -> None:
+        """Put back what was there, if nobody listens, and nothing else replaces the patch."""
+        if not self.listeners and self.is_applied:
+            self._set(self._kept)
+
+    def remove_listener(self, listener: object) -> None:
+        """Notify a listener no more. Safe to call twice."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        self.restore()
+
+    forget, come_off = remove_listener, restore  # The former names.
+
+    def _set(self, value: object) -> None:
+        owner, name = self._owner, self._name
+        if not isinstance(owner, type):
+            # Not by `setattr` and `delattr`, which an object may define: a mock, for one, gives a
+            # deleted attribute never again.
+            if value is _MISSING:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = value
+        elif value is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    def _as_method(self) -> Callable[..., Any]:
+        """Return a function that calls this one: Python binds no other to instances of a class."""
+
+        @functools.wraps(self._call, updated=())
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return untraced(method)
+
+    def _lose(self, listener: Any, error: Exception) -> None:
+        """Notify a listener no more, because it raised: its error must not reach the training."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
+
+
+class Subscription:
+    """A listener of the calls of `owner.name`.
+
+    Args:
+        owner: What has the function.
+        name: The name of the function.
+        listener: A `Listener`, or what `wrap` notifies.
+        wrap: Makes what is called in place of the function.
+    """
+
+    def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
+        self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
+        self.patch = self._find()
+        self.put_on()
+
+    def put_on(self) -> None:
+        """Notify the listener from now on. Safe to call twice."""
+        if not self.patch.apply():
+            # Something else replaced the function meanwhile, and may not call the patch inside it,
+            # or may be called by it.
+            self.patch.remove_listener(self._listener)
+            self.patch = self._find()
+            self.patch.apply()
+        if self._listener not in self.patch.listeners:
+            self.patch.listeners.append(self._listener)
+
+    def remove(self) -> None:
+        """Notify the listener no more. Safe to call twice."""
+        self.patch.remove_listener(self._listener)
+
+    def reapply(self) -> None:
+        """Replace the function again if other code put the original back."""
+        if self._listener in self.patch.listeners:
+            self.patch.apply()
+
+    def _find(self) -> FunctionPatch:
+        """Return the patch that is there, or a new one."""
+        patch = getattr(vars(self._owner).get(self._name), "_patch", None)
+        return patch or FunctionPatch(self._owner, self._name, self._wrap)
+
+
+def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> Subscription:
+    """Notify a listener of the calls of `owner.name`, until the result is removed.
+
+    Args:
+        owner: A class, a module or an object that has the function.
+        name: The name of the function. It must be in the register, see `register.py`.
+        listener: A `Listener`, or what `wrap` notifies.
+        wrap: Makes what is called in place of the function; by default that notifies `Listener`s.
+    """
+    return Subscription(owner, name, listener, wrap)
+
+
+class Registration:
+    """A hook by an interface that a library offers for it.
+
+    Args:
+        register: Registers the hook, and returns the handle by which it is removed.
+    """
+
+    def __init__(self, register: Callable[[], Any]) -> None:
+        self._register = register
+        self._handle: Any = None
+        self.put_on()
+
+    def put_on(self) -> None:
+        """Register the hook. Safe to call twice."""
+        if self._handle is None:
+            self._handle = self._register()
+
+    def remove(self) -> None:
+        """Remove the hook. Safe to call twice."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+
+class _ModuleHook:
+    """A hook of a module: no error in it reaches the call of the module."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        # Inside a compiled region a hook that touches Python state recompiles at every call.
+        if is_compiling():
+            return
+        try:
+            self._call(module, *values)
+        except Exception as error:
+            self._call = _do_nothing
+            messages.warning("A module is no longer timed, because a hook failed: %r", error)
+
+    @property
+    def __name__(self) -> str:
+        # `torch.jit.trace` reads it, and wants different names.
+        return f"lightning_gputime_{id(self)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hooks travel with copies of a model, such as an EMA, and into files. There it is a
+        # function that does nothing, and that any Python has.
+        return getattr, (contextlib.nullcontext, "__exit__")
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def hook_before(
+    module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
+) -> Registration:
+    """Call `call(module, args)`, or with its kwargs, too, before each call of a module."""
+    # The method of the base class: a scripted module refuses its own, and yet calls the hook.
+    # `prepend`: FSDP2 puts its own hook first, too, and what it waits for is part of the call.
+    register = nn.Module.register_forward_pre_hook
+    hook = _ModuleHook(call)
+    return Registration(
+        functools.partial(register, module, hook, prepend=first, with_kwargs=with_kwargs)
+    )
+
+
+def hook_after(
+    module: nn.Module, call: Callable[..., None], *, first: bool = False
+) -> Registration:
+    """Call `call(module, args, output)` after each call of a module that does not raise.
+
+    A hook that is called after an error, too (`always_call`), would be compiled anew at each
+    attach: torch guards its identity, and the ninth hits its limit.
+    """
+    register = nn.Module.register_forward_hook
+    return Registration(functools.partial(register, module, _ModuleHook(call), prepend=first))
+
+
+A = TypeVar("A", bound=Attachment)
+
+
+class Attachments:
+    """All that a timer has on the objects of others, in the order in which it was put on."""
+
+    def __init__(self) -> None:
+        self._all: dict[Attachment, None] = {}
+
+    def add(self, one: A) -> A:
+        """Keep what was put on."""
+        self._all[one] = None
+        return one
+
+    def drop(self, one: Attachment) -> None:
+        """Take something off for good. Safe to call twice."""
+        one.remove()
+        self._all.pop(one, None)
+
+    def suspend(self) -> None:
+        """Take everything off until `reattach`. Safe to call twice."""
+        for one in self._all:
+            one.remove()
+
+    def reattach(self) -> None:
+        """Put everything on again. Safe to call twice."""
+        for one in self._all:
+            one.put_on()
+
+    def remove(self) -> None:
+        """Take everything off for good. Safe to call twice."""
+        self.suspend()
+        self._all.clear()
