@@ -7,13 +7,14 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import Evaluations, begins_batch, starts, tells
+from lightning_gputime._evaluations import begins_batch, start, starts, summary_of, tells
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._reports import Reports
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._run.evaluation import Evaluations
 from lightning_gputime._timer import Timer
 from lightning_gputime._untraced import untraced
 
@@ -33,7 +34,7 @@ class TrainerTimer(Timer, pl.Callback):
         super().__init__(options)
         self._prog_bar = prog_bar
         self._reports = reports
-        self._evaluations = Evaluations(self._options, self._keep_evaluation)
+        self._evaluations = Evaluations(options)
         self._fit: Fit | None = None
         self._has_fitted = False
         self._books = FitBooks(self._options.clock)
@@ -54,8 +55,9 @@ class TrainerTimer(Timer, pl.Callback):
         Raises:
             ValueError: If there is no such stage.
         """
-        stage = stage or ("" if self._has_fitted else self._evaluations.newest) or "fit"
-        return super().summary() if stage == "fit" else self._evaluations.summary(stage)
+        newest = next(reversed(self._evaluations.results), "")
+        stage = stage or ("" if self._has_fitted else newest) or "fit"
+        return super().summary() if stage == "fit" else summary_of(self._evaluations, stage)
 
     # Lightning's hooks
 
@@ -133,7 +135,7 @@ class TrainerTimer(Timer, pl.Callback):
         self._session.evaluation_begins()
         if not trainer.sanity_checking:
             self._books.turn(VALIDATION)
-            self._evaluations.start("val", trainer, pl_module)
+            start(self, "val", trainer, pl_module)
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -234,7 +234,7 @@ def test_the_loader_of_an_evaluation_is_known(gpu: FakeGPU) -> None:
     timer = GPUPhaseTimer(clock=gpu, summary=False)
     data: Any = torch.zeros(8, 2)
     trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)
-    setup = timer._evaluations._results["val"].setup
+    setup = timer._evaluations.results["val"].setup
     assert (setup.has_loader, setup.num_workers, setup.batch_size) == (True, 0, 4)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._guard import never_raises
 from lightning_gputime._huggingface.calls import hear
-from lightning_gputime._huggingface.evaluations import Evaluations
 from lightning_gputime._huggingface.loss import LossFunction
 from lightning_gputime._huggingface.trainer import (
     Trainer,
@@ -23,6 +23,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.show import show
+from lightning_gputime._run.evaluation import Evaluations
 from lightning_gputime._timer import Timer
 
 _NOT_FOUND = (
@@ -57,8 +58,11 @@ class TrainerTimer(Timer, TrainerCallback):
     def __init__(self, options: Options, *, summary: bool) -> None:
         super().__init__(options)
         self._summary = summary
-        self._evaluations = Evaluations(options, self._keep_evaluation)
+        self._evaluations = Evaluations(options)
         self._training: Training | None = None
+        # The model that the open evaluation times, its name in keys, and its means.
+        self._evaluated_model: nn.Module | None = None
+        self._stage, self._evaluation_means = "", dict[str, float]()
         # Means for the Trainer's next log, and the keys of those that are in its present one.
         self._unlogged = dict[str, float]()
         self._added: list[str] = []
@@ -69,7 +73,12 @@ class TrainerTimer(Timer, TrainerCallback):
         hear(Trainer, _METHODS, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_training": None, "_trainer": None}
+        return {
+            **super().__getstate__(),
+            "_training": None,
+            "_trainer": None,
+            "_evaluated_model": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -104,7 +113,9 @@ class TrainerTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        added = self._evaluations.take(logs)
+        added = dict[str, float]()
+        if f"{self._stage}_runtime" in logs:
+            added, self._evaluation_means = self._evaluation_means, {}
         is_last = "train_runtime" in logs
         if self._training is not None and (is_last or "loss" in logs):
             self._training.log(compares=is_last or self._options.sync_ranks == "log")
@@ -220,13 +231,37 @@ class TrainerTimer(Timer, TrainerCallback):
             self._training.evaluation_begins()
         self._follow(trainer)
         stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
-        self._evaluations.start(trainer, stage)
+        self._stage, self._evaluation_means = stage, {}
+        self._start_evaluation(trainer, trainer.model)
+
+    def _start_evaluation(self, trainer: Any, model: nn.Module) -> None:
+        options, stage, number = self._options, self._stage, trainer.state.global_step
+
+        def publish(metrics: Mapping[str, float]) -> None:
+            self._keep_evaluation(stage, number, metrics)
+            # As the Trainer names its own.
+            old, new = f"{options.prefix}/{stage}", f"{stage}_{options.prefix}"
+            self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
+
+        self._evaluations.start(
+            stage,
+            options.clock or clock_for(trainer.args.device),
+            Loop(model, wrap_backward=False),
+            # Nothing is due before the end.
+            MeanLog(options.prefix, sys.maxsize, (), publish, stage=stage),
+            number=number,
+            items=options.items,
+        )
+        self._evaluated_model = model
 
     @never_raises
     def _prediction_begins(
         self, trainer: Any, model: nn.Module, inputs: Any = None, *_: Any, **__: Any
     ) -> None:
-        self._evaluations.batch_begins(model, inputs)
+        if self._evaluations.is_running and model is not self._evaluated_model:
+            # It was wrapped or compiled meanwhile; the first fetch is lost.
+            self._start_evaluation(trainer, model)
+        self._evaluations.batch_begins(inputs)
 
     @never_raises
     def _evaluation_ends(self, error: BaseException | None) -> None:
@@ -234,6 +269,7 @@ class TrainerTimer(Timer, TrainerCallback):
             self._evaluations.end()
         else:
             self._evaluations.abort()
+        self._evaluated_model = None
         if self._training is not None:
             self._training.evaluation_ends()
 

@@ -1,6 +1,5 @@
-"""Timing of the steps of an evaluation loop: `data`, `forward`, `other`."""
+"""Timing of evaluation loops: `data`, `forward`, `other`."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
@@ -8,27 +7,97 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.backlog import BATCH
-from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._work.items import Items
 
 
-class Evaluation:
-    """One run of an evaluation loop, whose means are logged when it ends.
+class Evaluations:
+    """The evaluation loops of a trainer, one at a time, apart from its training.
 
     Args:
-        clock: Where events and host times come from.
-        loop: What is hooked.
-        means: Log the steps; nothing must be due before the end.
-        results: Keep every step for the user.
-        lag: How many ended steps the device may still be at work on.
-        number: The number that the means are logged under.
-        items: A function that tells the items of a batch, if there is one.
+        options: How steps are timed.
     """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._running: _Evaluation | None = None
+        self.results: dict[str, Results] = {}
+        """The results of the newest loop of each stage, the newest last."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None}  # Events cannot be pickled.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a loop runs."""
+        return self._running is not None
+
+    def start(
+        self,
+        stage: str,
+        clock: Clock,
+        loop: Loop,
+        means: MeanLog,
+        *,
+        number: int,
+        items: Any = None,
+        setup: Setup | None = None,
+    ) -> None:
+        """Start to time a loop, in place of the one that runs.
+
+        Args:
+            stage: Name of the loop, such as "val".
+            clock: Where events and host times come from.
+            loop: What is hooked.
+            means: Logs the steps; nothing must be due before the end.
+            number: Number to log the means under.
+            items: Items per batch, as in the options.
+            setup: How the loop is set up, for advice.
+        """
+        self.abort()
+        results = Results(self._options.history, 0, isinstance(clock, HostClock))
+        results.setup = setup or results.setup
+        self.results.pop(stage, None)
+        self.results[stage] = results
+        self._running = _Evaluation(
+            clock, loop, means, results, lag=self._options.lag, number=number, items=items
+        )
+
+    def batch_begins(self, batch: object) -> None:
+        """Start the step of a batch: its fetch is over."""
+        if self._running is not None:
+            self._running.batch_begins(batch)
+
+    def batch_ends(self) -> None:
+        """End the step of a batch."""
+        if self._running is not None:
+            self._running.batch_ends()
+
+    def end(self) -> None:
+        """Read the last steps, log their means, and take everything off."""
+        if self._running is not None:
+            self._running.finish()
+            self._running = None
+
+    def abort(self) -> None:
+        """Take everything off, without a wait for the device. Safe to call twice."""
+        if self._running is not None:
+            self._running.abort()
+            self._running = None
+
+    def forget(self) -> None:
+        """Forget all results: a new measurement begins."""
+        self.results.clear()
+
+
+class _Evaluation:
+    """One run of an evaluation loop."""
 
     def __init__(
         self,
@@ -39,7 +108,7 @@ class Evaluation:
         *,
         lag: int,
         number: int,
-        items: Any = None,
+        items: Any,
     ) -> None:
         self._number = number
         self._means, self._results = means, results
@@ -56,65 +125,21 @@ class Evaluation:
         self._means.add(steps, sums)
         self._results.add(steps, sums)
 
-    def batch_begins(self, batch: object = None) -> None:
-        """Says that the batch is there: its fetch is over."""
+    def batch_begins(self, batch: object) -> None:
         self._batch.is_open = True
         self._recorder.mark(OTHER)
         self._recorder.load = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
-        """Says that the step of this batch is over."""
         self._batch.is_open = False
         self._boundaries.step_ended()
         self._recorder.end_step(self._number)
 
     def finish(self) -> None:
-        """Reads the last steps, logs the means, and takes everything off."""
         self._recorder.flush()
         self.abort()
         self._means.log_means()
 
     def abort(self) -> None:
-        """Takes everything off."""
         self._boundaries.remove()
         self._recorder.rest()
-
-
-class Evaluating:
-    """The evaluations of a trainer, one at a time; who knows the trainer starts them.
-
-    Args:
-        options: How steps are timed.
-        keep: Is called with the stage, the number and the means of each.
-    """
-
-    def __init__(
-        self, options: Options, keep: Callable[[str, int, Mapping[str, float]], None]
-    ) -> None:
-        self._options, self._keep = options, keep
-        self._now: Evaluation | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_now": None}  # Events cannot be pickled.
-
-    @property
-    def is_running(self) -> bool:
-        """Whether one runs."""
-        return self._now is not None
-
-    def batch_ends(self) -> None:
-        """Says that the step of a batch is over."""
-        if self._now is not None:
-            self._now.batch_ends()
-
-    def end(self) -> None:
-        """Says that it is over."""
-        if self._now is not None:
-            self._now.finish()
-            self._now = None
-
-    def abort(self) -> None:
-        """Ends it without a wait for the device."""
-        if self._now is not None:
-            self._now.abort()
-            self._now = None
