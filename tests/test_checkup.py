@@ -177,6 +177,7 @@ def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
     assert str(timer.summary()) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configured", [False, True])
 def test_a_message_names_the_package_where_logging_is_not_configured(configured: bool) -> None:
     code = f"""

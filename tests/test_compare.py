@@ -399,6 +399,7 @@ def test_show_prints_the_table_again(
     assert json.loads(capsys.readouterr().out)["steps"] == 1000
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "lightning_gputime"]
     done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], capture_output=True)
@@ -419,6 +420,7 @@ def test_the_table_has_the_unit_in_which_the_step_reads_best(
     assert re.search(rf"^step +{cells} +{cells} +\+0\.0+  ± 0\.0+ ", table, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_nobody_reads_still_tells_by_its_exit_code(
     files: tuple[str, str], unbuffered: str
@@ -435,6 +437,7 @@ def test_what_nobody_reads_still_tells_by_its_exit_code(
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_an_output_without_the_letters_gets_escapes(files: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "lightning_gputime", "compare", *files, "--markdown"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

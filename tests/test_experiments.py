@@ -74,6 +74,7 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
     assert whole["events"] - whole["no timer"] < 0.3 * (whole["synchronize"] - whole["no timer"])
 
 
+@pytest.mark.slow
 def test_beside_the_profiler(run: Any) -> None:
     rows = run("beside_the_profiler", large=256, n_small=100, n_large=15, vectors=500)
     assert len(rows) == 4

@@ -392,6 +392,7 @@ def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str
     assert "_loss_function" not in vars(trainer.model)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_timed_and_not_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +510,7 @@ def test_the_table_is_shown_once_when_progress_bars_are_gone(
     assert capsys.readouterr().out.count("Time per step in ms") == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_are_compared_in_the_table_and_in_the_log() -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "hf_trainer.py"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -788,6 +790,7 @@ def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
     assert "_loss_function" not in vars(trainer.model)
 
 
+@pytest.mark.slow
 def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> None:
     assert "pip install transformers accelerate" in run(
         "-c",

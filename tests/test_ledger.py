@@ -318,6 +318,7 @@ Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
 def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"

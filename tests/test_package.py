@@ -4,12 +4,14 @@ from processes import run
 import lightning_gputime
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_that_takes_seconds() -> None:
     slow = {"lightning", "torchmetrics", "torch._dynamo"}
     code = f"import sys, lightning_gputime; print({slow} & set(sys.modules))"
     assert run("-c", code) == "set()\n"
 
 
+@pytest.mark.slow
 def test_the_plain_hooks_import_no_lightning_at_work() -> None:
     code = """
 import sys, torch

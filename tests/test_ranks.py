@@ -695,6 +695,7 @@ def test_sync_ranks_is_checked(gpu: FakeGPU, value: Any) -> None:
 # Real processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
     # These are real times: what else the machine does can spoil them, but not every time.
@@ -745,6 +746,7 @@ def is_named(case: str, found: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_example_names_the_slow_rank(tmp_path: Path) -> None:
     example = Path(__file__).parent.parent / "examples" / "distributed.py"
     # Alone on this machine, and so on a port that is free.

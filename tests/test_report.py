@@ -219,6 +219,7 @@ def in_chromium(path: Path, *options: str) -> tuple[str, str]:
     return done.stdout, "\n".join(re.findall(r"CONSOLE.*", done.stderr))
 
 
+@pytest.mark.slow
 @needs_bokeh
 @needs_chromium
 @pytest.mark.parametrize("several", [False, True])

@@ -24,6 +24,7 @@ COMPARED: tuple[str | None, dict[str, float]] = (
 """What rank zero says of two ranks, and some of what it logs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [

@@ -59,6 +59,7 @@ def on_terminal(bar: str, with_rich: bool, columns: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("with_rich", [True, False])
@@ -85,6 +86,7 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     assert sum("40/40" in line for line in lines) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_the_bars_entry_is_short(bar: str) -> None:
     lines = on_terminal(bar, True, 120)

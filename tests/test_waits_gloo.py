@@ -12,6 +12,8 @@ from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
 from lightning_gputime._results.totals import Totals
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "wait_run.py"
 RANKS = range(2)
 LATE_IN = {
