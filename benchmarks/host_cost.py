@@ -3,8 +3,8 @@
 Without `--cuda` the events do nothing, so that what is left is Python's own cost; with it they are
 those of the GPU, in a stream that is empty, as it is where training is bound by launches. The floor
 is five bare events, recorded in one step and read in the next. The times are those of a step that
-does next to nothing, in a warm cache. The counts are exact: how many of Python's instructions, and
-of its functions, the package runs in a step.
+does next to nothing, in a warm cache. The counts are exact: how many functions of the package a
+step calls.
 
     python benchmarks/host_cost.py
     python benchmarks/host_cost.py --callgrind        # the processor's instructions, too
