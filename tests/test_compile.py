@@ -89,7 +89,13 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("how", PHASES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=pytest.mark.slow) if how == "compile(optimizer.step)" else how
+        for how in PHASES
+    ],
+)
 def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGPU) -> None:
     measured: list[dict[str, float]] = []
 

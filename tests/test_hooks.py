@@ -421,11 +421,11 @@ class Wide(nn.Module):
 
 
 def calls_in_a_step(
-    gpu: FakeGPU, modules: int, after_steps: int = 400, every_n_steps: int = 1
+    gpu: FakeGPU, modules: int, after_steps: int = 100, every_n_steps: int = 1
 ) -> float:
     """How many functions of the package run in a step, on average.
 
-    Finished steps are read 25 at a time and logs come every 50 steps: 400 hold both evenly.
+    Finished steps are read 25 at a time and logs come every 50 steps: 100 hold both evenly.
     """
     model = Wide(modules)
     optimizer = Adder(model.parameters(), gpu, 2.0)
@@ -437,14 +437,14 @@ def calls_in_a_step(
         calls += event == "call" and package in frame.f_code.co_filename
 
     with GPUPhaseHooks(model, optimizer, clock=gpu, every_n_steps=every_n_steps) as timer:
-        for i, x in enumerate(timer.steps(batches(gpu, after_steps + 400))):
+        for i, x in enumerate(timer.steps(batches(gpu, after_steps + 100))):
             if i == after_steps:
                 sys.setprofile(count)
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         sys.setprofile(None)
-    return calls / 400
+    return calls / 100
 
 
 def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU) -> None:

@@ -37,6 +37,7 @@ def test_history_keeps_the_newest_steps() -> None:
     assert results.last == raw(9, forward=1.0).times()
 
 
+@pytest.mark.slow
 def test_a_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
     marks = {"data": 0.5} | {f"forward/{i}": 1.25 + i for i in range(399)}
     labels = raw(0, **marks).labels
