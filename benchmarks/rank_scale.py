@@ -16,8 +16,7 @@ from unittest import mock
 from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_gputime._results.ranks import compare
-from lightning_gputime._results.totals import Totals
+from lightning_gputime._results.ranks import Totals, compare
 from lightning_gputime._run import exchange
 from lightning_gputime._run.exchange import Exchange
 

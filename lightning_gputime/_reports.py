@@ -9,7 +9,7 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._messages import messages
 from lightning_gputime._results.plot import new_axes
-from lightning_gputime._results.show import show
+from lightning_gputime._results.table import show
 from lightning_gputime._timer import Timer
 
 _PATIENCE = 100

@@ -20,9 +20,7 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.noise import SCALES, Noise
-from lightning_gputime._results.ranks import compare
-from lightning_gputime._results.totals import STEP, noise
+from lightning_gputime._results.ranks import SCALES, STEP, Noise, compare, noise
 
 _COUNTED = (
     *PHASES,

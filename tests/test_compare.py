@@ -15,7 +15,7 @@ from scipy import signal, stats
 
 from lightning_gputime import Run, RunComparison, compare
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.columns import history
+from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
 from lightning_gputime._runs import saved, statistics
 from lightning_gputime._runs.cli import main

@@ -19,7 +19,7 @@ from fake_loop import Loop, hooks
 from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._results import plot
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.show import in_notebook
+from lightning_gputime._results.table import in_notebook
 
 
 @pytest.fixture(autouse=True)

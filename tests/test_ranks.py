@@ -20,10 +20,8 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.noise import Noise
-from lightning_gputime._results.ranks import compare
+from lightning_gputime._results.ranks import Noise, Totals, compare, since, totals_of
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.totals import Totals, since, totals_of
 from lightning_gputime._run import comparison
 from lightning_gputime._run import exchange as exchange_module
 from lightning_gputime._run.exchange import Exchange

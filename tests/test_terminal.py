@@ -13,9 +13,8 @@ from fake_gpu import raw
 from lightning_gputime import Run, compare
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.show import show
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Table
+from lightning_gputime._results.table import Table, show
 from lightning_gputime._results.units import duration, unit_of
 from lightning_gputime._runs.environment import Environment
 

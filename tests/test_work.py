@@ -306,8 +306,7 @@ def test_accumulated_batches_are_added_up_under_lightning(gpu: FakeGPU) -> None:
 
 
 def test_items_of_all_ranks_are_added_up_and_not_those_that_share_a_batch() -> None:
-    from lightning_gputime._results.ranks import compare
-    from lightning_gputime._results.totals import ITEMS, ITEMS_TIME, STAGE
+    from lightning_gputime._results.ranks import ITEMS, ITEMS_TIME, STAGE, compare
 
     def rank(items: float, **more: Any) -> Any:
         of = {"forward": (40.0, 4), "step": (40.0, 4), ITEMS: (items, 4), ITEMS_TIME: (40.0, 4)}

@@ -22,7 +22,7 @@ from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.show import show
+from lightning_gputime._results.table import show
 from lightning_gputime._run.evaluation import Evaluations
 from lightning_gputime._timer import Timer
 

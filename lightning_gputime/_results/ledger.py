@@ -45,6 +45,11 @@ class Ledger:
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
     @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is printed."""
+        return (self.sentence,)
+
+    @property
     def sentence(self) -> str:
         """Says it in one sentence, of the steps first; empty if nothing was measured."""
         shares = self.shares

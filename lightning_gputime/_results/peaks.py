@@ -39,6 +39,11 @@ class MemorySummary:
     steps: int
 
     @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is printed."""
+        return (self.sentence,)
+
+    @property
     def sentence(self) -> str:
         """Says which phase would run out first, and what helps where that is near."""
         top_level = [name for name in self.peak_mb if "/" not in name]

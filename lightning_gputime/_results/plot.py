@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import PHASES, Timeline, in_order
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.show import in_notebook
+from lightning_gputime._results.table import in_notebook
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 _COLOURS = {

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results import columns
 from lightning_gputime._results.advice import Findings, Setup, advise
+from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
 from lightning_gputime._results.ledger import Books
-from lightning_gputime._results.newest import Newest
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowSteps
@@ -140,7 +139,7 @@ class Results:
         """Returns `history`, and how many of its first steps are warm-up."""
         with self._lock:
             newest, seen = self._newest.copy(), self._seen
-        return columns.history(newest.steps()), max(self._warmup_steps - (seen - len(newest)), 0)
+        return history(newest.steps()), max(self._warmup_steps - (seen - len(newest)), 0)
 
     def summary(self) -> PhaseSummary:
         """Returns the statistics of all steps but the warm-up."""
@@ -151,7 +150,7 @@ class Results:
             skipped_updates = self._skipped_updates + sums.skipped_updates
             slow = self.slow.copy()
         measured = newest.steps()[max(self._warmup_steps - forgotten, 0) :]
-        times = columns.history(measured)
+        times = history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
         tflops = sums.work.tflops(self.yardstick.parts)
         rows = {
@@ -175,7 +174,7 @@ class Results:
             skipped_updates=skipped_updates,
             on_host_clock=self.on_host_clock,
             ranks=self.ranks,
-            run_ahead_mean_ms=columns.mean_run_ahead_ms(measured),
+            run_ahead_mean_ms=mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,

@@ -1,6 +1,13 @@
-"""The statistics of one phase."""
+"""The statistics of phases, and which of them the table shows."""
 
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
+
+_MAX_MODULES = 10
+"""The table shows this many modules, or one more if that is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,18 +16,17 @@ class PhaseStats:
 
     Attributes:
         n: Number of those steps.
-        mean_ms: Mean device time a step (in milliseconds).
+        mean_ms: Mean device time per step (in milliseconds).
         p50_ms: Median, over the steps in the history (in milliseconds).
         p95_ms: 95th percentile, over the steps in the history (in milliseconds).
         max_ms: Longest (in milliseconds).
-        share: Part of the device time of all steps, from 0 to 1.
-        host_mean_ms: Mean host time a step between the same marks (in milliseconds).
-        busy_mean_ms: Mean device time in the steps that were probed: the work without the gaps in
-            which the device waited for launches (in milliseconds). None if none was probed.
-        peak_mb: The most memory that was allocated in it, over all sampled steps (in MiB). None if
-            it was not measured, see `PhaseSummary.memory`.
-        tflops: What its FLOPs are in a second (in TFLOP/s), with those of what is computed again.
-            None where they are not known.
+        share: Fraction of the device time of all steps, from 0 to 1.
+        host_mean_ms: Mean host time per step between the same marks (in milliseconds).
+        busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
+            milliseconds). None if no step was probed.
+        peak_mb: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
+            not measured, see `PhaseSummary.memory`.
+        tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
     """
 
     n: int
@@ -33,3 +39,95 @@ class PhaseStats:
     busy_mean_ms: float | None = None
     peak_mb: float | None = None
     tflops: float | None = None
+
+
+def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
+    """Yield the name, the title and the statistics of each row of the table.
+
+    Of the modules, `forward` and `backward` show the same: those that take longest in both
+    together. The others are one row, whose time is in none of the innermost rows and whose name is
+    that of no phase.
+    """
+    chosen = _longest_modules(rows)
+    hidden: dict[str, PhaseStats] = {}
+    top = ""
+    for name, row in rows.items():
+        if "/" not in name:
+            yield from _others(top, hidden, chosen)
+            top, hidden = name, {}
+        if of_one_callback(name):
+            continue
+        if _is_module(name) and name.partition("/")[2] not in chosen:
+            hidden[name] = row
+        else:
+            yield name, _title(name, chosen), row
+    yield from _others(top, hidden, chosen)
+
+
+def _is_module(name: str) -> bool:
+    top, slash, _ = name.partition("/")
+    return bool(slash) and top in (FORWARD, BACKWARD) and not is_wait(name)
+
+
+def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
+    took: dict[str, float] = {}
+    for name, row in rows.items():
+        if _is_module(name):
+            module = name.partition("/")[2]
+            took[module] = took.get(module, 0.0) + row.n * row.mean_ms
+    # Of two that take as long, the outer one comes first.
+    longest = sorted(took, key=lambda module: (-took[module], module.count("/")))
+    return {*(longest if len(longest) <= _MAX_MODULES + 1 else longest[:_MAX_MODULES])}
+
+
+def _title(name: str, chosen: set[str]) -> str:
+    """Return a name, indented below the row that it is part of, without that row's name."""
+    top, *parts = name.split("/")
+    if not parts:
+        return top
+    if not _is_module(name):
+        return f"  {'/'.join(parts)}"
+    above = [i for i in range(1, len(parts)) if "/".join(parts[:i]) in chosen]
+    own = parts[-1]
+    if above and own.startswith(f"{parts[above[-1] - 1]}."):
+        own = own.removeprefix(parts[above[-1] - 1])
+    return f"{'  ' * (len(above) + 1)}{own}"
+
+
+def _others(
+    top: str, hidden: Mapping[str, PhaseStats], chosen: set[str]
+) -> Iterator[tuple[str, str, PhaseStats]]:
+    if hidden:
+        # A module's time includes that of the modules inside it. A shown row that has shown rows
+        # inside is explained by these; any other row stands for all there is in it.
+        parents = {outer for module in chosen for outer in _parents(module)}
+        covered = {*hidden, *(f"{top}/{module}" for module in chosen - parents)}
+        outermost = [row for name, row in hidden.items() if covered.isdisjoint(_parents(name))]
+        yield f"{top}/<others>", f"  {len(hidden)} others", _sum_of(outermost)
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+def _sum_of(rows: Sequence[PhaseStats]) -> PhaseStats:
+    n = max((row.n for row in rows), default=0)
+    busy = [row.busy_mean_ms for row in rows if row.busy_mean_ms is not None]
+
+    def per_step(sums: Iterable[float]) -> float:
+        return sum(sums) / n if n else math.nan
+
+    return PhaseStats(
+        n=n,
+        mean_ms=per_step(row.n * row.mean_ms for row in rows),
+        # Those of a sum are not known.
+        p50_ms=math.nan,
+        p95_ms=math.nan,
+        max_ms=math.nan,
+        share=sum(row.share for row in rows) if n else math.nan,
+        host_mean_ms=per_step(row.n * row.host_mean_ms for row in rows),
+        busy_mean_ms=sum(busy) if n and len(busy) == len(rows) else None,
+        peak_mb=max((row.peak_mb for row in rows if row.peak_mb is not None), default=None),
+    )

@@ -1,34 +1,29 @@
 """The statistics of a run, for a person and for a program."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
 from lightning_gputime._results.advice import sentence
-from lightning_gputime._results.cells import DROPS, PEAK, RANKS, busy, cells, of_ranks, peak
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.peaks import MemorySummary
-from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.rows import shown
+from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
-from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.stats import PhaseStats, table_rows
+from lightning_gputime._results.table import HasSentences, Section, Table, Tabular
 from lightning_gputime._results.throughput import WorkSummary
-from lightning_gputime._results.totals import STEP
 from lightning_gputime._results.units import unit_of
-from lightning_gputime._results.verdict import (
-    Verdict,
-    held_up_between_batches,
-    held_up_by_ranks,
-    longest,
-    pace,
-    wait_sentence,
-)
+from lightning_gputime._results.verdict import Verdict, judge, wait_sentence
 
-# From this part of a step on a callback is named.
 _LONG_CALLBACK = 0.1
+"""From this fraction of a step on a callback is named."""
+
+_RANKS = "min - max (rank)"
+_PEAK = "peak MiB"
+_DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
+"""The columns to leave out where a table is too wide, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +34,17 @@ class PhaseSummary(Tabular):
         rows: Statistics of each phase that ran, in the order of a step.
         step: Statistics of whole steps.
         steps: Number of steps that the statistics are over.
-        warmup_steps: Number of steps before them, which are left out.
-        host_wait_mean_ms: Mean time a step that the host was blocked until the device had finished
-            one (in milliseconds). Near zero, the host cannot keep the device busy.
+        warmup_steps: Number of steps before them, which are excluded.
+        host_wait_mean_ms: Mean time per step that the host was blocked until the device had
+            finished one (in milliseconds). Near zero, the host cannot keep the device busy.
         skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
         on_host_clock: Whether there was no device, and everything is the host's time.
         ranks: On rank zero of a distributed run, all ranks beside each other.
-        run_ahead_mean_ms: How far the host is ahead of the device, the mean over all boundaries of
-            the steps in the history (in milliseconds). None where the two clocks did not meet in
+        run_ahead_mean_ms: How far the host runs ahead of the device, the mean over all boundaries
+            of the steps in the history (in milliseconds). None where the two clocks did not meet in
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
-        probe_failure: Why none can be, if so.
+        probe_failure: Why no step can be probed, if so.
         one_in: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
         max_overhead: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
@@ -61,6 +56,7 @@ class PhaseSummary(Tabular):
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
         advice: What to do next, the most promising first; nothing where no number backs it.
         work: Work per second, and what it is of the GPU's peak.
+        sections: What other observers add.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -84,15 +80,16 @@ class PhaseSummary(Tabular):
     stage: str = ""
     advice: tuple[str, ...] = ()
     work: WorkSummary | None = None
+    sections: tuple[Section, ...] = ()
 
     @property
     def items_per_s(self) -> float | None:
-        """Items in a second; None where they are not known."""
+        """Items per second; None where they are not known."""
         return self.work.items_per_s if self.work is not None else None
 
     @property
     def mfu(self) -> float | None:
-        """The part of the peak that the model's FLOPs are, from 0 to 1; None if not known."""
+        """The model's FLOPs as a fraction of the peak, from 0 to 1; None if not known."""
         return self.work.mfu if self.work is not None else None
 
     @property
@@ -103,19 +100,15 @@ class PhaseSummary(Tabular):
     def _judged(self) -> Verdict:
         if not self.steps or not self.step.mean_ms:
             return Verdict()
-        for held_up in (held_up_between_batches(self.rows, self.step), held_up_by_ranks(self.rows)):
-            if held_up.bound:
-                return held_up
-        if self.on_host_clock:
-            return longest(self.rows)
-        return pace(self.rows, self.step, self.host_wait_mean_ms, self.gap_share)
+        host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
+        return judge(self.rows, self.step, host_wait_ms, self.gap_share)
 
     @property
     def gap_share(self) -> float | None:
-        """The part of the step in which the device waits for launches, from 0 to 1.
+        """The fraction of the step in which the device waits for launches, from 0 to 1.
 
-        Not counted is what it waits for in `data`, which is the loader's, and in `backward/comm`,
-        which is the other ranks'. None if no step was probed.
+        Waits in `data`, which are the loader's, and in `backward/comm`, which are the other ranks',
+        are not counted. None if no step was probed.
         """
         if not self.probed_steps or not self.steps or not self.step.mean_ms:
             return None
@@ -128,15 +121,18 @@ class PhaseSummary(Tabular):
         return max(gaps_ms / self.step.mean_ms, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested dicts of numbers, ready for JSON; None where there is no number."""
-        return {**asdict(self, dict_factory=with_none), "verdict": self.verdict}
+        """Return nested dicts of numbers, ready for JSON; None where there is no number."""
+        found = {**asdict(self, dict_factory=with_none), "verdict": self.verdict}
+        if not self.sections:
+            del found["sections"]
+        return found
 
     def _table(self) -> Table:
         if not self.steps:
             return Table(self._title(), [], [])
         lead = [] if self.is_warmup else [self.verdict, sentence(self.advice)]
-        told = [one for one in lead if one]
-        return Table(self._title(), self._cells(), self._sentences(), lead=told, drops=DROPS)
+        below = [] if self.is_warmup else [*filter(None, self._sentences())]
+        return Table(self._title(), self._lines(), below, lead=[*filter(None, lead)], drops=_DROPS)
 
     def _title(self) -> str:
         n = self.warmup_steps
@@ -154,57 +150,69 @@ class PhaseSummary(Tabular):
             skipped = f"; {self.skipped_updates} have no update"
         return f"{over}{left_out}{skipped}"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        header = ("phase", "mean", "share", "p50", "p95", "max", "host", "steps")
-        unit = unit_of(self.step.mean_ms)
-        rows = {name: (title, row) for name, title, row in shown(self.rows)}
-        body = [cells(title, row, unit) for title, row in rows.values()]
-        lines = [header, *body, cells("step", self.step, unit)]
-        columns: list[list[str]] = []
-        stats = [*(row for _, row in rows.values()), self.step]
+    def _lines(self) -> list[tuple[str, ...]]:
+        names, titles, rows = zip(*table_rows(self.rows), (STEP, STEP, self.step), strict=True)
+        columns: dict[str, Sequence[str]] = {
+            "phase": titles,
+            "mean": self._times(row.mean_ms for row in rows),
+            "share": ["" if math.isnan(row.share) else f"{row.share:.1%}" for row in rows],
+            "p50": self._times(row.p50_ms for row in rows),
+            "p95": self._times(row.p95_ms for row in rows),
+            "max": self._times(row.max_ms for row in rows),
+            "host": self._times(row.host_mean_ms for row in rows),
+            "steps": [str(row.n or "") for row in rows],
+        }
         if self.probed_steps:
-            columns.append(["busy", *(busy(row, unit) for row in stats)])
+            columns["busy"] = self._times(row.busy_mean_ms for row in rows)
         if self.memory is not None:
-            columns.append([PEAK, *map(peak, stats)])
+            peaks = [row.peak_mb for row in rows]
+            columns[_PEAK] = ["" if peak is None else f"{peak:,.1f}" for peak in peaks]
         if self.ranks is not None:
-            bounds = [of_ranks(self.ranks.rows.get(name), unit) for name in (*rows, STEP)]
-            columns.append([RANKS, *bounds])
-        return [(*line, *more) for line, *more in zip(lines, *columns, strict=True)]
+            of_ranks = self.ranks.rows
+            columns[_RANKS] = [self._bounds(of_ranks.get(name)) for name in names]
+        return [tuple(columns), *zip(*columns.values(), strict=True)]
 
-    def _sentences(self) -> list[str]:
-        if self.is_warmup:
-            return []
-        ranks = self.ranks.sentence if self.ranks is not None else ""
-        ledger = self.ledger.sentence if self.ledger is not None else ""
-        return [
-            sentence
-            for sentence in (
-                self._callback_sentence(),
-                wait_sentence(self.rows, self.step),
-                self._lead_sentence(),
-                self._gap_sentence(),
-                self.probe_failure,
-                self.memory.sentence if self.memory is not None else "",
-                *(self.work.sentences if self.work is not None else ()),
-                self._pace_sentence(),
-                *(self.slow.sentences if self.slow is not None else ()),
-                ranks,
-                ledger,
-            )
-            if sentence
-        ]
+    def _times(self, times_ms: Iterable[float | None]) -> list[str]:
+        unit = unit_of(self.step.mean_ms)
+        return ["" if ms is None or math.isnan(ms) else unit.cell(ms) for ms in times_ms]
+
+    def _bounds(self, row: RankStats | None) -> str:
+        if row is None:
+            return ""
+        least, most = self._times((row.min_ms, row.max_ms))
+        return f"{least} - {most} ({row.slowest})"
+
+    def _sentences(self) -> Iterator[str]:
+        yield self._callback_sentence()
+        yield wait_sentence(self.rows, self.step)
+        yield self._lead_sentence()
+        yield self._gap_sentence()
+        yield self.probe_failure
+        pace = Section("pace", (self._pace_sentence(),))
+        features: Sequence[HasSentences | None] = (
+            self.memory,
+            self.work,
+            pace,
+            self.slow,
+            self.ranks,
+            self.ledger,
+            *self.sections,
+        )
+        for feature in features:
+            if feature is not None:
+                yield from feature.sentences
 
     def _callback_sentence(self) -> str:
         took = {
-            callback: row
+            callback: row.share
             for name, row in self.rows.items()
             if (callback := of_one_callback(name)) and row.share >= _LONG_CALLBACK
         }
         if not took:
             return ""
-        callback, row = max(took.items(), key=lambda one: one[1].share)
+        callback = max(took, key=took.__getitem__)
         unit = unit_of(self.step.mean_ms)
-        ms = unit.number(row.share * self.step.mean_ms)
+        ms = unit.number(took[callback] * self.step.mean_ms)
         return f"another callback takes {ms} of {unit.of(self.step.mean_ms)}: `{callback}`"
 
     def _lead_sentence(self) -> str:
@@ -226,7 +234,7 @@ class PhaseSummary(Tabular):
 
 
 def with_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict that JSON has words for, with None for a number that is none."""
+    """Return a dict that JSON has words for, with None for a number that is none."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in items

@@ -1,22 +1,48 @@
-"""Tables for a terminal, for a notebook, and for rich."""
+"""Tables for a terminal, for a notebook, and for rich; shown where the user looks."""
 
 import html
+import os
 import re
+import shutil
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 from unicodedata import combining, east_asian_width
 
-_BETWEEN = 2
-"""Spaces between the columns of plain text."""
+_BETWEEN = "  "
+"""What separates the columns of plain text."""
 
-_MOST_OF_WIDTH = 0.4
-"""A column of words that takes a larger part is folded where the table is too wide."""
+_MAX_FRACTION = 0.4
+"""Words are folded to this fraction of the width where the table is too wide."""
 
-_LEAST_WIDTH = 16
-"""None is folded below that."""
+_MIN_FOLDED_WIDTH = 16
+
+
+class HasSentences(Protocol):
+    """What one feature adds to a summary: sentences below the table."""
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        """What to print, each on a line of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What an observer adds to a summary: to its table, to the page and to the saved run.
+
+    Attributes:
+        name: What it is called in the saved run.
+        sentences: What is printed below the table, each on a line of its own.
+        values: Its numbers, as JSON has words for.
+    """
+
+    name: str
+    sentences: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +56,8 @@ class Table:
         sentences: What stands below it.
         left: The columns that are words, by their index.
         lead: What stands above the title: the most important sentences.
-        drops: The columns that may be left out where it is too wide, by their header, the first of
-            them first. No cell is ever cut.
+        drops: The columns to leave out where the table is too wide, by their header, in this
+            order. No cell is ever cut.
     """
 
     title: str
@@ -42,36 +68,23 @@ class Table:
     drops: Sequence[str] = ()
 
     def text(self, width: int | None = None) -> str:
-        """Returns it as plain text.
+        """Return it as plain text.
 
         Args:
-            width: How many characters a line may have; by default as many as it needs.
+            width: Maximum number of characters per line; by default as many as it needs.
         """
         if not self.lines:
             return self.title
-        narrower = [self] if width is None else [*self._narrower(width)]
-        fits = (one for one in narrower if width is None or one._width() <= width)
-        shown = next(fits, narrower[-1])
-        widths = shown._widths()
-        text = [
-            (" " * _BETWEEN)
-            .join(
-                _padded(cell, width, i in shown.left)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            .rstrip()
-            for line in shown.lines
-        ]
-        rule = "-" * max(map(_width_of, text))
-        table = [text[0], rule, *text[1:-1], rule, text[-1]]
+        table = self if width is None else self._fitting(width, Table._width)
+        header, *body, whole = table._padded_lines()
+        rule = "-" * max(map(_width_of, (header, *body, whole)))
         lead = "\n".join(_wrapped(sentence, width) for sentence in self.lead)
-        above, below = [self.title], self.sentences
-        parts = [*([lead] if lead else []), *(_wrapped(sentence, width) for sentence in above)]
-        parts += ["\n".join(table), *(_wrapped(sentence, width) for sentence in below)]
-        return "\n\n".join(parts)
+        parts = [lead] if lead else []
+        parts += [_wrapped(self.title, width), "\n".join([header, rule, *body, rule, whole])]
+        return "\n\n".join(parts + [_wrapped(sentence, width) for sentence in self.sentences])
 
     def markdown(self) -> str:
-        """Returns it as Markdown, for a pull request."""
+        """Return it as Markdown, for a pull request."""
         if not self.lines:
             return _escaped(self.title)
         header, *body, whole = [tuple(map(_escaped, line)) for line in self.lines]
@@ -83,15 +96,11 @@ class Table:
         return "\n".join([*lead, f"{_escaped(self.title)}\n", *lines, *sentences])
 
     def html(self) -> str:
-        """Returns it as HTML."""
+        """Return it as HTML."""
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
-        rows = [
-            self._row(header, "th"),
-            *(self._row(line, "td") for line in body),
-            self._row(whole, "th"),
-        ]
+        rows = [self._row(line, "td") for line in body] + [self._row(whole, "th")]
         lead = "".join(
             f"<br>{marked(sentence)}" if i else f"<strong>{marked(sentence)}</strong>"
             for i, sentence in enumerate(self.lead)
@@ -100,11 +109,12 @@ class Table:
         return (
             f"{f'<p>{lead}</p>' if lead else ''}"
             f'<table><caption style="text-align:left">{html.escape(self.title)}</caption>'
-            f"<thead>{rows[0]}</thead><tbody>{''.join(rows[1:])}</tbody></table>{sentences}"
+            f"<thead>{self._row(header, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
+            f"{sentences}"
         )
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yields what rich shows, no wider than its console."""
+        """Yield what rich shows, no wider than its console."""
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -117,15 +127,11 @@ class Table:
             yield Text()
         yield Text(self.title)
         yield Text()
-        wide = options.update(max_width=10_000)
-        narrower = [*self._narrower(options.max_width)]
-        tables = (one._rich() for one in narrower)
-        fits = (
-            table
-            for table in tables
-            if Measurement.get(console, wide, table).maximum <= options.max_width
-        )
-        yield next(fits, None) or narrower[-1]._rich()
+        unbounded = options.update(max_width=10_000)
+        yield self._fitting(
+            options.max_width,
+            lambda table: int(Measurement.get(console, unbounded, table._rich()).maximum),
+        )._rich()
         for sentence in self.sentences:
             yield Text(f"\n{sentence}")
 
@@ -147,8 +153,12 @@ class Table:
             table.add_row(*map(Text, line), end_section=i == len(body) - 2)
         return table
 
+    def _fitting(self, width: int, width_of: Callable[["Table"], int]) -> "Table":
+        narrower = [*self._narrower(width)]
+        return next((one for one in narrower if width_of(one) <= width), narrower[-1])
+
     def _narrower(self, width: int) -> Iterator["Table"]:
-        """Yields it, then with long names on several lines, then both with ever fewer columns."""
+        """Yield it, then with long names on several lines, then both with ever fewer columns."""
         table = self
         yield from (table, table._folded(width))
         for name in self.drops:
@@ -157,13 +167,11 @@ class Table:
                 yield from (table, table._folded(width))
 
     def _folded(self, width: int) -> "Table":
-        """Returns it with its words on several lines where they take most of the width."""
-        most = max(int(_MOST_OF_WIDTH * width), _LEAST_WIDTH)
+        """Return it with its words on several lines where they take most of the width."""
+        most = max(int(_MAX_FRACTION * width), _MIN_FOLDED_WIDTH)
         lines: list[tuple[str, ...]] = []
         for line in self.lines:
-            cells = [
-                _folded(cell, most) if i in self.left else [cell] for i, cell in enumerate(line)
-            ]
+            cells = [_fold(cell, most) if i in self.left else [cell] for i, cell in enumerate(line)]
             lines += zip_longest(*cells, fillvalue="")
         return replace(self, lines=lines)
 
@@ -179,7 +187,20 @@ class Table:
 
     def _width(self) -> int:
         widths = self._widths()
-        return sum(widths) + _BETWEEN * (len(widths) - 1)
+        return sum(widths) + len(_BETWEEN) * (len(widths) - 1)
+
+    def _padded_lines(self) -> list[str]:
+        columns = []
+        for i, column in enumerate(zip(*self.lines, strict=True)):
+            width = max(map(_width_of, column))
+            space = [" " * (width - _width_of(cell)) for cell in column]
+            pairs = (
+                zip(column, space, strict=True)
+                if i in self.left
+                else zip(space, column, strict=True)
+            )
+            columns.append(["".join(pair) for pair in pairs])
+        return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
         # Inside the tags: a notebook's own style puts all cells to the right.
@@ -203,27 +224,22 @@ class Tabular:
         return self._table().text()
 
     def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
+        """Return the table for a notebook."""
         return self._table().html()
 
     def __rich__(self) -> Any:
-        """Returns the table for rich."""
+        """Return the table for rich."""
         return self._table()
 
 
 def _width_of(text: str) -> int:
-    """Returns how many columns of a terminal a text takes."""
+    """Return how many columns of a terminal a text takes."""
     marks = sum(combining(one) > 0 for one in text)
     return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
 
 
-def _padded(cell: str, width: int, left: bool) -> str:
-    space = " " * (width - _width_of(cell))
-    return f"{cell}{space}" if left else f"{space}{cell}"
-
-
-def _folded(cell: str, most: int) -> list[str]:
-    """Returns the lines of a cell, each as far in as the first."""
+def _fold(cell: str, most: int) -> list[str]:
+    """Return the lines of a cell, each indented as the first."""
     indent = " " * (len(cell) - len(cell.lstrip()))
     lines = [""]
     for one in cell:
@@ -234,13 +250,13 @@ def _folded(cell: str, most: int) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """Returns a text as Markdown shows it: no name of a user's may end the cell, or be HTML."""
+    """Return a text as Markdown shows it: no name of a user's may end the cell, or be HTML."""
     escaped = re.sub(r"([\\|*_\[\]])", r"\\\1", html.escape(text, quote=False))
     return escaped.replace("  ", "&emsp;").replace("\n", " ")
 
 
 def marked(sentence: str) -> str:
-    """Returns a sentence as HTML, with its names in the type of code."""
+    """Return a sentence as HTML, with its names in the type of code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(sentence))
 
 
@@ -249,3 +265,54 @@ def _wrapped(sentence: str, width: int | None) -> str:
         return sentence
     # Between words alone: a name with a hyphen stays whole.
     return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+
+
+def show(table: Tabular) -> None:
+    """Show a table: in a notebook, through rich on a terminal if it is installed, or as text."""
+    if in_notebook():
+        sys.modules["IPython"].display.display(table)
+        return
+    if sys.stdout is None:
+        return  # As where a process has no standard output.
+    with _below_bars():
+        if not sys.stdout.isatty():
+            print(_encodable(str(table)))
+            return
+        try:
+            from rich import get_console
+
+            # Live displays such as rich's progress bar are on this console: another one would
+            # write over them, and they over it.
+            get_console().print(table)
+        except (ImportError, UnicodeEncodeError):
+            print(_encodable(table._table().text(shutil.get_terminal_size().columns)))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with escapes in place of what standard output has no bytes for."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook, which shows HTML."""
+    ipython = sys.modules.get("IPython")
+    try:
+        kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython is not None else None
+        # A process that was forked from a kernel cannot send to its notebook.
+        return kernel is not None and getattr(kernel.session, "pid", os.getpid()) == os.getpid()
+    except Exception:
+        return False
+
+
+def _below_bars() -> AbstractContextManager[Any]:
+    """Clear tqdm's progress bars while something is printed, and draw them again below."""
+    tqdm = sys.modules.get("tqdm")
+    try:
+        if tqdm is not None and tqdm.tqdm._instances:
+            bars: AbstractContextManager[Any] = tqdm.tqdm.external_write_mode(file=sys.stdout)
+            return bars
+    except Exception:
+        # The bars are not worth the table.
+        pass
+    return nullcontext()

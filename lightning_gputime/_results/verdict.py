@@ -12,19 +12,19 @@ Rows = Mapping[str, PhaseStats]
 INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "rank-bound"
 COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
 LONGEST = "longest phase"
-"""What is told where there is no device."""
+"""The verdict without a device."""
 
 _HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
-"""What a training is called that waits in a part of `data`."""
+"""The verdict by the part of `data` in which a training waits."""
 
-# From this part of a step on something holds it up.
 _HELD_UP = 0.3
+"""From this fraction of a step on something holds it up."""
 
-# From this part of a step on, waits for other ranks are told.
 _LONG_WAITS = 0.05
+"""From this fraction of a step on, waits for other ranks are told."""
 
 MANY_GAPS = 0.1
-"""From this part of a step on, launch gaps are worth an advice."""
+"""From this fraction of a step on, launch gaps are worth an advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,28 @@ class Verdict:
         return self.phases[0] if self.bound == LONGEST else self.bound
 
 
-def held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict:
-    """Names the part of `data` that is 30 % of the step or more, or `data` itself."""
+def judge(
+    rows: Rows, step: PhaseStats, host_wait_ms: float | None, gap_share: float | None
+) -> Verdict:
+    """Return what bounds a training.
+
+    Args:
+        rows: The phases.
+        step: Whole steps.
+        host_wait_ms: How long the host waits for the device per step (in milliseconds); None
+            without a device.
+        gap_share: The fraction of the step in which the device waits for launches, if it is known.
+    """
+    held_up = _held_up_between_batches(rows, step) or _held_up_by_ranks(rows)
+    if held_up is not None:
+        return held_up
+    if host_wait_ms is None:
+        return _longest(rows)
+    return _pace(rows, step, host_wait_ms, gap_share)
+
+
+def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:
+    """Name the part of `data` that is 30 % of the step or more, or `data` itself."""
     # Where the parts are known, the whole says nothing about the loader.
     shares = {name: row.share for name, row in rows.items() if name in _HOLDS_UP}
     if len(shares) > 1:
@@ -59,31 +79,30 @@ def held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict:
     name = max(shares, key=shares.__getitem__, default=DATA)
     share = shares.get(name, 0.0)
     if share < _HELD_UP or _is_of_one_step(rows[name], step):
-        return Verdict()
+        return None
     return Verdict(_HOLDS_UP[name], f"{share:.0%} of the step is `{name}`", (name,))
 
 
 def _is_of_one_step(row: PhaseStats, step: PhaseStats) -> bool:
-    """Tells whether a phase is long in a single step: that is no habit of a training."""
+    """Return whether a phase is long in a single step: that is no habit of a training."""
     in_phase_ms = row.n * row.mean_ms
     elsewhere_ms = step.mean_ms - in_phase_ms / step.n
     in_others_ms = in_phase_ms - row.max_ms
     return in_others_ms < _HELD_UP * (in_others_ms + (step.n - 1) * elsewhere_ms)
 
 
-def held_up_by_ranks(rows: Rows) -> Verdict:
-    """Says it if waits for other ranks are 30 % of the step or more."""
+def _held_up_by_ranks(rows: Rows) -> Verdict | None:
     waits = {name: row.share for name, row in rows.items() if is_wait(name)}
     share = sum(waits.values())
     if share < _HELD_UP:
-        return Verdict()
+        return None
     most = max(waits, key=waits.__getitem__)
     grounds = f"{share:.0%} of the step is waits, most of it `{most}`"
     return Verdict(COMMUNICATION, grounds, (most,))
 
 
-def longest(rows: Rows) -> Verdict:
-    """Names the longest phase, which is all that a clock of the host tells."""
+def _longest(rows: Rows) -> Verdict:
+    """Name the longest phase, which is all that a clock of the host tells."""
     shares = {name: row.share for name, row in rows.items() if "/" not in name}
     if not shares:
         return Verdict()
@@ -91,19 +110,12 @@ def longest(rows: Rows) -> Verdict:
     return Verdict(LONGEST, f"{shares[name]:.0%} of the step is `{name}`", (name,))
 
 
-def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | None) -> Verdict:
-    """Says who sets the pace, the device or its host.
-
-    Args:
-        rows: The phases.
-        step: Whole steps.
-        host_wait_ms: How long the host waits for the device in a step (in milliseconds).
-        gap_share: The part of the step in which the device waits for launches, if it is known.
-    """
+def _pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | None) -> Verdict:
+    """Return whether the device or its host sets the pace."""
     unit = unit_of(step.mean_ms)
     whole = f"{unit.of(step.mean_ms)} a step"
     waited = f"waited {unit.number(host_wait_ms)} of {whole}"
-    of_gpu = longest(rows).phases
+    of_gpu = _longest(rows).phases
     if host_wait_ms >= 0.1 * step.mean_ms:
         return Verdict(GPU, f"the host {waited} for the GPU", of_gpu)
     # What the device takes longer for than the host is queued behind the host. Where the host
@@ -128,7 +140,7 @@ def pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | N
 
 
 def _part(name: str, rows: Rows) -> str:
-    """Returns the part of `data` in which the host was for most of it; else the name."""
+    """Return the part of `data` in which the host was for most of it; else the name."""
     parts = [part for part in rows if name == DATA and part in _HOLDS_UP and part != DATA]
     took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
     most = max(took, key=took.__getitem__, default=name)
@@ -136,21 +148,26 @@ def _part(name: str, rows: Rows) -> str:
 
 
 def wait_sentence(rows: Rows, step: PhaseStats) -> str:
-    """Says how long waits for other ranks are, and where, from 5 % of the step on."""
+    """Say how long waits for other ranks are, and where, from 5 % of the step on."""
     waits = {name: row.share * step.mean_ms for name, row in rows.items() if is_wait(name)}
     all_ms = sum(waits.values())
     if all_ms < _LONG_WAITS * step.mean_ms or not waits:
         return ""
     unit = unit_of(step.mean_ms)
-    long = [name for name, ms in waits.items() if 10 * ms >= all_ms]
-    long.sort(key=lambda name: -waits[name])
+    long = sorted(
+        (name for name, ms in waits.items() if 10 * ms >= all_ms), key=lambda name: -waits[name]
+    )
     parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
+    why = ""
     # Only a trainer tells of the parts of `data`.
-    asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
-    # Nobody but Lightning tells the copies apart.
-    lightning = "Lightning asks all ranks before each batch"
-    who = lightning if COPY in rows else "the Trainer asks all ranks before each step"
-    why = f", in which {who}" if asks else ""
+    if FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms:
+        # Nobody but Lightning tells the copies apart.
+        is_lightning = COPY in rows
+        why = ", in which " + (
+            "Lightning asks all ranks before each batch"
+            if is_lightning
+            else "the Trainer asks all ranks before each step"
+        )
     return (
         f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
         f" their collectives: {', '.join(parts)}{why}"

@@ -8,11 +8,9 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.noise import Noise
-from lightning_gputime._results.ranks import compare
+from lightning_gputime._results.ranks import ITEMS_TIME, Noise, Totals, compare, since, totals_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.totals import ITEMS_TIME, Totals, since, totals_of
 from lightning_gputime._run.exchange import Exchange, open_exchange
 
 

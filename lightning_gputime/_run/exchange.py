@@ -10,7 +10,7 @@ import torch.distributed
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._results.totals import Totals
+from lightning_gputime._results.ranks import Totals
 
 T = TypeVar("T")
 

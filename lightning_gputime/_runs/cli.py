@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_gputime._results import files
-from lightning_gputime._results.show import show as print_table
+from lightning_gputime._results.table import show as print_table
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.page import page
 from lightning_gputime._runs.run import Run

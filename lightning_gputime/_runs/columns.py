@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._results.columns import table
+from lightning_gputime._results.history import structured
 
 _UNIT_MS = 1e-4
 """Times are whole numbers of this: five times finer than what an event of CUDA can tell."""
@@ -82,7 +82,7 @@ def from_json(found: Any) -> tuple[npt.NDArray[Any], int]:
         "host_wait_ms": wait * unit_ms,
         **{f"{name}_ms": ms for name, ms in phases.items()},
     }
-    return table(columns), min(warmup_steps, len(wait))
+    return structured(columns), min(warmup_steps, len(wait))
 
 
 def _times(found: Any, name: str) -> npt.NDArray[np.float64]:

@@ -1,0 +1,129 @@
+"""The newest steps, kept in little memory and read as columns."""
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._phases import in_order, settle
+from lightning_gputime._record.steps import StepRecord
+
+_MIN_PACKED_MARKS = 40
+"""Steps with this many marks, as with many modules, are packed, which takes a microsecond."""
+
+
+class Newest:
+    """The newest steps.
+
+    Args:
+        capacity: Maximum number of steps.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=capacity)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def copy(self) -> "Newest":
+        """Return another one with the same steps."""
+        copied = Newest(0)
+        copied._steps = self._steps.copy()
+        return copied
+
+    def extend(self, steps: Iterable[StepRecord]) -> None:
+        """Add the next steps; the oldest ones make room for them."""
+        self._steps.extend(
+            [step if len(step.labels) < _MIN_PACKED_MARKS else _pack(step) for step in steps]
+        )
+
+    def last(self) -> StepRecord:
+        """Return the newest step."""
+        return _unpack(self._steps[-1])
+
+    def steps(self) -> Sequence[StepRecord]:
+        """Return all steps, oldest first."""
+        return [*map(_unpack, self._steps.copy())]
+
+
+def _pack(step: StepRecord) -> StepRecord:
+    # 8 bytes per number; a float in a tuple takes 32. Bytes, because the garbage collector tracks
+    # arrays.
+    device_ms, host_ns = array("d", step.device_ms), array("q", step.host_ns)
+    return step._replace(device_ms=device_ms.tobytes(), host_ns=host_ns.tobytes())
+
+
+def _unpack(step: StepRecord) -> StepRecord:
+    if not isinstance(step.device_ms, bytes) or not isinstance(step.host_ns, bytes):
+        return step
+    device_ms, host_ns = memoryview(step.device_ms).cast("d"), memoryview(step.host_ns).cast("q")
+    return step._replace(device_ms=device_ms, host_ns=host_ns)
+
+
+def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
+    """Return steps as a structured array; see the timers' `history`."""
+    step_ms = np.zeros(len(steps))
+    phases: dict[str, npt.NDArray[np.float64]] = {}
+    # All steps with the same marks at once, not step by step.
+    for labels, at in _indices_by_labels(steps).items():
+        of_mark = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
+        started = set[str]()
+        for names, ms in zip(settle(labels), of_mark.T, strict=True):
+            if names:
+                step_ms[at] += ms
+            for name in names:
+                column = phases.setdefault(name, np.full(len(steps), np.nan))
+                column[at] = column[at] + ms if name in started else ms
+                started.add(name)
+    return structured(
+        {
+            "step": np.array([step.number for step in steps], np.int64),
+            "step_ms": step_ms,
+            "host_wait_ms": np.array([step.wait_ms for step in steps], np.float64),
+            **{f"{name}_ms": phases[name] for name in in_order(list(phases))},
+        }
+    )
+
+
+def mean_run_ahead_ms(steps: Sequence[StepRecord]) -> float | None:
+    """Return how far the host runs ahead of the device, averaged over all marks of steps.
+
+    A wait that blocks ends when the device reaches the end of the step: there the clocks meet.
+
+    Returns:
+        The time from the host's mark to the device's (in milliseconds); None if the host did not
+        block in half of the steps.
+    """
+    known = [step for step in steps if step.finished_ns]
+    if len(known) < max(len(steps) / 2, 1):
+        return None
+    sum_ms, marks = 0.0, 0
+    for at in _indices_by_labels(known).values():
+        host_ms = np.array([known[i].host_ns for i in at]) / 1e6
+        device_ms = np.array([known[i].device_ms for i in at]).reshape(len(at), -1)
+        finished_ms = np.array([known[i].finished_ns for i in at]) / 1e6
+        # From the end of the step, where the clocks meet, back to its start.
+        reached_ms = np.hstack((np.zeros((len(at), 1)), np.cumsum(device_ms, axis=1)))
+        reached_ms += (finished_ms - device_ms.sum(axis=1))[:, np.newaxis]
+        sum_ms += float((reached_ms - host_ms).sum())
+        marks += host_ms.size
+    return sum_ms / marks
+
+
+def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return columns of one length as a structured array."""
+    dtype = [(name, column.dtype) for name, column in columns.items()]
+    whole = np.empty(len(columns["step"]), np.dtype(dtype))
+    for name, column in columns.items():
+        whole[name] = column
+    return whole
+
+
+def _indices_by_labels(steps: Sequence[StepRecord]) -> dict[tuple[str, ...], list[int]]:
+    indices: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, step in enumerate(steps):
+        indices[step.labels].append(i)
+    return indices
