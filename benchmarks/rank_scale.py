@@ -17,8 +17,8 @@ from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_gputime._results.ranks import Totals, compare
-from lightning_gputime._run import exchange
-from lightning_gputime._run.exchange import Exchange
+from lightning_gputime._run import rank_comparer
+from lightning_gputime._run.rank_comparer import Exchange
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def exchanges(world_size: int) -> list[Exchange]:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, None, False)
     # Each rank is a process of its own, whose first timer this is.
-    with mock.patch.object(exchange, "_runs", iter([0] * world_size)):
+    with mock.patch.object(rank_comparer, "_runs", iter([0] * world_size)):
         return [
             Exchange(client if rank else server, rank, world_size) for rank in range(world_size)
         ]

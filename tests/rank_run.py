@@ -1,9 +1,10 @@
 """Trains in one of several processes, with a slow rank; rank zero writes what its timer says.
 
-python tests/rank_run.py DIRECTORY WORLD_SIZE RANK
+python tests/rank_run.py DIRECTORY WORLD_SIZE RANK [dies]
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -104,11 +105,33 @@ def train(case: str, rank: int) -> dict[str, Any]:
     }
 
 
-def main(directory: Path, world_size: int, rank: int) -> None:
+def die(rank: int) -> dict[str, Any]:
+    """Trains two epochs; the last rank dies when the first is over, before they are compared."""
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with GPUPhaseHooks(net, optimizer) as timer:
+        start = time.monotonic()
+        try:
+            for _ in range(2):
+                for i, x in enumerate(timer.steps(batches(0.0))):
+                    start = time.monotonic()
+                    net(x).sum().backward()
+                    optimizer.step()
+                    if rank == 1 and i == STEPS - 1:
+                        os._exit(3)
+        except RuntimeError as error:
+            return {"error": str(error), "seconds": time.monotonic() - start}
+    return {"error": "", "seconds": 0.0}
+
+
+def main(directory: Path, world_size: int, rank: int, mode: str = "") -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
     )
+    if mode == "dies":
+        (directory / "results.json").write_text(json.dumps(die(rank)))
+        return
     cases = ["balanced", "data", "forward", "backward", "optimizer", "one raises"]
     results = {}
     for case in cases:
@@ -121,4 +144,4 @@ def main(directory: Path, world_size: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

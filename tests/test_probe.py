@@ -25,9 +25,9 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run import session
-from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.rank_comparer import RankComparer
 from lightning_gputime._run.schedule import Kind, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
@@ -346,15 +346,15 @@ def test_a_spin_that_raises_ends_the_probing_alone(
 def test_an_exchange_of_ranks_before_a_probed_step_is_no_part_of_it(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def owe(self: Comparison, finished: int) -> None:
-        self.owed = finished
+    def owe(self: RankComparer, finished: int) -> None:
+        self.due_step = finished
 
-    def pay(self: Comparison) -> None:
-        self.owed = None
+    def pay(self: RankComparer) -> None:
+        self.due_step = None
         gpu.host_work(200.0)
 
-    monkeypatch.setattr(Comparison, "log_is_due", owe)
-    monkeypatch.setattr(Comparison, "pay", pay)
+    monkeypatch.setattr(RankComparer, "log_is_due", owe)
+    monkeypatch.setattr(RankComparer, "compare_if_due", pay)
     summary = run(Loop(gpu), 40, log_every_n_steps=1).summary()
     assert summary.probed_steps == 8
     assert gpu.spins[1:] == [15.0] * 7
@@ -372,7 +372,7 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert busy.step.device_ms == 4.0
 
     means = MeanLog("phase_time", 1, [logger])
-    comparison = Comparison(results, means, Options(sync_ranks=False))
+    comparison = RankComparer(results, means, Options(sync_ranks=False))
     inquiry = Inquiry(FakeGPU())
     delivery = Delivery(results, means, comparison, inquiry, Options(), on_step=[], probe=probe)
     delivery.add([step._replace(filled=True)])

@@ -22,9 +22,8 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.ranks import Noise, Totals, compare, since, totals_of
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._run import comparison
-from lightning_gputime._run import exchange as exchange_module
-from lightning_gputime._run.exchange import Exchange
+from lightning_gputime._run import rank_comparer
+from lightning_gputime._run.rank_comparer import Exchange
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 
@@ -280,12 +279,12 @@ def test_a_window_is_the_difference_of_two_totals() -> None:
 
 def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
     store = HashStore()
-    numbers = exchange_module._runs
+    numbers = rank_comparer._runs
     result = []
     for rank in range(world_size):
-        exchange_module._runs = iter([0])  # type: ignore[assignment]  # each is a process of its own
+        rank_comparer._runs = iter([0])  # type: ignore[assignment]  # each is a process of its own
         result.append(Exchange(store, rank, world_size, timeout_s=timeout_s))
-    exchange_module._runs = numbers
+    rank_comparer._runs = numbers
     return result
 
 
@@ -293,7 +292,7 @@ def test_a_rank_that_had_left_before_took_part_in_another_measurement(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HashStore()
-    monkeypatch.setattr(exchange_module, "_runs", itertools.repeat(0))
+    monkeypatch.setattr(rank_comparer, "_runs", itertools.repeat(0))
     earlier = Exchange(store, 1, 3)
     earlier.gather(totals(steps=7))
     earlier.leave()
@@ -339,8 +338,40 @@ def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
         one.gather(totals())
         assert set(zero.gather(totals())) == {0, 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "The times of these ranks did not arrive, and are left out from here on: 2"
+        "The times of these ranks did not arrive, and are left out until they do: 2"
     ]
+
+
+def test_a_rank_that_was_late_takes_part_again_when_it_has_caught_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    zero, one, two = exchanges(3, timeout_s=0.1)
+    for rank in (one, two):
+        rank.gather(totals(steps=1))
+    assert set(zero.gather(totals())) == {0, 1, 2}
+    for n in (2, 3):
+        one.gather(totals(steps=n))
+        assert set(zero.gather(totals())) == {0, 1}
+    for n in (2, 3, 4):
+        two.gather(totals(steps=n))
+    one.gather(totals(steps=4))
+    gathered = zero.gather(totals())
+    assert {rank: gathered[rank]["step"][1] for rank in (1, 2)} == {1: 4, 2: 4}
+    assert caplog.text.count("did not arrive") == 1
+
+
+def test_a_rank_that_is_always_late_is_waited_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_comparer, "_MAX_MISSES", 2)
+    zero, one = exchanges(2, timeout_s=0.1)
+    one.gather(totals())
+    zero.gather(totals())
+    waited = []
+    for _ in range(4):
+        began = time.monotonic()
+        assert set(zero.gather(totals())) == {0}
+        waited.append(time.monotonic() - began >= 0.1)
+        one.gather(totals())
+    assert waited == [True, True, False, False]
 
 
 def test_a_rank_that_runs_far_ahead_loses_no_window() -> None:
@@ -356,7 +387,7 @@ def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = HashStore()
-    monkeypatch.setattr(exchange_module, "_runs", itertools.repeat(0))
+    monkeypatch.setattr(rank_comparer, "_runs", itertools.repeat(0))
     store.set_timeout(timedelta(seconds=0.3))
     zero, _ = (Exchange(store, rank, 2) for rank in range(2))
     began = time.monotonic()
@@ -438,7 +469,7 @@ def slower_forward(own: Totals) -> Totals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr(comparison, "open_exchange", lambda: fake)
+    monkeypatch.setattr(rank_comparer, "open_exchange", lambda: fake)
     return fake
 
 
@@ -675,7 +706,7 @@ def test_a_store_that_fails_ends_the_comparison_and_nothing_else(
 def test_a_single_process_sends_nothing_and_does_not_wait_at_the_end_of_an_epoch(
     gpu: FakeGPU,
 ) -> None:
-    assert exchange_module.open_exchange() is None
+    assert rank_comparer.open_exchange() is None
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -704,6 +735,19 @@ def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
         if not spoiled:
             break
     assert spoiled == {}
+
+
+def test_where_a_rank_dies_at_the_end_of_an_epoch_the_trainings_own_error_comes_first(
+    tmp_path: Path,
+) -> None:
+    dead = start(SCRIPT, tmp_path, 2, 1, "dies")
+    finish(start(SCRIPT, tmp_path, 2, 0, "dies"))
+    dead.communicate(timeout=10.0)
+    assert dead.returncode == 3
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert "Connection" in found["error"]
+    # Lightning's launcher looks every 5 s whether a process has died, and then kills this one.
+    assert found["seconds"] < 5.0
 
 
 def train_together(world_size: int, directory: Path) -> dict[str, dict[str, Any]]:

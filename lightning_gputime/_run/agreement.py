@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from lightning_gputime._messages import messages
-from lightning_gputime._run.exchange import among_ranks
+from lightning_gputime._run.rank_comparer import among_ranks
 
 # Timers are attached in the same order on every rank, so their numbers agree.
 _runs = itertools.count()

@@ -15,8 +15,8 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.rank_comparer import RankComparer
 
 
 class Delivery:
@@ -36,7 +36,7 @@ class Delivery:
         self,
         results: Results,
         means: MeanLog,
-        comparison: Comparison,
+        comparison: RankComparer,
         inquiry: Inquiry,
         options: Options,
         *,
@@ -107,7 +107,7 @@ class Delivery:
     def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
-        self._comparison.add(measured)
+        self._comparison.steps_read(measured)
         # Before the means, which are of its steps.
         slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
         self._add_slow(slow)

@@ -27,9 +27,9 @@ from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.asked import Asked
 from lightning_gputime._run.checkup import Checkup
-from lightning_gputime._run.comparison import Comparison
 from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
+from lightning_gputime._run.rank_comparer import RankComparer
 from lightning_gputime._run.recording import recorder_for
 from lightning_gputime._run.schedule import Schedule
 from lightning_gputime._run.selection import Selection
@@ -62,7 +62,7 @@ class Session(Asked):
     ) -> None:
         schedule = Schedule.of(options)
         probe = Probe(clock, results) if options.probe_every_n_steps else None
-        self._comparison = Comparison(results, means, options)
+        self._comparison = RankComparer(results, means, options)
         self._inquiry = Inquiry(clock, means.loggers)
         self.loads = self._inquiry.loads
         """Says what loads the batches, and whether `data` has no part for its fetches."""
@@ -166,10 +166,10 @@ class Session(Asked):
             recorder.end_step(number, self._boundaries.step_ended(), reads)
         else:
             self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.owed is not None or self._work.is_due:
+        if self._comparison.due_step is not None or self._work.is_due:
             # None of it is part of the step that has begun.
             recorder.pause()
-            self._comparison.pay()
+            self._comparison.compare_if_due()
             self._work.measure()
             recorder.resume()
         # A user's function may have removed the timer.
@@ -216,7 +216,7 @@ class Session(Asked):
         """Compares the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
             self.flush()
-            self._comparison.sync(self._newest)
+            self._comparison.compare_all(self._newest)
 
     def finish(self) -> None:
         """Reads and compares the last steps, and takes everything off. Safe to call twice."""
@@ -244,7 +244,7 @@ class Session(Asked):
         if self.is_attached:
             self.is_attached = False
             self._delivery.end()
-            self._comparison.end()
+            self._comparison.remove()
             self._checkup.end()
 
     def abandon(self) -> None:
