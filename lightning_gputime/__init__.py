@@ -16,8 +16,7 @@ from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load
+from lightning_gputime._runs.saved import Run, load
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.evaluation import Evaluations
-from lightning_gputime._runs.setup import cores_of_rank, known_of_loader
+from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
 
 STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""

@@ -21,9 +21,13 @@ from lightning_gputime._results.results import Results
 from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
 from lightning_gputime._run.session import Session
 from lightning_gputime._runs import saved
-from lightning_gputime._runs.environment import Environment, environment_of
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.setup import known_of_loader, setup_of
+from lightning_gputime._runs.environment import (
+    Environment,
+    environment_of,
+    known_of_loader,
+    setup_of,
+)
+from lightning_gputime._runs.saved import Run
 
 
 class Timer(Readings):

@@ -16,8 +16,13 @@ from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.setup import _unfused, cores_of_rank, known_of_loader, setup_of
+from lightning_gputime._runs.environment import (
+    Environment,
+    _unfused,
+    cores_of_rank,
+    known_of_loader,
+    setup_of,
+)
 
 CORES = 16
 WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)

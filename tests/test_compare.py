@@ -347,7 +347,7 @@ def test_a_name_of_a_phase_ends_no_cell() -> None:
         (["compare", "none.json.gz", "none.json.gz"], "No such file or directory"),
         (["compare", "FILE"], "give two runs, or several each behind --before and --after"),
         (["compare", "FILE", "FILE", "--before", "FILE"], "give two runs"),
-        (["show", __file__], "is damaged, or no file of a run"),
+        (["show", __file__], "is not a saved run: write one with timer.save(path)"),
     ],
 )
 def test_bad_input_exits_with_two(

@@ -18,7 +18,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs import columns, saved
+from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
 
 
@@ -64,7 +64,7 @@ def test_a_path_may_begin_at_home(
 
 def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
-    assert json.loads((tmp_path / "run.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 2
     assert load(tmp_path / "run.json").summary.steps == 4
 
 
@@ -197,33 +197,28 @@ def changed(path: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format="other"), r"is no file of a run: write one by timer\.save"),
-        (lambda c: c.update(version=2), "by a newer lightning_gputime: .* version 2.* update"),
-        (lambda c: c.update(version="1"), "is damaged: its version is '1'"),
-        (lambda c: c.pop("history"), "is damaged: history must be an object with phases"),
-        (lambda c: c.pop("summary"), "is damaged: summary must be an object, not None"),
-        (lambda c: c["summary"].pop("steps"), "is damaged: summary has no steps"),
+        (lambda c: c.update(format="other"), "its format is not 'lightning_gputime run'"),
+        (lambda c: c.update(version=3), "its version is 3, .* reads version 2: update"),
+        (lambda c: c.update(version="2"), "its version is '2'"),
+        (lambda c: c.pop("history"), "it has no 'history'"),
+        (lambda c: c["history"].pop("phases"), "it has no 'phases'"),
+        (lambda c: c.pop("summary"), "missing 1 required positional argument: 'summary'"),
+        (lambda c: c["summary"].pop("steps"), "missing 1 required positional argument: 'steps'"),
         (lambda c: c["summary"].update(steps=1.5), "summary.steps must be int, not 1.5"),
         (
             lambda c: c["summary"]["rows"]["forward"].update(mean_ms="1"),
             r"summary.rows\['forward'\].mean_ms must be float, not '1'",
         ),
-        (lambda c: c["history"]["host_wait"].pop(), "must be one less than there are steps"),
-        (lambda c: c["history"]["phases"]["data"].pop(), "history.data has 3 of 4 steps"),
-        (lambda c: c["history"]["phases"].update(data=["1"]), "must be a list of whole numbers"),
-        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "is too large"),
-        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**300), "is too large"),
-        (lambda c: c["history"]["phases"]["data"].__setitem__(0, -1), "data has a negative time"),
-        (lambda c: c["history"]["host_wait"].__setitem__(0, -1), "host_wait has a negative time"),
-        (lambda c: c["history"].update(first_step=10**400), "first_step is too large"),
-        (lambda c: c["history"]["phases"].update(step=[1] * 4), "has a phase called step"),
-        (lambda c: c["history"]["phases"].update(host_wait=[1] * 4), "a phase called host_wait"),
-        (
-            lambda c: c["summary"]["rows"]["forward"].update(mean_ms=10**400),
-            "mean_ms must be a finite number",
-        ),
-        (lambda c: c["history"].update(unit_ms=0), "unit_ms must be a number above 0"),
-        (lambda c: c.update(slow_steps={}), "slow_steps must be a list of objects"),
+        (lambda c: c["history"]["host_wait"].pop(), "columns of its history differ in length"),
+        (lambda c: c["history"]["phases"]["data"].pop(), "columns of its history differ in length"),
+        (lambda c: c["history"]["phases"].update(data=["one"] * 4), "invalid literal for int"),
+        (lambda c: c["history"]["phases"].update(data=[{}] * 4), "must be .* number, not 'dict'"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "too large"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**300), "too large"),
+        (lambda c: c["history"]["steps"].__setitem__(0, 10**400), "too large"),
+        (lambda c: c["summary"]["rows"]["forward"].update(mean_ms=10**400), "too large"),
+        (lambda c: c.update(slow_steps={}), "slow_steps must be Sequence, not {}"),
+        (lambda c: c.update(slow_steps=[1]), r"slow_steps\[0\] must be Mapping, not 1"),
         (
             lambda c: c["summary"].update(ledger={"entries_s": []}),
             "summary.ledger.entries_s must be Mapping",
@@ -234,7 +229,8 @@ def test_a_file_with_something_wrong_is_refused(change: Any, message: str, tmp_p
     path = changed(tmp_path / "run.json.gz", change)
     with pytest.raises(ValueError, match=message) as error:
         load(path)
-    assert str(path) in str(error.value)
+    expected = f"{path} is not a saved run: write one with timer.save(path) ("
+    assert str(error.value).startswith(expected)
 
 
 def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
@@ -258,20 +254,20 @@ def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no JSON"),
-        (b"\x80\x04\x95", "is no JSON"),
-        (pickle.dumps({"a": 1}), "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
-        (b'{"format": NaN}', "NaN is no number of JSON"),
-        (b'{"format": 1e999}', "the number 1e999 must be a finite number"),
-        (b"[1]", "is no file of a run"),
-        (gzip.compress(b"{}" * 100, mtime=0)[:-12], "cannot be unpacked"),
-        (b"\x1f\x8b" + b"x" * 50, "cannot be unpacked"),
+        (b"", "Expecting value"),
+        (b"\x80\x04\x95", "can't decode byte"),
+        (pickle.dumps({"a": 1}), "can't decode byte"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"format": NaN}', "NaN is not a finite number"),
+        (b'{"format": 1e999}', "1e999 is not a finite number"),
+        (b"[1]", "its format is not"),
+        (gzip.compress(b"{}" * 100, mtime=0)[:-12], "ended before the end-of-stream marker"),
+        (b"\x1f\x8b" + b"x" * 50, "Unknown compression method"),
     ],
 )
 def test_another_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"is not a saved run: .*{message}"):
         load(tmp_path / "run.json.gz")
 
 
@@ -279,7 +275,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed().save(tmp_path / "run.json.gz")
-    monkeypatch.setattr(saved, "_LARGEST", 100)
+    monkeypatch.setattr(saved, "_MAX_BYTES", 100)
     with pytest.raises(ValueError, match="unpacks to more than 100 bytes"):
         load(tmp_path / "run.json.gz")
 
@@ -306,6 +302,19 @@ def test_a_half_written_file_replaces_nothing(
     assert load(tmp_path / "run.json.gz").summary.steps == 4
 
 
+def test_what_a_killed_process_was_writing_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run[1].json"
+    killed, writing, another = (
+        tmp_path / f".{name}.tmp" for name in ("run[1].json.1", "run[1].json.2", "run1.json.3")
+    )
+    for one in (killed, writing, another):
+        one.touch()
+    for one in (killed, another):
+        os.utime(one, (0, 0))
+    files.write(path, "a")
+    assert {*tmp_path.iterdir()} == {path, writing, another}
+
+
 def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     old = os.umask(0o027)
@@ -322,8 +331,14 @@ def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: P
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
-        with pytest.raises(OSError, match=r"cannot be written \(it is no regular file\)"):
+    irregular = "it is no regular file: pass the path of one"
+    folder = "it is a folder: pass the path of a file in it"
+    for path, reason in (
+        (tmp_path / "pipe", irregular),
+        (tmp_path / "folder", folder),
+        (Path("/dev/null"), irregular),
+    ):
+        with pytest.raises(OSError, match=rf"cannot be written \({reason}\); the times are kept"):
             files.write(path, "a")
     assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}
 
@@ -338,18 +353,18 @@ def test_a_step_and_phase_take_a_few_bytes(tmp_path: Path) -> None:
     assert size < 20_000 * 2 * 4
 
 
-def test_columns_are_read_as_they_were_written() -> None:
+def test_the_history_is_written_in_whole_numbers(tmp_path: Path) -> None:
     results = Results(10, 2)
     results.add([raw(number, 0.25, forward=1.5) for number in (1, 2, 5)])
-    history, warmup_steps = results.history_and_warmup()
-    found = columns.to_json(history, warmup_steps)
-    assert found == {
+    results.add([raw(6, 0.25, backward=1.0)])
+    saved.save(run_of(results), tmp_path / "run.json")
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["warmup_steps"] == 2
+    assert found["history"] == {
         "unit_ms": 1e-4,
-        "warmup_steps": 2,
-        "first_step": 1,
-        "step_differences": [1, 3],
-        "host_wait": [2500, 2500, 2500],
-        "phases": {"forward": [15000, 15000, 15000]},
+        "steps": [1, 1, 3, 1],
+        "host_wait": [2500, 2500, 2500, 2500],
+        "phases": {"forward": [15000, 15000, 15000, -1], "backward": [-1, -1, -1, 10000]},
     }
 
 

@@ -1,19 +1,24 @@
-"""Files that are there whole or not at all."""
+"""Write files that are there whole or not at all."""
 
 import csv
 import errno
+import glob
 import io
 import os
 import stat
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
+_STALE_S = 60
+"""A temporary file this much older than a new file belongs to a process that was killed."""
+
 
 def csv_text(table: npt.NDArray[Any]) -> str:
-    """Returns a structured array as CSV: its fields, then a row each; empty where it is NaN."""
+    """Return a structured array as CSV: its fields, then a row each; empty where it is NaN."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(table.dtype.names or ())
@@ -22,18 +27,24 @@ def csv_text(table: npt.NDArray[Any]) -> str:
     return text.getvalue()
 
 
-def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file, replacing what was there in one move; its mode stays.
+def write(
+    path: str | os.PathLike[str], content: str | bytes, *, kept: str = "; the times are kept"
+) -> None:
+    """Write a file, replacing what was there in one move. Its mode stays.
+
+    Args:
+        path: The file.
+        content: What it will hold.
+        kept: What the message of an error ends with.
 
     Raises:
         OSError: If it cannot be written; the message names the path.
     """
-    path = os.path.expanduser(path)
-    target = Path(path).resolve()
+    target = Path(os.path.expanduser(path)).resolve()
+    # Beside its target, so that the move is one, and nobody sees half a file.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        mode = _mode(path)
-        # Beside its target, so that the move is one, and nobody sees half a file.
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        mode = _mode(target)
         # Not by `tempfile`, whose files are for their owner alone, whatever the umask.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -46,22 +57,33 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise type(error)(
-            error.errno, f"{target} cannot be written ({error.strerror}); the times are kept"
-        ) from error
+        message = f"{target} cannot be written ({error.strerror}){kept}"
+        raise type(error)(error.errno, message) from error
+    _remove_stale(target)
 
 
-def _mode(path: str | os.PathLike[str]) -> int | None:
-    """Returns the mode of a file; None if there is none yet.
+def _mode(path: Path) -> int | None:
+    """Return the mode of a file; None if there is none yet.
 
     Raises:
         OSError: If it is a folder, a device or a pipe, which no file may replace.
     """
     try:
-        found = os.stat(path).st_mode
+        found = path.stat().st_mode
     except FileNotFoundError:
         return None
+    if stat.S_ISDIR(found):
+        raise OSError(errno.EISDIR, "it is a folder: pass the path of a file in it")
     if not stat.S_ISREG(found):
-        number = errno.EISDIR if stat.S_ISDIR(found) else errno.EINVAL
-        raise OSError(number, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is no regular file: pass the path of one")
     return stat.S_IMODE(found)
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote this file."""
+    with suppress(OSError):
+        # Not by the time of this host: that of a shared disk may differ.
+        latest = target.stat().st_mtime - _STALE_S
+        for one in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            if one.stat().st_mtime < latest:
+                one.unlink()

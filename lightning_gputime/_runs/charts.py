@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import in_order
 from lightning_gputime._results.plot import colour
-from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import Run
 
 POINTS = 2000
 """So many points a chart has at most: what is more is drawn as means of neighbouring steps."""

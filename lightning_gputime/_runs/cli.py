@@ -13,8 +13,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.table import show as print_table
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.page import page
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load, plain
+from lightning_gputime._runs.saved import Run, load, plain
 
 GOOD, ABOVE, BAD = 0, 1, 2
 """What a command exits with."""

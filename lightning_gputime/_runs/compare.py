@@ -14,8 +14,7 @@ from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._runs import statistics
 from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load
+from lightning_gputime._runs.saved import Run, load
 from lightning_gputime._runs.statistics import Estimate, Floats
 
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")

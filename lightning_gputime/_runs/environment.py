@@ -1,10 +1,11 @@
-"""What a run ran on: found without Lightning, and once, where a measurement begins."""
+"""What a run runs on, and how its training is set up: found without Lightning, at its start."""
 
+import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,12 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._causes.places import attribute
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
+from lightning_gputime._results.advice import Setup
+
+_MAX_LOADERS = 10
+"""More side by side are not loaders, but the batches themselves."""
+
+_MAX_WRAPPERS = 5
+"""A dataset is not wrapped more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Environment:
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
-    """Returns what a measurement begins on; of a part that cannot be found, nothing.
+    """Return what a measurement begins on; an empty one, with a warning, if that fails.
 
     Args:
         loop: What is timed.
@@ -105,12 +115,12 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
         "parameters": sum(map(_size, parameters)),
         "commit": _commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "options": options_to_save(options),
+        "options": _options_to_save(options),
     }
 
 
-def options_to_save(options: Options) -> dict[str, Any]:
-    """Returns the options that JSON has a word for."""
+def _options_to_save(options: Options) -> dict[str, Any]:
+    """Return the options that JSON has a type for."""
     values = {one.name: getattr(options, one.name) for one in fields(options)}
     if isinstance(values.get("modules"), Mapping):
         values["modules"] = [*values["modules"]]
@@ -170,3 +180,106 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
+    """Return what advice needs to know, as far as it is known before a loader is seen.
+
+    Args:
+        environment: What the run runs on.
+        loop: What is timed.
+        told_precision: Whether a trainer has set the precision. That of the parameters does not
+            show autocast.
+    """
+    is_cuda = environment.device_type == "cuda"
+    try:
+        return Setup(
+            cores=cores_of_rank(environment.world_size),
+            precision=environment.precision if told_precision else "",
+            has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
+            compiled=environment.compiled,
+            unfused=_unfused(loop.optimizers) if is_cuda else "",
+            has_parts=any(True for _ in loop.model.children()),
+        )
+    except Exception as error:
+        messages.warning("How the training is set up could not be found: %r", error)
+        return Setup()
+
+
+def known_of_loader(loader: object) -> dict[str, Any]:
+    """Return the fields of a `Setup` that a loader shows: any iterable, or several."""
+    loaders = _several(loader)
+    kinds = {
+        "num_workers": int,
+        "pin_memory": bool,
+        "persistent_workers": bool,
+        "prefetch_factor": int,
+        "batch_size": int,
+    }
+    datasets = [_dataset(one) for one in loaders]
+    return {
+        "has_loader": True,
+        "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
+        "is_on_device": any(map(_is_on_device, datasets)),
+        **{name: _common(loaders, name, kind) for name, kind in kinds.items()},
+    }
+
+
+def _several(loader: object) -> list[object]:
+    """Return the loaders that a trainer has side by side; else the one."""
+    inside = [*loader.values()] if isinstance(loader, dict) else loader
+    if isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS:
+        return [*inside]
+    return [loader]
+
+
+def _common(loaders: Sequence[object], name: str, kind: type) -> Any:
+    """Return the attribute that all loaders agree on, if it is of this type; else None."""
+    values = [attribute(one, name) for one in loaders]
+    first = values[0]
+    return first if all(type(one) is kind and one == first for one in values) else None
+
+
+def _dataset(loader: object) -> object:
+    """Return what a loader loads from: for a part of a dataset, the whole."""
+    dataset = attribute(loader, "dataset")
+    for _ in range(_MAX_WRAPPERS):
+        inner = attribute(dataset, "dataset")
+        if inner is None:
+            break
+        dataset = inner
+    return dataset
+
+
+def _is_on_device(dataset: object) -> bool:
+    """Return whether a dataset, such as a `TensorDataset`, has tensors that are not on the CPU."""
+    tensors = attribute(dataset, "tensors")
+    several = tensors if isinstance(tensors, list | tuple) else ()
+    return any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in several)
+
+
+def cores_of_rank(world_size: int) -> int | None:
+    """Return the number of CPU cores for each rank of this host.
+
+    Args:
+        world_size: The number of ranks on all hosts.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        cores = os.cpu_count() or 0
+    try:
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        # Not all launchers set it: Lightning's own does not. A host has a rank for each device.
+        ranks = min(world_size, torch.accelerator.device_count() or world_size)
+    return max(cores // max(ranks, 1), 1) if cores else None
+
+
+def _unfused(optimizers: Sequence[Any]) -> str:
+    """Return the class of the first optimizer that could be fused, and is not."""
+    for one in optimizers:
+        groups = attribute(one, "param_groups") or ()
+        if groups and all("fused" in group and not group["fused"] for group in groups):
+            return type(one).__name__
+    return ""

@@ -13,7 +13,7 @@ from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._runs import charts
 from lightning_gputime._runs.comparison import RunComparison
-from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import Run
 
 _SLOWEST = 10
 

@@ -1,36 +1,100 @@
-"""The file of a run: JSON with a version, a few bytes a step and phase."""
+"""A saved run: a versioned JSON file of a few bytes per step and phase."""
 
 import gzip
-import io
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_gputime._results import files
+from lightning_gputime._results.history import structured
+from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._runs import columns, fields
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.run import Run
 
 FORMAT = "lightning_gputime run"
-VERSION = 1
+VERSION = 2
 
-_LARGEST = 2**30
-"""A file that unpacks to more bytes is none of ours: a million steps take a tenth of it."""
+_UNIT_MS = 1e-4
+"""Times are saved as multiples of this: five times finer than what a CUDA event resolves."""
 
-_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, but ends of lines and tabs."""
+_MAX_TIME_MS = 1e9
+"""No step takes that long: a longer time is saved as absent."""
 
-_GZIP = b"\x1f\x8b"
+_ABSENT = -1
+"""Is saved in place of a time that is not known, as where a phase did not run."""
+
+_MAX_BYTES = 2**30
+"""A file that unpacks to more is not ours: a million steps take a tenth of it."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, which a terminal may take for commands, other than line feeds and tabs."""
+
+_DAMAGE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    EOFError,
+    zlib.error,
+    gzip.BadGzipFile,
+)
+"""Errors of reading a file that is damaged, or not ours."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What a timer has measured of a run, as `save` writes it and `load` reads it.
+
+    Attributes:
+        environment: What it ran on.
+        history: The newest steps, see the timers' `history`; to 0.0001 ms.
+        warmup_steps: How many of the first steps of the history are warm-up.
+        summary: The statistics of all steps but the warm-up; of that where there are no others.
+        slow_steps: The slowest steps with their causes, each a JSON object.
+        evaluations: The means of each evaluation, each a JSON object.
+        name: What it is called, such as its file.
+    """
+
+    environment: Environment
+    history: npt.NDArray[Any]
+    warmup_steps: int
+    summary: PhaseSummary
+    slow_steps: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    name: str = ""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the whole fit went; None where no trainer told."""
+        return self.summary.ledger
+
+    @property
+    def measured(self) -> npt.NDArray[Any]:
+        """The history without the warm-up."""
+        return self.history[self.warmup_steps :]
+
+
+def phases_of(history: npt.NDArray[Any]) -> list[str]:
+    """Return the names of the phases in a history."""
+    others = ("step", "step_ms", "host_wait_ms")
+    names = history.dtype.names or ()
+    return [name.removesuffix("_ms") for name in names if name not in others]
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
-    """Writes a run as JSON, compressed where the path ends in ".gz"; replaces the file whole.
+    """Write a run as JSON, compressed if the path ends in ".gz". Replace the file whole.
 
     Raises:
         OSError: If it cannot be written.
@@ -39,117 +103,46 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "environment": asdict(run.environment),
-        "history": columns.to_json(run.history, run.warmup_steps),
+        "warmup_steps": run.warmup_steps,
         "summary": run.summary.to_dict(),
         "slow_steps": run.slow_steps,
         "evaluations": run.evaluations,
     }
-    # The history needs no second look, and is nearly all.
-    whole = {key: one if key == "history" else plain(one) for key, one in content.items()}
+    # The history is nearly all of the file, and its numbers are plain already.
+    whole = {**plain(content), "history": _pack(run.history)}
     data = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
     if os.fspath(path).endswith(".gz"):
-        # Level 1: a third of the time, for a tenth more bytes. No time, by which two files of one
-        # run would differ.
+        # Level 1 takes a third of the time, for a tenth more bytes. Without a time of day, two
+        # files of one run are the same.
         data = gzip.compress(data, compresslevel=1, mtime=0)
     files.write(path, data)
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """Reads the file of a run, which a timer's `save` has written.
-
-    It is JSON, of which every field is checked, and nothing is executed.
+    """Read a file that a timer's `save` has written. It is JSON: nothing in it is executed.
 
     Args:
         path: The file.
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: If it is damaged, of another program, or of a newer version of this one.
+        ValueError: If it is damaged, of another program, or of another version of this one.
     """
     name = os.path.expanduser(path)
-    with open(name, "rb") as file:
-        content = _content(file, name)
     try:
-        history, warmup_steps = columns.from_json(content.get("history"))
-        return Run(
-            fields.read(Environment, content.get("environment"), "environment"),
-            history,
-            warmup_steps,
-            fields.read(PhaseSummary, content.get("summary"), "summary"),
-            _objects(content, "slow_steps"),
-            _objects(content, "evaluations"),
-            os.path.basename(name),
-        )
-    except ValueError as error:
-        raise ValueError(f"{name} is damaged: {error}") from error
-
-
-def _content(file: IO[bytes], path: str) -> dict[str, Any]:
-    start = file.read(len(_GZIP))
-    file.seek(0)
-    try:
-        unpacked = gzip.GzipFile(fileobj=file) if start == _GZIP else file
-        data = unpacked.read(_LARGEST + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: it cannot be unpacked ({error})") from error
-    if len(data) > _LARGEST:
-        raise ValueError(f"{path} is no file of a run: it unpacks to more than {_LARGEST} bytes")
-    try:
-        # Not over text: what is no UTF-8 is told as an error of the file, too.
-        content = json.load(
-            io.BytesIO(data),
-            parse_constant=_refuse,
-            parse_float=_finite,
-            object_pairs_hook=lambda pairs: {
-                _printable(key): _printable(one) for key, one in pairs
-            },
-        )
-    except (ValueError, RecursionError) as error:
+        content = _parse(_decompress(name))
+        content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
+        run: Run = _read(Run, content, "run")
+    except _DAMAGE as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"{path} is damaged, or no file of a run: it is no JSON ({error})"
+            f"{name} is not a saved run: write one with timer.save(path) ({reason})"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is no file of a run: write one by timer.save(path), or"
-            " GPUPhaseTimer(save=path)"
-        )
-    version = content.get("version")
-    if type(version) is not int or version < 1:
-        raise ValueError(f"{path} is damaged: its version is {version!r:.60}")
-    if version > VERSION:
-        raise ValueError(
-            f"{path} was written by a newer lightning_gputime: the file has version {version}, this"
-            f" one reads up to {VERSION}; update lightning_gputime"
-        )
-    return content
-
-
-def _printable(value: Any) -> Any:
-    """Returns a text, or a list of texts, without what a terminal takes for a command."""
-    if isinstance(value, str):
-        return _COMMANDS.sub("\ufffd", value)
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        return [*map(_printable, value)]
-    return value
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    return fields.number(float(text), f"the number {text:.60}")
-
-
-def _objects(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    found = content.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ValueError(f"{name} must be a list of objects, not {found!r:.60}")
-    return found
+    return run
 
 
 def plain(value: Any) -> Any:
-    """Returns what JSON has words for: None for a number that is none."""
+    """Return `value` in types of JSON, with None for a number that is not finite."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -157,3 +150,115 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return a history as lists of whole numbers."""
+    return {
+        "unit_ms": _UNIT_MS,
+        # The first number, then differences: nearly all are 1, which takes no room compressed.
+        "steps": np.diff(history["step"], prepend=0).tolist(),
+        "host_wait": _to_units(history["host_wait_ms"]),
+        # Without that of the step, which is the sum of the phases.
+        "phases": {name: _to_units(history[f"{name}_ms"]) for name in phases_of(history)},
+    }
+
+
+def _to_units(times_ms: Floats) -> list[int]:
+    is_known = np.abs(times_ms) < _MAX_TIME_MS
+    units = np.rint(np.where(is_known, times_ms, 0) / _UNIT_MS)
+    # The events of two streams may be less than nothing apart.
+    found: list[int] = np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
+    return found
+
+
+def _unpack(packed: Any) -> npt.NDArray[Any]:
+    """Return the history of which `_pack` has made `packed`."""
+    steps = np.cumsum(np.array(packed["steps"], np.int64))
+    named = {"host_wait": packed["host_wait"], **packed["phases"]}
+    times = {name: _from_units(units, packed["unit_ms"]) for name, units in named.items()}
+    if any(ms.shape != steps.shape for ms in times.values()):
+        raise ValueError("the columns of its history differ in length")
+    top_level = [times[name] for name in packed["phases"] if "/" not in name]
+    columns = {
+        "step": steps,
+        "step_ms": np.nansum([np.zeros(len(steps)), *top_level], axis=0),
+        **{f"{name}_ms": ms for name, ms in times.items()},
+    }
+    return structured(columns)
+
+
+def _from_units(units: Any, unit_ms: float) -> Floats:
+    whole = np.array(units, np.int64)
+    return np.where(whole < 0, np.nan, whole * unit_ms)
+
+
+def _decompress(path: str) -> bytes:
+    with open(path, "rb") as file:
+        is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
+        data = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it unpacks to more than {_MAX_BYTES} bytes")
+    return data
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    content = json.loads(
+        data,
+        parse_constant=_finite,
+        parse_float=_finite,
+        object_pairs_hook=lambda pairs: {_printable(key): _printable(one) for key, one in pairs},
+    )
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"its version is {content.get('version')!r:.60}, and this lightning_gputime reads"
+            f" version {VERSION}: update lightning_gputime, or save the run again"
+        )
+    return content
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.60} is not a finite number")
+    return number
+
+
+def _printable(value: Any) -> Any:
+    """Return a string, or a list of strings, without control characters."""
+    if isinstance(value, str):
+        return _CONTROL.sub("\ufffd", value)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return [*map(_printable, value)]
+    return value
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return a value of JSON as the type that a field of a dataclass has.
+
+    Missing fields take their default, and unknown ones are ignored: a record may get a field
+    without a new version of the file. A float that is null is NaN.
+
+    Raises:
+        TypeError: If a field without a default is missing.
+        ValueError: If the value has another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or type(value) in (kind, np.ndarray) or (origin is Literal and value in inner):
+        return value
+    if kind is float and (value is None or type(value) is int):
+        return math.nan if value is None else float(value)
+    if origin is UnionType:
+        return None if value is None else _read(inner[0], value, where)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind).items()
+        known = [(name, hint) for name, hint in hints if name in value]
+        return kind(**{name: _read(hint, value[name], f"{where}.{name}") for name, hint in known})
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _read(inner[1], one, f"{where}[{key!r:.60}]") for key, one in value.items()}
+    if origin in (tuple, Sequence) and isinstance(value, list):
+        several = [_read(inner[0], one, f"{where}[{i}]") for i, one in enumerate(value)]
+        return tuple(several) if origin is tuple else several
+    raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r:.60}")
