@@ -13,8 +13,7 @@ from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._runs.compare import compare
-from lightning_gputime._runs.comparison import Difference, RunComparison
+from lightning_gputime._runs.compare import Difference, RunComparison, compare
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.saved import Run, load
 from lightning_gputime.hooks import GPUPhaseHooks

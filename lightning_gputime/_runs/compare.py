@@ -1,47 +1,213 @@
-"""The comparison of runs: which can be compared, and what comes of it."""
+"""The comparison of runs: by how much their steps differ, how sure that is, and in which phase."""
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from lightning_gputime._messages import shown
 from lightning_gputime._phases import in_order, of_one_callback
+from lightning_gputime._results.summary import with_none
+from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.units import Unit, unit_of
 from lightning_gputime._runs import statistics
-from lightning_gputime._runs.comparison import Difference, RunComparison
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.saved import Run, load
-from lightning_gputime._runs.statistics import Estimate, Floats
+from lightning_gputime._runs.saved import Run, load, phases_of
 
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
-"""What two runs must agree in: else their steps are not the same work."""
+"""Fields of the environment in which runs must agree: else their steps are not the same work."""
 
-# What differs from run to run, and says nothing.
 _OWN = ("started", "rank", "options")
+"""Fields that differ from run to run, and mean nothing."""
+
+_MOST = 0.8
+"""A part of a phase is named in place of it from this fraction of its difference on."""
+
+_FEW_STEPS = 200
+"""With fewer a side it is not known how long what slows steps down lasts."""
+
+_DROPS = ("explains", "change", "95 %")
+"""The columns that go where the table is too wide, the first of them first."""
+
+Given = Run | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What is compared: its estimate, and the variance of that."""
+class Difference:
+    """The difference of one phase, or of the step, between two sides.
 
-    estimate: Callable[[Floats], Estimate]
-    variance: Callable[[Floats], tuple[Floats, int]]
+    Attributes:
+        before_ms: The time before (in milliseconds).
+        after_ms: The time after (in milliseconds).
+        error_ms: Half the width of the 95 % interval of their difference (in milliseconds).
+        error_ratio: The same for the difference as a fraction of the time before.
+    """
+
+    before_ms: float
+    after_ms: float
+    error_ms: float
+    error_ratio: float
+
+    @property
+    def change_ms(self) -> float:
+        """How much longer it takes after than before (in milliseconds)."""
+        return self.after_ms - self.before_ms
+
+    @property
+    def ratio(self) -> float:
+        """The same as a fraction of the time before; NaN where that is zero."""
+        return self.change_ms / self.before_ms if self.before_ms else math.nan
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether zero lies outside of the interval."""
+        return abs(self.change_ms) > self.error_ms
+
+    def is_above(self, bound: float) -> bool:
+        """Return whether it is certainly longer by more than a fraction of the time before."""
+        return self.ratio - self.error_ratio > bound and self.is_certain
 
 
-_TYPICAL = _Kind(statistics.typical, statistics.variance)
-_MEAN = _Kind(statistics.mean, statistics.variance_of_mean)
+@dataclass(frozen=True, slots=True)
+class RunComparison(Tabular):
+    """What differs between two sides of one run or several each; `print` shows it as a table.
 
-Given = Run | str | os.PathLike[str]
+    The times of `step` and `rows` are those of a typical step, the mean over the middle half of the
+    steps by their length. The phases add up to the step, and their changes to its change.
+
+    Attributes:
+        rows: Each phase, in the order of a step; a phase that did not run takes 0 ms.
+        step: The typical step.
+        mean: The mean over all steps, slow ones included, with an interval of 99.5 %.
+        runs: How many runs the sides have, before and after.
+        steps: How many steps they have.
+        notes: What else differs, such as the version of torch.
+    """
+
+    rows: Mapping[str, Difference]
+    step: Difference
+    mean: Difference
+    runs: tuple[int, int]
+    steps: tuple[int, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """Is "slower" or "faster" where that is certain, else "alike"."""
+        if not self.step.is_certain:
+            return "alike"
+        return "slower" if self.step.change_ms > 0 else "faster"
+
+    @property
+    def explains(self) -> dict[str, float]:
+        """The fraction of the step's change that each phase explains; they add up to 1.
+
+        Without sub-phases, whose parts are in their parents'. Empty where nothing is certain.
+        """
+        if not self.step.is_certain:
+            return {}
+        changes = {name: row.change_ms for name, row in self.rows.items()}
+        return {name: ms / self.step.change_ms for name, ms in changes.items() if "/" not in name}
+
+    @property
+    def sentence(self) -> str:
+        """One sentence: by how much they differ, how sure that is, and which phase explains it."""
+        if not self.step.is_certain:
+            return f"no difference is certain: {_amount(self.step, sign=True)}"
+        explains = self.explains
+        name = max(explains, key=explains.__getitem__)
+        most = name
+        for part, row in self.rows.items():
+            if part.startswith(f"{name}/") and row.change_ms / self.rows[name].change_ms >= _MOST:
+                most = part
+        share = f"{100 * explains[name]:.0f} %"
+        return f"{_amount(self.step)} {self.verdict}: {most} explains {share}"
+
+    @property
+    def mean_sentence(self) -> str:
+        """What slow steps add to it; empty where that is not certain."""
+        mean, step = self.mean, self.step
+        if not mean.is_certain or abs(mean.ratio - step.ratio) <= mean.error_ratio:
+            return ""
+        word = "longer" if mean.change_ms > 0 else "shorter"
+        return f"with the slowest and fastest steps the mean is {_amount(mean)} {word}"
+
+    def is_above(self, bound: float) -> bool:
+        """Return whether it is certainly slower by more than a fraction of the time before.
+
+        Args:
+            bound: Such as 0.02 for 2 %. The whole interval, of the typical step or of the mean,
+                must lie above it.
+        """
+        return self.step.is_above(bound) or self.mean.is_above(bound)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested dicts of numbers, ready for JSON; None where there is no number."""
+        return {
+            **asdict(self, dict_factory=with_none),
+            "verdict": self.verdict,
+            "explains": self.explains,
+            "sentence": self.sentence,
+        }
+
+    def markdown(self) -> str:
+        """Return it for a pull request."""
+        return self._table().markdown()
+
+    def _table(self) -> Table:
+        shares = {name: f"{share:.0%}" for name, share in self.explains.items()}
+        unit = unit_of(self.step.before_ms)
+        header = ("phase", "before", "after", "change", "95 %", "change in %", "explains")
+        body = [_cells(name, row, unit, shares.get(name, "")) for name, row in self.rows.items()]
+        before, after = map(_counted, self.runs, self.steps)
+        title = f"A typical step in {unit.name}: {before} before, {after} after"
+        whole = _cells("step", self.step, unit, "100%" if shares else "")
+        return Table(title, [header, *body, whole], self._sentences(), drops=_DROPS)
+
+    def _sentences(self) -> list[str]:
+        told = [self.sentence, self.mean_sentence, *self.notes]
+        if sum(self.runs) == 2:
+            told.append(
+                "One run a side: by how much equal runs differ is not seen. Give several a side."
+            )
+        if min(self.steps) < _FEW_STEPS:
+            told.append(
+                f"With fewer than {_FEW_STEPS} steps a side, runs are called different too often"
+                " where slow steps follow each other."
+            )
+        return [one for one in told if one]
+
+
+def _amount(one: Difference, *, sign: bool = False) -> str:
+    digits = 1 if one.error_ratio >= 0.001 else 2
+    ratio = f"{100 * one.ratio:+.{digits}f}"
+    return f"{ratio if sign else ratio[1:]} % ± {100 * one.error_ratio:.{digits}f} %"
+
+
+def _cells(name: str, row: Difference, unit: Unit, explains: str) -> tuple[str, ...]:
+    _, slash, part = name.partition("/")
+    return (
+        f"  {part}" if slash else name,
+        unit.cell(row.before_ms),
+        unit.cell(row.after_ms),
+        f"{row.change_ms / unit.ms:+.{unit.digits}f}",
+        f"± {unit.cell(row.error_ms)}",
+        "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
+        explains,
+    )
+
+
+def _counted(runs: int, steps: int) -> str:
+    return f"{steps} steps" if runs == 1 else f"{steps} steps of {runs} runs"
 
 
 def compare(
     before: Given | Sequence[Given], after: Given | Sequence[Given], *, anyway: bool = False
 ) -> RunComparison:
-    """Compares the steps of two runs, or of two groups of runs, without their warm-up.
+    """Compare the steps of two runs, or of two groups of runs, without their warm-up.
 
     A difference has a 95 % interval: from blocks of neighbouring steps, because these are not
     independent; with several runs on a side it is never narrower than the spread between runs
@@ -63,7 +229,7 @@ def compare(
         4.1 % ± 0.6 % slower: backward explains 83 %
     """
     sides = _runs_of("before", before), _runs_of("after", after)
-    notes = _differences(*sides)
+    notes = _notes(*sides)
     refused = [note for name, note in notes.items() if name in MUST_AGREE]
     if refused and not anyway:
         raise ValueError(
@@ -71,20 +237,22 @@ def compare(
             " compare them all the same"
         )
     for run in (*sides[0], *sides[1]):
-        if len(run.measured) < statistics.LEAST_STEPS:
+        if len(run.measured) < statistics.MIN_STEPS:
             raise ValueError(
                 f"{run.name or 'a run'} has {len(run.measured)} steps after its warm-up; at least"
-                f" {statistics.LEAST_STEPS} are needed to tell a difference from noise"
+                f" {statistics.MIN_STEPS} are needed to tell a difference from noise"
             )
     names = _phases_of([*sides[0], *sides[1]])
-    typical = _differences_of(sides, names, _TYPICAL, 0.95)
-    [mean, *_] = _differences_of(sides, names, _MEAN, 0.995)
+    times = [[_times(run, names) for run in side] for side in sides]
+    wholes = [[one[:, :1] for one in side] for side in times]
+    step, *rows = _differences(statistics.typical_difference(*times))
+    [mean] = _differences(statistics.mean_difference(*wholes))
     return RunComparison(
-        rows=dict(zip(names, typical[1:], strict=True)),
-        step=typical[0],
+        rows=dict(zip(names, rows, strict=True)),
+        step=step,
         mean=mean,
         runs=(len(sides[0]), len(sides[1])),
-        steps=(_steps(sides[0]), _steps(sides[1])),
+        steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
         notes=tuple(notes.values()),
     )
 
@@ -104,8 +272,8 @@ def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
     return runs
 
 
-def _differences(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
-    """Returns a sentence on each field in which the environments differ."""
+def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
+    """Return a sentence on each field in which the environments differ."""
     found = {}
     for name in (field.name for field in fields(Environment)):
         sides = [_values(runs, name) for runs in (before, after)]
@@ -123,92 +291,19 @@ def _values(runs: Iterable[Run], name: str) -> set[str]:
 
 def _phases_of(runs: Iterable[Run]) -> list[str]:
     # In the order of the files: the user's own phases have no other.
-    columns = dict.fromkeys(name for run in runs for name in run.history.dtype.names or ())
-    others = {"step", "step_ms", "host_wait_ms"}
-    names = [name.removesuffix("_ms") for name in columns if name not in others]
+    names = dict.fromkeys(name for run in runs for name in phases_of(run.history))
     return in_order([name for name in names if not of_one_callback(name)])
 
 
-def _steps(runs: Iterable[Run]) -> int:
-    return sum(len(run.measured) for run in runs)
+def _times(run: Run, names: Sequence[str]) -> statistics.Floats:
+    """Return the times of the steps, and of their phases, as columns."""
+    measured, known = run.measured, phases_of(run.history)
+    # A phase that did not run takes no time of the step.
+    absent = np.zeros(len(measured))
+    phases = [measured[f"{name}_ms"] if name in known else absent for name in names]
+    times: statistics.Floats = np.nan_to_num(np.stack([measured["step_ms"], *phases], axis=1))
+    return times
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Side:
-    """The estimates of several runs: their means, and the variances of these.
-
-    Attributes:
-        values: Of shape (runs, columns).
-        within: The variance of each column's mean that the noise of the steps makes.
-        freedom: Its degrees of freedom.
-    """
-
-    values: Floats
-    within: Floats
-    freedom: int
-
-    @property
-    def mean(self) -> Floats:
-        means: Floats = self.values.mean(axis=0)
-        return means
-
-    @property
-    def squares(self) -> Floats:
-        """The squares of how far the runs are from their mean, added up."""
-        squares: Floats = ((self.values - self.mean) ** 2).sum(axis=0)
-        return squares
-
-
-def _side(runs: Sequence[Run], names: Sequence[str], kind: _Kind) -> _Side:
-    estimates = [kind.estimate(_times(run, names)) for run in runs]
-    variances, freedoms = zip(*(kind.variance(one.influence) for one in estimates), strict=True)
-    values = np.array([one.values for one in estimates])
-    return _Side(values, np.sum(variances, axis=0) / len(runs) ** 2, sum(freedoms))
-
-
-def _times(run: Run, names: Sequence[str]) -> Floats:
-    measured = run.measured
-    columns = [measured["step_ms"]]
-    for name in names:
-        # A phase that did not run takes no time of the step.
-        is_there = f"{name}_ms" in (measured.dtype.names or ())
-        columns.append(np.nan_to_num(measured[f"{name}_ms"]) if is_there else 0 * columns[0])
-    return np.stack(columns, axis=1)
-
-
-def _differences_of(
-    runs: tuple[Sequence[Run], Sequence[Run]],
-    names: Sequence[str],
-    kind: _Kind,
-    confidence: float,
-) -> list[Difference]:
-    """Returns the difference of the step, and then those of the phases."""
-    before, after = (_side(side, names, kind) for side in runs)
-    wide = partial(statistics.quantile_of_t, confidence=confidence)
-    ratios = np.divide(
-        after.mean, before.mean, out=np.zeros_like(after.mean), where=before.mean > 0
-    )
-
-    def half(of_before: Floats, of_after: Floats, freedom: int) -> tuple[Floats, Floats]:
-        # The error of the quotient, in milliseconds of the time before.
-        errors_ms = np.sqrt(of_before + of_after) * wide(freedom)
-        return errors_ms, np.sqrt(of_before * ratios**2 + of_after) * wide(freedom)
-
-    errors = half(before.within, after.within, min(before.freedom, after.freedom))
-    counts = len(before.values), len(after.values)
-    freedom = sum(counts) - 2
-    if freedom:
-        pooled = (before.squares + after.squares) / freedom
-        spread = half(pooled / counts[0], pooled / counts[1], freedom)
-        errors = np.maximum(errors[0], spread[0]), np.maximum(errors[1], spread[1])
-    return [
-        Difference(
-            float(before_ms),
-            float(after_ms),
-            float(error_ms),
-            float(error_of_ratio / before_ms) if before_ms else math.nan,
-        )
-        for before_ms, after_ms, error_ms, error_of_ratio in zip(
-            before.mean, after.mean, *errors, strict=True
-        )
-    ]
+def _differences(columns: statistics.Floats) -> list[Difference]:
+    return [Difference(*row) for row in columns.tolist()]

@@ -12,7 +12,7 @@ from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._runs import charts
-from lightning_gputime._runs.comparison import RunComparison
+from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.saved import Run
 
 _SLOWEST = 10

@@ -1,31 +1,32 @@
 """How long a step typically takes, and how sure that is: steps are not independent."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-LEAST_STEPS = 24
-"""Of fewer steps no error can be told."""
+MIN_STEPS = 24
+"""With fewer steps the error of an estimate is not known."""
 
 _TRIMMED = 0.25
-"""The part of the steps that is left out at each end: what is left is the interquartile mean."""
+"""The fraction of the steps left out at each end: what is left is the interquartile mean."""
 
 BLOCKS = 12
-"""How many blocks of neighbouring steps a run is cut into."""
+"""The number of blocks of neighbouring steps that a run is cut into."""
 
-
-_PARTS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
-"""Parts of a block whose lengths have few periods in common."""
+_FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
+"""Fractions of a block whose lengths have few periods in common."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """What one run says of each column: its estimate, and by how much each step moves that.
+    """The estimate of each column of one run, and by how much each step moves it.
 
     Attributes:
         values: The estimate of each column.
@@ -38,7 +39,7 @@ class Estimate:
 
 
 def mean(times: Floats) -> Estimate:
-    """Returns the mean of each column.
+    """Return the mean of each column.
 
     Args:
         times: Of shape (steps, columns).
@@ -48,10 +49,10 @@ def mean(times: Floats) -> Estimate:
 
 
 def typical(times: Floats) -> Estimate:
-    """Returns the mean of each column over the middle half of the steps.
+    """Return the mean of each column over the middle half of the steps.
 
-    Which steps these are says the first column, that of the whole step: so the others add up to it
-    as they do in each step. One step of a second moves it no more than one a little slow.
+    The first column, the whole step, decides which steps these are: so the others add up to it as
+    they do in each step. A step of a second moves it no more than one that is a little slow.
 
     Args:
         times: Of shape (steps, columns).
@@ -72,39 +73,36 @@ def typical(times: Floats) -> Estimate:
     return Estimate(times[kept].mean(axis=0), influence * n / len(kept))
 
 
-def variance(influence: Floats) -> tuple[Floats, int]:
-    """Returns the variance of the mean of each column, by the moving-block bootstrap.
+def variance(influence: Floats) -> Floats:
+    """Return the variance of the mean of each column, by the moving-block bootstrap.
 
-    That draws blocks of neighbouring steps, so that what is alike stays together. The variance of
+    It draws blocks of neighbouring steps, so that what is alike stays together. The variance of
     the mean of drawn blocks is that of all blocks, divided by their number: nothing must be drawn.
     The blocks are as long as they can be, because what slows steps down may last for hundreds of
     them; the interval is wider for their small number, see `quantile_of_t`.
 
     Args:
         influence: Of shape (steps, columns), in the order of the steps.
-
-    Returns:
-        The variances, and their degrees of freedom.
     """
     block = len(influence) // BLOCKS
     whole, half = _variance_of(influence, block), _variance_of(influence, block // 2)
     # What longer blocks show more than shorter ones, still longer ones would show again.
-    return whole + np.maximum(whole - half, 0), BLOCKS - 1
+    return whole + np.maximum(whole - half, 0)
 
 
-def variance_of_mean(influence: Floats) -> tuple[Floats, int]:
+def variance_of_mean(influence: Floats) -> Floats:
     """As `variance`, for the mean of all steps, in which single steps may weigh much.
 
     Blocks as long as some periods of slow steps have all the same number of them, and so no
-    variance: of blocks of several lengths the largest variance counts. And it is never less than
+    variance: the largest variance of blocks of several lengths counts. And it is never less than
     one more, or one fewer, of the longest steps makes.
     """
     block = len(influence) // BLOCKS
-    found, freedom = variance(influence)
-    for times, of in _PARTS:
-        found = np.maximum(found, _variance_of(influence, max(block * times // of, 1)))
+    lengths = [max(block * times // of, 1) for times, of in _FRACTIONS]
     one = np.abs(influence).max(axis=0) / len(influence)
-    return np.maximum(found, one**2), freedom
+    found = [variance(influence), one**2, *(_variance_of(influence, n) for n in lengths)]
+    largest: Floats = np.max(found, axis=0)
+    return largest
 
 
 def _variance_of(influence: Floats, block: int) -> Floats:
@@ -115,12 +113,82 @@ def _variance_of(influence: Floats, block: int) -> Floats:
     return variances
 
 
+class _Side(NamedTuple):
+    """The mean of the estimates of several runs.
+
+    Attributes:
+        runs: Their number.
+        mean: The mean of each column.
+        variance: The variance of each mean that the noise of the steps makes.
+        squares: For each column the squared distances of the runs from their mean, added up.
+    """
+
+    runs: int
+    mean: Floats
+    variance: Floats
+    squares: Floats
+
+
+def typical_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
+    """Return by how much typical steps differ, with intervals of 95 %.
+
+    Args:
+        before: The times of each run of one side, of shape (steps, columns).
+        after: Those of the other side.
+
+    Returns:
+        For each column the estimates before and after, half the width of the interval of their
+        difference, and that of the difference as a fraction of the time before (NaN if that is 0).
+    """
+    first, second = (_side(side, typical, variance) for side in (before, after))
+    return _difference(first, second, 0.95)
+
+
+def mean_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
+    """As `typical_difference`, for the means over all steps, with intervals of 99.5 %."""
+    first, second = (_side(side, mean, variance_of_mean) for side in (before, after))
+    return _difference(first, second, 0.995)
+
+
+def _side(
+    runs: Sequence[Floats],
+    estimate: Callable[[Floats], Estimate],
+    variance_of: Callable[[Floats], Floats],
+) -> _Side:
+    estimates = [estimate(times) for times in runs]
+    values = np.array([one.values for one in estimates])
+    of_mean = np.sum([variance_of(one.influence) for one in estimates], axis=0) / len(runs) ** 2
+    center = values.mean(axis=0)
+    return _Side(len(runs), center, of_mean, ((values - center) ** 2).sum(axis=0))
+
+
+def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
+    none = np.full_like(before.mean, math.nan)
+    is_there = before.mean > 0
+    ratio = np.divide(after.mean, before.mean, out=np.zeros_like(none), where=is_there)
+
+    def errors(of_before: Floats, of_after: Floats, freedom: int) -> Floats:
+        width = quantile_of_t(freedom, confidence)
+        # The second: the error of the quotient, times the time before.
+        return width * np.sqrt([of_before + of_after, of_before * ratio**2 + of_after])
+
+    freedom = (BLOCKS - 1) * min(before.runs, after.runs)
+    error, of_ratio = errors(before.variance, after.variance, freedom)
+    if freedom := before.runs + after.runs - 2:
+        # Never narrower than the spread between runs says.
+        pooled = (before.squares + after.squares) / freedom
+        spread = errors(pooled / before.runs, pooled / after.runs, freedom)
+        error, of_ratio = np.maximum((error, of_ratio), spread)
+    error_ratio = np.divide(of_ratio, before.mean, out=none, where=is_there)
+    return np.stack((before.mean, after.mean, error, error_ratio), axis=1)
+
+
 def quantile_of_t(freedom: float, confidence: float = 0.95) -> float:
-    """Returns how many standard errors wide half an interval of Student's t is.
+    """Return how many standard errors half an interval of Student's t is wide.
 
     Args:
         freedom: The degrees of freedom.
-        confidence: The part of the distribution inside.
+        confidence: The fraction of the distribution inside.
     """
     p = (1 + confidence) / 2
     if freedom < 1.5:
