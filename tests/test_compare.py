@@ -13,6 +13,7 @@ import pytest
 from fake_gpu import raw
 from scipy import signal, stats
 
+import lightning_gputime
 from lightning_gputime import Run, RunComparison, compare
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
@@ -298,6 +299,7 @@ def test_the_command_prints_the_table_and_exits_above_the_bound(
     assert printed.splitlines()[0] == "A typical step in ms: 1000 steps before, 1000 steps after"
     assert main(["compare", *files, "--fail-above", "3%"]) == 1
     assert capsys.readouterr().err == "The step is slower by more than 3 %.\n"
+    assert main(["compare", *files, "--fail-above", "3"]) == 1
     assert main(["compare", *files, "--fail-above", "4.5 %"]) == 0
     assert main(["compare", *files[::-1], "--fail-above", "0%"]) == 0
 
@@ -378,7 +380,7 @@ def test_an_error_that_nobody_expects_exits_with_two(
     assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")
 
 
-@pytest.mark.parametrize("bound", ["2", "two", "-1%"])
+@pytest.mark.parametrize("bound", ["two", "-1%", "2%%", "nan"])
 def test_a_bound_that_is_no_percentage_is_refused(
     bound: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,8 +406,11 @@ def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "lightning_gputime"]
     done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], capture_output=True)
     assert done.returncode == 1
-    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout
+    for arguments in (["--help"], []):
+        helped = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        assert "compare before.json.gz after.json.gz --fail-above 2%" in helped.stdout
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"lightning_gputime {lightning_gputime.__version__}\n"
 
 
 @pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])

@@ -209,6 +209,20 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "report takes one run, or two, got 3" in capsys.readouterr().err
 
 
+@needs_bokeh
+def test_the_command_makes_missing_folders_and_says_what_to_pass_for_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = str(tmp_path / "a.json.gz"), tmp_path / "new" / "folder" / "page.html"
+    saved.save(run(1), path)
+    assert main(["report", path, "-o", str(out)]) == 0
+    assert out.is_file()
+    capsys.readouterr()
+    assert main(["report", path, "-o", str(out.parent)]) == 2
+    reason = "cannot be written (it is a folder: pass the path of a file in it)\n"
+    assert capsys.readouterr().err.endswith(reason)
+
+
 def in_chromium(path: Path, *options: str) -> tuple[str, str]:
     """What the page is in the end in a browser, and what that said on its console."""
     command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"]

@@ -5,21 +5,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_gputime._results import files
+from lightning_gputime._results.table import Tabular
 from lightning_gputime._results.table import show as print_table
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.page import page
 from lightning_gputime._runs.saved import Run, load, plain
 
 GOOD, ABOVE, BAD = 0, 1, 2
-"""What a command exits with."""
+"""The exit codes of a command."""
 
 _ABOUT = """\
-Shows, compares and reports runs that were saved by timer.save("run.json.gz"), or under Lightning by
+Show, compare and report runs that were saved by timer.save("run.json.gz"), or under Lightning by
 GPUPhaseTimer(save="run.json.gz").
 
   python -m lightning_gputime show run.json.gz
@@ -27,7 +28,7 @@ GPUPhaseTimer(save="run.json.gz").
   python -m lightning_gputime report run.json.gz -o report.html
 """
 _COMPARE = """\
-Tells whether a step takes longer after a change, by how much, how sure that is, and which phase
+Tell whether a step takes longer after a change, by how much, how sure that is, and which phase
 explains it. The times are those of a typical step (the mean over the middle half of the steps),
 without the warm-up; the error is half of a 95 % interval.
 
@@ -38,7 +39,7 @@ With one run a side, what differs between two equal runs (the machine, its tempe
 is taken for the change: run each side several times, in turn, and give all the files.
 """
 _REPORT = """\
-Makes one page of a run, or of two side by side, to send to others: it needs no network and no other
+Make one page of a run, or of two side by side, to send to others: it needs no network and no other
 file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
@@ -48,20 +49,20 @@ whole interval lying above it; 2 if a file cannot be read, or the runs cannot be
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command. Returns what the process shall exit with.
+    """Run a command, and return the exit code of the process.
 
     Args:
-        arguments: What stands behind `python -m lightning_gputime`.
+        arguments: What stands behind `python -m lightning_gputime`. Without any, print the help.
     """
     parser = _new_parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(arguments or ["--help"])
     try:
         code: int = args.command(args)
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD
     except Exception as error:
-        # Never 1, which says that the step is slower.
+        # Never 1, which means that the step is slower.
         what = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"{parser.prog}: the runs cannot be read or compared: {what}", file=sys.stderr)
         return BAD
@@ -74,36 +75,29 @@ def _new_parser() -> argparse.ArgumentParser:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    version = sys.modules["lightning_gputime"].__version__
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    show = _command(commands, "show", _show, "print the table of a run again", "", "")
+    show = _command(commands, _show, "show", "print the table of a run again")
     show.add_argument("run", help="the file of a run")
     show.add_argument("--json", action="store_true", help="print the summary as JSON")
 
-    versus = _command(
-        commands, "compare", _compare, "compare two runs, or groups", _COMPARE, _CODES
-    )
+    versus = _command(commands, _compare, "compare", "compare two runs, or groups", _COMPARE)
+    versus.epilog = _CODES
     versus.add_argument("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
-    versus.add_argument(
-        "--before", nargs="+", default=[], metavar="RUN", help="several runs before"
-    )
-    versus.add_argument("--after", nargs="+", default=[], metavar="RUN", help="several runs after")
-    versus.add_argument(
-        "--fail-above",
-        type=_percentage,
-        metavar="2%",
-        help="exit with 1 if the step is slower by more than this for certain",
-    )
-    versus.add_argument(
-        "--anyway",
-        action="store_true",
-        help="also compare runs of another GPU, world size or batch",
-    )
+    for side in ("before", "after"):
+        several = f"several runs {side}"
+        versus.add_argument(f"--{side}", nargs="+", default=[], metavar="RUN", help=several)
+    above = "exit with 1 if the step is slower by more than this for certain"
+    versus.add_argument("--fail-above", type=_percentage, metavar="2%", help=above)
+    anyway = "also compare runs of another GPU, world size or batch"
+    versus.add_argument("--anyway", action="store_true", help=anyway)
     style = versus.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print it for a pull request")
     style.add_argument("--json", action="store_true", help="print it as JSON")
 
-    paper = _command(commands, "report", _report, "make a page of a run, or of two", _REPORT, "")
+    paper = _command(commands, _report, "report", "make a page of a run, or of two", _REPORT)
     paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
     paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
     paper.add_argument("--anyway", action="store_true", help="as with compare")
@@ -111,78 +105,42 @@ def _new_parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any,
-    name: str,
-    function: Callable[[argparse.Namespace], int],
-    what: str,
-    about: str,
-    end: str,
+    commands: Any, run: Callable[[argparse.Namespace], int], name: str, what: str, about: str = ""
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,
         description=about or f"{what[0].upper()}{what[1:]}.",
-        epilog=end,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=function)
+    parser.set_defaults(command=run)
     return parser
 
 
-@contextmanager
-def _printing() -> Iterator[None]:
-    """Lets nobody read what is printed inside, as where it is piped into `head`."""
-    try:
-        yield
-        print(end="", flush=True)
-    except BrokenPipeError:
-        # Python flushes once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _percentage(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a percentage such as 2%, got {text!r}")
+    return float(found[1]) / 100
 
 
 def _show(args: argparse.Namespace) -> int:
     run = load(args.run)
-    with _printing():
-        if args.json:
-            print(_json(run.summary.to_dict()))
-            return GOOD
-        print_table(run.summary)
-        for sentence in (_about(run), *map(str, (one.get("text", "") for one in run.slow_steps))):
-            if sentence:
-                print(f"\n{sentence}")
+    if args.json:
+        _print(_json(run.summary.to_dict()))
+    else:
+        told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
+        _print(run.summary, *(f"\n{one}" for one in told if one))
     return GOOD
-
-
-def _json(found: Mapping[str, Any]) -> str:
-    return json.dumps(plain(found), indent=2, allow_nan=False)
-
-
-def _about(run: Run) -> str:
-    """Returns a line on what a run ran on."""
-    on = run.environment
-    several = f"{on.world_size} x " if on.world_size > 1 else ""
-    parts = (
-        f"{several}{on.device}",
-        f"torch {on.torch}" if on.torch else "",
-        on.precision,
-        "compiled" if on.compiled else "",
-        f"batch {on.batch_size}" if on.batch_size else "",
-        f"commit {on.commit[:10]}" if on.commit else "",
-        on.started,
-    )
-    return " · ".join(part for part in parts if part)
 
 
 def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
     found = compare(before, after, anyway=args.anyway)
-    with _printing():
-        if args.json:
-            print(_json(found.to_dict()))
-        elif args.markdown:
-            print(found.markdown())
-        else:
-            print_table(found)
+    if args.json:
+        _print(_json(found.to_dict()))
+    else:
+        _print(found.markdown() if args.markdown else found)
     if args.fail_above is None or not found.is_above(args.fail_above):
         return GOOD
     print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
@@ -194,9 +152,10 @@ def _report(args: argparse.Namespace) -> int:
         raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
     runs = [load(path) for path in args.runs]
     found = compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
-    files.write(args.out, page(runs, found))
-    with _printing():
-        print(args.out)
+    text = page(runs, found)
+    Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    files.write(args.out, text, kept="")
+    _print(args.out)
     return GOOD
 
 
@@ -211,8 +170,35 @@ def _sides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     )
 
 
-def _percentage(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be a percentage such as 2%, got {text!r}")
-    return float(found[1]) / 100
+def _print(*parts: Tabular | str) -> None:
+    """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
+    try:
+        for one in parts:
+            if isinstance(one, str):
+                print(one)
+            else:
+                print_table(one)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _json(found: Mapping[str, Any]) -> str:
+    return json.dumps(plain(found), indent=2, allow_nan=False)
+
+
+def _about(run: Run) -> str:
+    """Return a line on what a run ran on."""
+    on = run.environment
+    several = f"{on.world_size} x " if on.world_size > 1 else ""
+    parts = (
+        f"{several}{on.device}",
+        f"torch {on.torch}" if on.torch else "",
+        on.precision,
+        "compiled" if on.compiled else "",
+        f"batch {on.batch_size}" if on.batch_size else "",
+        f"commit {on.commit[:10]}" if on.commit else "",
+        on.started,
+    )
+    return " · ".join(part for part in parts if part)
