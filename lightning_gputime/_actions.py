@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._boundaries.patching import patch_function
 from lightning_gputime._untraced import untraced
 
 
@@ -32,22 +32,13 @@ class Actions:
         self.fail = fail
         # Who has put something there since must be called, too.
         wrap = _dispatch_alone if is_idle and "start" not in vars(profiler) else _dispatch
-        self._subscription: Subscription = patch_function(profiler, "start", self, wrap)
-        self._know_awaited()
-
-    def rest(self) -> None:
-        """Hear of nothing until `go_on`, and let a step cost nothing."""
-        self._subscription.remove()
-        self._know_awaited()
-
-    def go_on(self) -> None:
-        """End that."""
-        self._subscription.put_on()
+        self._subscription = patch_function(profiler, "start", self, wrap)
         self._know_awaited()
 
     def remove(self) -> None:
         """Take it off the profiler. Safe to call twice."""
-        self.rest()
+        self._subscription.remove()
+        self._know_awaited()
 
     def _know_awaited(self) -> None:
         patch = self._subscription.patch

@@ -5,10 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gputime import _lightning
-from lightning_gputime._boundaries.attach import StandIn, listen
+from lightning_gputime._actions import Actions
+from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.ledger import REST, Books
+
+# The action by which a Trainer says that it saves a checkpoint.
+_SAVES = "save_checkpoint"
 
 
 class FitBooks:
@@ -22,22 +27,23 @@ class FitBooks:
         self._clock = clock
         self._trainer: _lightning.Trainer | None = None
         self._books: Books | None = None
-        self._stand_in: StandIn | None = None
+        self._saves: Actions | None = None
+        self._save: Subscription | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs the trainer.
-        return {**self.__dict__, "_trainer": None, "_books": None, "_stand_in": None}
+        return {**self.__dict__, "_trainer": None, "_books": None, "_saves": None, "_save": None}
 
     def open(self, trainer: _lightning.Trainer) -> Books:
-        """Begins those of a trainer, or returns them if they are open."""
+        """Begin those of a trainer, or return them if they are open."""
         if self._books is None or trainer is not self._trainer:
             self.close()
             clock = self._clock
             self._books = Books(time.perf_counter_ns if clock is None else clock.host_ns)
             self._trainer = trainer
-            # The hook of a checkpoint tells where it begins, but not where it ends.
-            # On the class: what is bound to this trainer would go into copies of it.
-            self._stand_in = listen(type(trainer), "save_checkpoint", self)
+            profiler, is_idle = _lightning.profiler_of(trainer)
+            calls = {_SAVES: self._save_begins}
+            self._saves = Actions(profiler, calls, _tell, is_idle=is_idle)
         return self._books
 
     def turn(self, entry: str) -> None:
@@ -52,16 +58,26 @@ class FitBooks:
             log = _lightning.mean_log_of(self._trainer, prefix)
             log.log_values(self._books.ledger().metrics(), last.step)
 
-    def call_begins(self, *args: Any, **__: Any) -> bool:
-        """Is told that a trainer saves a checkpoint, which may be another one."""
-        if self._books is None or not args or args[0] is not self._trainer:
-            return False
-        self._books.save_begins()
-        return True
+    def _save_begins(self) -> None:
+        if self._books is not None and self._trainer is not None and self._save is None:
+            self._books.save_begins()
+            # Only until then: a step has dozens of actions that end.
+            profiler, _ = _lightning.profiler_of(self._trainer)
+            self._save = patch_function(profiler, "stop", self)
+
+    def call_begins(self, action_name: str = "", *_: Any, **__: Any) -> bool:
+        """Handle the end of an action, which may be that of the checkpoint."""
+        if action_name == _SAVES:
+            self._save_ends()
+        return False
 
     def call_ends(self, result: Any = None) -> None:
-        """Is told that it is saved."""
-        if self._books is not None:
+        """Is never called."""
+
+    def _save_ends(self) -> None:
+        save, self._save = self._save, None
+        if save is not None and self._books is not None:
+            save.remove()
             self._books.save_ends()
 
     def close(self, trainer: _lightning.Trainer | None = None) -> Books | None:
@@ -73,11 +89,16 @@ class FitBooks:
         books = self._books
         if books is None or (trainer is not None and trainer is not self._trainer):
             return None
+        self._save_ends()
         books.close()
-        if self._stand_in is not None:
-            self._stand_in.forget(self)
-        self._trainer = self._books = self._stand_in = None
+        if self._saves is not None:
+            self._saves.remove()
+        self._trainer = self._books = self._saves = None
         return books
+
+
+def _tell(error: Exception) -> None:
+    messages.warning("The time of checkpoints is not told: %r", error)
 
 
 def turns(entry: str) -> Callable[..., None]:

@@ -11,7 +11,8 @@ from fake_ranks import Ranks, places
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_gputime._boundaries import named
+from lightning_gputime._boundaries import named, register
+from lightning_gputime._boundaries.patching import FunctionPatch
 from lightning_gputime._record import clock, memory
 
 # The function in it that runs the engine is private.
@@ -72,6 +73,23 @@ def _nothing_stays_installed() -> Iterator[None]:
     assert AUTOGRAD._engine_run_backward is engine
     assert not optimizer._global_optimizer_pre_hooks
     assert not optimizer._global_optimizer_post_hooks
+
+
+@pytest.fixture(autouse=True)
+def _all_that_is_replaced_is_in_the_register() -> Iterator[None]:
+    unknown: list[str] = []
+    make: Any = FunctionPatch.__init__
+
+    def checked(self: FunctionPatch, owner: Any, name: str, *rest: Any) -> None:
+        is_going = name == "log_metrics" or "allocator" in getattr(rest[-1], "__module__", "")
+        if register.find(owner, name) is None and not is_going:
+            unknown.append(f"{name} of {owner}")
+        make(self, owner, name, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FunctionPatch, "__init__", checked)
+        yield
+    assert not unknown, "see lightning_gputime/_boundaries/register.py"
 
 
 @pytest.fixture(autouse=True)

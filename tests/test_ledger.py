@@ -1,4 +1,3 @@
-import copy
 import errno
 import io
 import logging
@@ -40,7 +39,9 @@ class Trainer(pl.Trainer):
     gpu: FakeGPU
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.gpu.host_work(40.0)
+        profiler: Any = self.profiler  # type: ignore[attr-defined]  # has no hint
+        with profiler.profile("save_checkpoint"):  # as Lightning's own does
+            self.gpu.host_work(40.0)
 
 
 def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
@@ -146,28 +147,30 @@ def test_nothing_is_left_on_the_trainer() -> None:
     gpu = FakeGPU()
     timer = GPUPhaseTimer(clock=gpu, summary=False)
     one = trainer(timer)
+    profiler: Any = one.profiler  # type: ignore[attr-defined]  # has no hint
     one.fit(Model(gpu), Loader(gpu, 2))
-    assert "save_checkpoint" not in vars(one)
-    assert not hasattr(pl.Trainer.save_checkpoint, "_stand_in")
+    assert not {"start", "stop"} & vars(profiler).keys()
     pickle.dumps(timer)
 
 
-def test_a_copied_trainer_saves_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    savers: list[Any] = []
-    monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, _: savers.append(self))
+def test_a_checkpoint_that_fails_is_over(tmp_path: Path) -> None:
     gpu = FakeGPU()
+
+    class Fails(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise ZeroDivisionError
+
+    def save(runner: pl.Trainer, _: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            runner.save_checkpoint(tmp_path / "last.ckpt")
+        gpu.host_work(40.0)
+
     timer = GPUPhaseTimer(clock=gpu, summary=False)
-    one = trainer(timer)
-    timer.setup(one, Model(gpu), "fit")
-    begun: list[int] = []
-    monkeypatch.setattr(Books, "save_begins", lambda _: begun.append(0))
-    assert "save_checkpoint" not in vars(one)
-    twin = copy.copy(one)
-    twin.save_checkpoint("none")
-    assert (savers, begun) == ([twin], [])
-    one.save_checkpoint("none")
-    assert (savers, begun) == ([twin, one], [0])
-    timer.teardown(one, Model(gpu), "fit")
+    saves = pl.callbacks.LambdaCallback(on_train_epoch_end=save)
+    fit(gpu, Fails(gpu), timer=timer, callbacks=[saves])
+    ledger = timer.summary().ledger
+    assert ledger is not None
+    assert ledger.entries_s["epoch ends"] >= 0.04
 
 
 # The file that a fit leaves

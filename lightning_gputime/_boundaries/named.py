@@ -1,6 +1,5 @@
 """Phases named by hand, in code that does not know whether it is timed."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -14,15 +13,11 @@ from lightning_gputime._record.recorder import Recorder
 _active: list[Recorder] = []
 
 
-def _abandon_all() -> None:
+def abandon_all() -> None:
+    """End all recording, in a process that was forked off: it must not touch the device."""
     for recorder in _active:
         recorder.abandon()
     _active.clear()
-
-
-# A data loader's worker that was forked off must not touch the device.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class NamedPhase(ContextDecorator):

@@ -8,39 +8,10 @@ import torch
 
 from lightning_gputime._boundaries.callers import caller, stage_that_runs
 from lightning_gputime._boundaries.patching import Attachments, Subscription, patch_function
+from lightning_gputime._boundaries.register import BLOCKS, LAUNCHES, WORK_WAITS
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
-
-# The methods of a process group that launch a collective. All that is called in Python passes
-# them; a stand-in for `torch.distributed.all_reduce` itself would break compiled code, which knows
-# that function, and miss those who imported it by name.
-_LAUNCHES = (
-    "broadcast",
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "allgather",
-    "all_gather_single",
-    "_allgather_base",
-    "allgather_coalesced",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "all_to_all_single",
-    "alltoall_base",
-    "alltoall",
-    "barrier",
-)
-_WAITS = ("wait", "synchronize", "block_current_stream")
-# It launches, and waits on the host.
-_BLOCKS = ("monitored_barrier",)
 
 # In a step; each takes two marks.
 _MOST = 10_000
@@ -100,10 +71,13 @@ class WaitBoundary:
         from torch.distributed import ProcessGroup, Work
 
         waits = _Waits(self)
-        yield ProcessGroup, _LAUNCHES, _Launches(self)
-        yield ProcessGroup, _BLOCKS, waits
+        # All that is called in Python passes them; a patch of `torch.distributed.all_reduce` itself
+        # would break compiled code, which knows that function, and miss those who imported it by
+        # name.
+        yield ProcessGroup, LAUNCHES, _Launches(self)
+        yield ProcessGroup, BLOCKS, waits
         for kind in (Work, *Work.__subclasses__()):
-            yield kind, _WAITS, waits
+            yield kind, WORK_WAITS, waits
             yield kind, ("get_future",), _Futures(self)
         yield torch._C.Future, ("wait",), _FutureWaits(self)
         # Not the function that it calls: compiled code guards that one.

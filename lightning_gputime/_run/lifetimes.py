@@ -4,6 +4,8 @@ import os
 from typing import Protocol
 from weakref import WeakSet
 
+from lightning_gputime._boundaries import named
+
 
 class Ending(Protocol):
     """A session, as far as its end is concerned."""
@@ -47,6 +49,7 @@ def _abandon_all() -> None:
     # Over a copy: each takes itself out.
     for session in [*_attached]:
         session.abandon()
+    named.abandon_all()  # Those of evaluations, too.
     _lost.clear()
 
 

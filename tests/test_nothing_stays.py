@@ -1,0 +1,307 @@
+"""Nothing stays behind: what a timer replaces is in a register, and is put back in the end."""
+
+import contextlib
+import gc
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_lightning import Loader, Model, trainer
+from fake_loop import Loop
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._boundaries.register import REGISTER
+from lightning_gputime.fabric import PhaseTimeCallback as FabricTimer
+
+README = Path(__file__).parent.parent / "examples" / "README.md"
+
+LIBRARIES = {
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
+    "transformers",
+}
+
+CHANGING: set[tuple[str, str]] = set()
+"""Attributes that change by themselves."""
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+
+# What is looked at
+
+
+Attributes = dict[str, object]
+
+
+def snapshot() -> dict[str, Attributes]:
+    """Returns all attributes of all modules and classes of the libraries, themselves."""
+    found: dict[str, Attributes] = {"gc": {"callbacks": [*gc.callbacks]}}
+    for name, module in [*sys.modules.items()]:
+        if isinstance(module, ModuleType) and name.partition(".")[0] in LIBRARIES:
+            found[name] = dict(vars(module))
+            for one in found[name].values():
+                if isinstance(one, type) and one.__module__.partition(".")[0] in LIBRARIES:
+                    key = f"{one.__module__}.{one.__qualname__} {id(one)}"
+                    found.setdefault(key, dict(vars(one)))
+    return found
+
+
+def is_plain(value: object) -> bool:
+    """Tells counters, flags and names, which libraries set as they are used."""
+    return value is None or isinstance(value, bool | int | float | str | ModuleType)
+
+
+def changes(before: dict[str, Attributes], after: dict[str, Attributes]) -> list[str]:
+    found = []
+    for owner, attributes in before.items():
+        now = after.get(owner, {})
+        for name in attributes.keys() | now.keys():
+            was, value = attributes.get(name), now.get(name)
+            same = was == value if owner == "gc" else was is value
+            changes_by_itself = (owner.partition(" ")[0], name) in CHANGING
+            if not same and not changes_by_itself and not (is_plain(was) and is_plain(value)):
+                found.append(f"{owner}.{name}: {was!r} -> {value!r}")
+    return found
+
+
+def is_ours(value: object) -> bool:
+    module = getattr(type(value), "__module__", "") or ""
+    if isinstance(value, FunctionType):
+        return "lightning_gputime" in value.__code__.co_filename.split(os.sep)
+    return module.startswith("lightning_gputime.")
+
+
+def left_on(*things: Any) -> list[str]:
+    """Returns what of ours is an attribute of objects, or in a collection that is one."""
+    found = []
+    for thing in things:
+        for name, value in vars(thing).items():
+            inside = [*value.values()] if isinstance(value, dict) else [value]
+            if any(is_ours(one) for one in inside):
+                found.append(f"{type(thing).__name__}.{name}")
+    return found
+
+
+# The loops: each trains for some steps, and calls `at` in the midst of them.
+
+
+At = Callable[[], object]
+
+
+class Run:
+    """One training, with a timer or without one."""
+
+    def __init__(self, front: str, at: At, tmp_path: Path) -> None:
+        self.front, self.at, self.tmp_path = front, at, tmp_path
+        self.gpu = FakeGPU()
+        self.things: list[Any] = []
+
+    def timer(self) -> Any:
+        if self.front == "hooks":
+            self.loop = Loop(self.gpu)
+            return GPUPhaseHooks(self.loop.model, self.loop.optimizer, clock=self.gpu)
+        if self.front == "fabric":
+            return FabricTimer(clock=self.gpu)
+        if self.front == "huggingface":
+            from lightning_gputime.huggingface import PhaseTimeCallback
+
+            return PhaseTimeCallback(clock=self.gpu)
+        return GPUPhaseTimer(clock=self.gpu, summary=False)
+
+    def train(self, timer: Any) -> None:
+        getattr(self, f"_{self.front}")(timer)
+
+    def _hooks(self, timer: GPUPhaseHooks | None) -> None:
+        loop = self.loop if timer else Loop(self.gpu)
+        self.things = [loop.model, loop.optimizer]
+        try:
+            if timer is not None:
+                timer.attach()
+            for i, x in enumerate(timer.steps(loop.batches(4)) if timer else loop.batches(4)):
+                loop.train(x)
+                if i == 2:
+                    self.at()
+        finally:
+            if timer is not None:
+                timer.remove()
+
+    def _lightning(self, timer: GPUPhaseTimer | None) -> None:
+        at = self.at
+
+        class Calls(pl.Callback):
+            def on_train_batch_end(self, *args: Any) -> None:
+                if args[-1] == 2:
+                    at()
+
+        model = Model(self.gpu)
+        runner = trainer(*([timer] if timer else []), Calls())
+        profiler: Any = runner.profiler  # type: ignore[attr-defined]  # has no hint
+        self.things = [*model.modules(), runner, profiler, runner.fit_loop]
+        self.things += [runner.fit_loop.epoch_loop, runner.fit_loop.epoch_loop.val_loop]
+        runner.fit(model, Loader(self.gpu, 4), Loader(self.gpu, 2))
+        self.things += runner.optimizers
+
+    def _fabric(self, timer: FabricTimer | None) -> None:
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=[timer] if timer else [])
+        loop = Loop(self.gpu)
+        try:
+            model, optimizer = fabric.setup(loop.model, loop.optimizer)
+            data: Any = [torch.ones(2)] * 4
+            loader: Any = fabric.setup_dataloaders(torch.utils.data.DataLoader(data))
+            self.things = [*model.modules(), loop.optimizer, optimizer, loader]
+            for i, x in enumerate(loader):
+                fabric.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                if i == 2:
+                    self.at()
+        finally:
+            if timer is not None:
+                timer.remove()
+
+    def _huggingface(self, timer: Any) -> None:
+        import transformers
+
+        at = self.at
+
+        class Calls(transformers.TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 2:
+                    at()
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = nn.Linear(2, 2)
+
+            def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+                out = self.body(x)
+                return {"loss": out.sum(), "logits": out}
+
+        args = transformers.TrainingArguments(
+            str(self.tmp_path),
+            max_steps=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        one = {"x": torch.ones(2), "labels": torch.ones(2)}
+        model = Net()
+        callbacks = [timer, Calls()] if timer else [Calls()]
+        runner = transformers.Trainer(model, args, train_dataset=[one] * 8, callbacks=callbacks)
+        self.things = [*model.modules()]
+        runner.train()
+        if runner.optimizer is not None:
+            self.things.append(runner.optimizer)
+
+
+def fork() -> None:
+    """Forks off a process that computes something, and ends."""
+    child = os.fork()
+    if not child:
+        try:
+            nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class UserError(Exception):
+    """What a user's code raises."""
+
+
+def fail() -> None:
+    raise UserError
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+FRONTS = ("hooks", "lightning", "fabric", "huggingface")
+# They replace functions where they are made, and not only while they time.
+EARLY = pytest.mark.xfail(reason="put on where the timer is made", strict=False)
+ENDS: dict[str, At] = {
+    "it ends": lambda: None,
+    "it raises": fail,
+    "Ctrl-C": interrupt,
+    "it forks": fork,
+    "it is pickled": lambda: None,
+    "it is abandoned": lambda: None,
+}
+
+
+@pytest.fixture(scope="module")
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lets libraries import, and keep, what they do without a timer."""
+    for front in FRONTS:
+        if front == "huggingface":
+            pytest.importorskip("transformers")
+        for end in (lambda: None, fail):
+            with contextlib.suppress(UserError):
+                Run(front, end, tmp_path_factory.mktemp("warm")).train(None)
+    with GPUPhaseHooks(nn.Linear(2, 2)):  # Imports torch's compiler.
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_warm")
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "front", [*FRONTS[:2], *(pytest.param(one, marks=EARLY) for one in FRONTS[2:])]
+)
+def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
+    run = Run(front, ENDS[end], tmp_path)
+    before = snapshot()
+    timer = run.timer()
+    assert changes(before, snapshot()) == []
+    if end == "it is pickled" and front != "hooks":
+        timer = pickle.loads(pickle.dumps(timer))
+    if end == "it is abandoned" and front in ("hooks", "fabric"):
+        if front == "hooks":
+            timer.attach()
+            run.things = [run.loop.model, run.loop.optimizer]
+        del timer
+        gc.collect()
+        # The next one takes its hooks off.
+        with GPUPhaseHooks(nn.Linear(2, 2)):
+            pass
+    else:
+        with contextlib.suppress(UserError, KeyboardInterrupt, SystemExit):
+            run.train(timer)
+        del timer
+    assert left_on(*run.things) == []
+    assert changes(before, snapshot()) == []
+
+
+# The register
+
+
+def table() -> str:
+    """Returns the register as the manual shows it."""
+    head = "| replaced | when | idle, a call | if others replace it, too | why |"
+    rows = [
+        f"| {one.what} | {one.when} | {one.idle} | {one.others} | {one.why} |" for one in REGISTER
+    ]
+    return "\n".join([head, "| --- | --- | --- | --- | --- |", *rows])
+
+
+def test_the_manual_shows_all_that_is_replaced() -> None:
+    assert table() in README.read_text(), f"examples/README.md should have:\n{table()}"
+    assert len(REGISTER) <= 13
