@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import inspect
+import logging
 import math
 import random
 import re
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,39 +23,30 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-aten: Any = torch.ops.aten
-
 # Torch's own formulas leave the one for a CPU out, and refuse fewer heads of keys than of queries.
-_ATTENTION = [
-    f"_scaled_dot_product_{kind}"
-    for kind in (
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-        "flash_attention_for_cpu",
-    )
-]
-# They compute the scores of the forward again instead of keeping them.
-_RECOMPUTING = {f"{name}_backward" for name in _ATTENTION}
+_ATTENTION = re.compile(
+    r"_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_overrideable|_for_cpu)?"
+    r"(_backward)?"
+)
+# Operators of other namespaces, and these, may be work if they have no formula.
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "_c10d_functional", "profiler")
-# Of torch's own operators, those that are work if they have no formula.
-_WORK = re.compile(r"rnn|lstm|gru|mm(_|$)|mv$|dot$|conv|linear|attention|transformer|linalg|cdist")
-_NO_WORK = re.compile(r"upsample|vector_norm|convert")
+_WORK = re.compile(
+    r"(?!.*(upsample|vector_norm|convert))"
+    r".*(rnn|lstm|gru|mm(_|$)|mv$|dot$|conv|linear|attention|transformer|linalg|cdist)"
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 # A copy shares these with its original: they may be large, and compute nothing.
 _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader)
 _SHARED_AMONG_RANKS = ("placements", "_fsdp_flattened", "ds_id")
-_CALLED = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 class UncountableError(Exception):
     """The FLOPs of a call cannot be counted; the message says why."""
 
 
-class LeftBehindError(UncountableError):
-    """A count reached objects outside of the model."""
+class LeftBehindError(Exception):
+    """A count has reached objects outside of the model; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +55,11 @@ class Call:
 
     Attributes:
         module: The module.
-        args: Its positional and named arguments; a function that makes it for each tensor.
+        args: Its arguments; in place of each tensor a function that makes one like it.
         with_grad: Whether it is recorded for a backward.
         trained: For each parameter of the module, whether it needs a gradient.
         device: The device of the model.
-        autocast: The dtype of autocast, or None where that is off.
+        autocast: The dtype of autocast, or None if that is off.
     """
 
     module: nn.Module
@@ -115,13 +108,8 @@ def describe_call(
 
 def _describe(value: Any) -> Any:
     if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
-        return partial(
-            torch.empty,
-            value.shape,
-            dtype=value.dtype,
-            device=value.device,
-            requires_grad=value.requires_grad,
-        )
+        like = {one: getattr(value, one) for one in ("dtype", "device", "requires_grad")}
+        return partial(torch.empty, value.shape, **like)
     if isinstance(value, Mapping):
         return tree_map(_describe, dict(value))
     if isinstance(value, _PLAIN):
@@ -174,11 +162,24 @@ def _check(module: nn.Module) -> None:
             raise UncountableError(f"{name} is shared with other ranks (FSDP, tensor parallelism)")
     if torch.is_anomaly_enabled():
         raise UncountableError("detect_anomaly would look for NaN in what has no values")
-    # They would be called with fake tensors.
-    if any(vars(of_modules)[f"_global_{kind}_hooks"] for kind in _CALLED):
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    if any(vars(of_modules)[f"_global_{kind}_hooks"] for kind in kinds):
         raise UncountableError("there are hooks on all modules of the process")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise UncountableError("there are hooks on saved tensors around the loop")
+    for name, value in _named_outside(module):
+        if isinstance(value, list | dict | deque) and any(map(torch.is_tensor, tree_leaves(value))):
+            raise UncountableError(f"it may keep tensors outside of the model, in {name}")
+
+
+def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the methods of a module name that is no part of it."""
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    for kind in kinds - {nn.Module, object}:
+        for method in map(inspect.unwrap, vars(kind).values()):
+            if inspect.isfunction(method):
+                named = inspect.getclosurevars(method)
+                yield from (*named.globals.items(), *named.nonlocals.items())
 
 
 @contextmanager
@@ -186,10 +187,14 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Let random numbers stay as they are, and no mode around the loop see what runs."""
     python, of_numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
+    # What it says of an operator that refuses a fake is told by us.
+    of_fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, of_fakes.disabled = of_fakes.disabled, True
     try:
         with torch.random.fork_rng(devices), _disable_current_modes():
             yield
     finally:
+        of_fakes.disabled = was_disabled
         random.setstate(python)
         np.random.set_state(of_numpy)
 
@@ -222,8 +227,11 @@ def _run(call: Call, parts: Sequence[nn.Module], counter: "_Counter") -> None:
         args, kwargs = tree_map_only(partial, lambda make: make(), call.args)
         outputs = [one for one in _tensors(model(*args, **kwargs)) if one.grad_fn is not None]
         counter.is_backward = True
+        grads = [torch.ones_like(one) for one in outputs]
         if outputs:
-            _backward(outputs)
+            # Not by `torch.autograd.backward`, which a timer hears of.
+            run: Any = torch.autograd.Variable._execution_engine.run_backward
+            run(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], mode: Any) -> nn.Module:
@@ -263,25 +271,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _backward(outputs: Sequence[Tensor]) -> None:
-    # Not by `torch.autograd.backward`, which a timer hears of.
-    run: Any = torch.autograd.Variable._execution_engine.run_backward
-    grads = tuple(torch.ones_like(one) for one in outputs)
-    with torch.no_grad():
-        run(tuple(outputs), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
+    for one in tree_leaves(value):
+        if isinstance(one, Tensor):
+            yield one
+        elif hasattr(one, "__dict__"):
+            yield from _tensors(vars(one))
 
 
 class _Counter(TorchDispatchMode):
@@ -300,11 +295,10 @@ class _Counter(TorchDispatchMode):
         self.is_backward = False
         self.made: list[weakref.ref[Tensor]] = []
         """The results of all operators."""
-        self._formulas: dict[Any, Any] = {**flop_registry, **_formulas()}
         # Forward, backward, and what is computed again: of all, and of each part.
-        self._flops = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
+        self._flops: list[list[float]] = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
         self._uncounted: set[str] = set()
-        self._computed_in: Counter[tuple[torch.dtype, bool]] = Counter()
+        self._computed_in: defaultdict[tuple[torch.dtype, bool], float] = defaultdict(float)
         # Parts that run, and the sequence numbers of what is recorded in each call of one.
         self._running: list[tuple[int, int]] = []
         self._recorded: list[tuple[int, range]] = []
@@ -343,7 +337,7 @@ class _Counter(TorchDispatchMode):
                 "its forward leads to parameters that are not those of a copy, as a lambda does"
                 " that has kept self"
             )
-        if func is aten.clone.default and not isinstance(args[0], FakeTensor):
+        if func is torch.ops.aten.clone.default and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily():
                 # A state of random numbers, that checkpointing keeps.
                 return func(*args, **kwargs)
@@ -353,65 +347,59 @@ class _Counter(TorchDispatchMode):
         return out
 
     def _add(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
-        formula = self._formulas.get(operator)
-        if formula is None:
-            self._tell_uncounted(operator)
+        name = getattr(operator, "__name__", "")
+        flops, again = 0.0, 0.0
+        if _ATTENTION.fullmatch(name):
+            flops, again = _attention_flops(name, args)
+        elif operator in flop_registry:
+            flops = float(flop_registry[operator](*args, **kwargs, out_val=out))
+        else:
+            self._note_uncounted(operator)
             return
-        flops = formula(*args, **kwargs, out_val=out)
         factor = next(one for one in args if isinstance(one, Tensor))
         # Of two complex numbers a product is four, with two additions, and a sum is two.
         flops *= 4 if factor.is_complex() else 1
-        self._computed_in[factor.dtype, "conv" in operator.__name__] += flops
+        self._computed_in[factor.dtype, "conv" in name] += flops
         # What is computed again is recorded again.
-        again = flops if self.is_backward and torch.is_grad_enabled() else 0.0
-        if operator.__name__ in _RECOMPUTING:
-            query, key = args[1].shape, args[2].shape
-            again = _product(query, key, query[-1])
+        if self.is_backward and torch.is_grad_enabled():
+            again = flops
         for index in {-1, *self._parts()}:
             self._flops[1 + index][self.is_backward] += flops - again
             self._flops[1 + index][2] += again
 
-    def _parts(self) -> Iterator[int]:
-        """Yield the parts that are at work: that run, or whose backward does."""
-        for part, _ in self._running:
-            yield part
+    def _parts(self) -> set[int]:
+        """Return the parts that are at work: that run, or whose backward does."""
+        found = {part for part, _ in self._running}
         node: Any = torch._C._current_autograd_node() if self.is_backward else None
         if node is not None:
-            number = node._sequence_nr()
-            for part, recorded in self._recorded:
-                if number in recorded:
-                    yield part
+            number, newest = node._sequence_nr(), torch._C._autograd._get_sequence_nr()
+            found |= {part for part, recorded in self._recorded if number in recorded}
+            if torch.is_grad_enabled():
+                # The backward of what is computed again is that of the same parts.
+                self._recorded += [(part, range(newest - 1, newest)) for part in found]
+        return found
 
-    def _tell_uncounted(self, operator: Any) -> None:
+    def _note_uncounted(self, operator: Any) -> None:
         name = getattr(operator, "_qualified_op_name", "") or str(operator)
         namespace, _, operation = name.partition("::")
-        is_work = _WORK.search(operation) and not _NO_WORK.search(operation)
-        if namespace not in _KNOWN_NAMESPACES or is_work:
+        if namespace not in _KNOWN_NAMESPACES or _WORK.match(operation):
             self._uncounted.add(name)
 
 
-def _formulas() -> dict[Any, Any]:
-    """Return the formulas of attention by operator, as if each token saw all others."""
-
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-        return _product(query.shape, key.shape, query.shape[-1] + value.shape[-1])
-
-    def backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
-        width = 3 * query.shape[-1] + 2 * value.shape[-1]
-        return _product(query.shape, key.shape, width)
-
-    names: dict[str, Any] = dict.fromkeys(_ATTENTION, forward)
-    names |= dict.fromkeys(_RECOMPUTING, backward)
-    return {getattr(aten, name): one for name, one in names.items() if hasattr(aten, name)}
-
-
-def _product(query: Sequence[int], key: Sequence[int], width: int) -> float:
-    """Return FLOPs of products between queries and keys, of all widths together."""
-    return 2.0 * math.prod(query[:-1]) * key[-2] * width
+def _attention_flops(name: str, tensors: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the FLOPs of attention as if each token saw all others, and those computed again."""
+    is_backward = name.endswith("_backward")
+    query, key, value = (one.shape for one in tensors[is_backward:][:3])
+    # One product of queries and keys, of each width.
+    of_width = 2.0 * math.prod(query[:-1]) * key[-2]
+    if not is_backward:
+        return of_width * (query[-1] + value[-1]), 0.0
+    # The scores of the forward are computed again, as they are not kept.
+    return of_width * (3 * query[-1] + 2 * value[-1]), of_width * query[-1]
 
 
 def _take_back(made: Sequence[weakref.ref[Tensor]]) -> bool:
-    """Take tensors of a count out of the lists that they were left in; return if any was left."""
+    """Take tensors out of the lists that a forward has left them in; return if any was left."""
     if all(one() is None for one in made):
         return False
     gc.collect()
