@@ -3,10 +3,11 @@
 import time
 import timeit
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from lightning_gputime import SlowStep
-from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.steps import StepRecord
 
@@ -63,9 +64,9 @@ def score(steps: dict[int, str], found: list[SlowStep], next_too: set[str]) -> d
 
 def cost_us() -> dict[str, float]:
     """Returns what a step pays for that somebody looks, and a slow one for the answer."""
-    inquiry = Inquiry(HostClock())
-    inquiry.attach()
-    inquiry.loop_begins()
+    analyzer = SlowStepAnalyzer(HostClock())
+    analyzer.attach()
+    analyzer.loop_begins()
     labels = ("data", "other", "forward", "<after forward>", "backward", "optimizer", "other")
     device_ms = (1.0,) * len(labels)
 
@@ -73,18 +74,19 @@ def cost_us() -> dict[str, float]:
         steps = []
         for number in range(25):
             begin = time.perf_counter_ns()
-            inquiry.step_ends()
+            analyzer.step_ends(begin)
             host_ns = tuple(range(begin, begin + 8_000_000, 1_000_000))
             steps.append(StepRecord(number, labels, device_ms, host_ns, 0.0, 0, False))
         each_ms = [7.0] * 24 + [last_ms]
         start = time.perf_counter()
-        inquiry.take(steps, each_ms)
+        analyzer.steps_read(steps, each_ms)
         return (time.perf_counter() - start) * 1e6
 
     take_us = min(block(7.0) for _ in range(500))
     slow_us = min(block(99.0) for _ in range(100))
-    end_us = min(timeit.repeat(inquiry.step_ends, number=1000, repeat=50)) * 1e3
-    inquiry.remove()
+    end = partial(analyzer.step_ends, time.perf_counter_ns())
+    end_us = min(timeit.repeat(end, number=1000, repeat=50)) * 1e3
+    analyzer.remove()
     return {
         "each step": round(end_us + take_us / 25, 2),
         "a slow step": round(slow_us - take_us),

@@ -5,8 +5,8 @@ with 30 ms more of work for the GPU in each step, of which the host is ahead. In
 chance a garbage collection holds up the host for 1, 5, 20 or 60 ms, between forward and loss. Two
 events, one just before and one just after, tell how long the GPU really had nothing to do
 meanwhile. Then 4 GiB of the device's memory are taken and given back in some steps of the small
-net, which the allocator's witness should see. Last, what looking costs a step: with and without it,
-in turns, under the events of an empty stream.
+net, which the allocator's detector should see. Last, what looking costs a step: with and without
+it, in turns, under the events of an empty stream.
 
     python benchmarks/slow_reached.py --out benchmarks/results/slow_reached.json
 """
@@ -30,7 +30,7 @@ from record import environment, new_parser, save
 from slow_judged import main_kind
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
-from lightning_gputime._causes.device import clocks_of
+from lightning_gputime._causes.counters import clocks_of
 
 DELAYS_MS = (1.0, 5.0, 20.0, 60.0)
 CYCLES_PER_MS = 1_900_000
@@ -160,9 +160,9 @@ def memory(spin_ms: float, each: int) -> dict[str, Any]:
 
 def look_away(timer: GPUPhaseHooks) -> None:
     """Lets a timer not ask why steps are slow."""
-    inquiry: Any = timer._session._inquiry  # type: ignore[union-attr]
-    inquiry.remove()
-    inquiry.take = lambda *_: []
+    analyzer: Any = timer._session._analyzer  # type: ignore[union-attr]
+    analyzer.remove()
+    analyzer.steps_read = lambda *_: []
 
 
 def cost_us(rounds: int) -> dict[str, float]:

@@ -50,9 +50,8 @@ class Readings:
         """Returns the slowest steps since the warm-up, and why they were slow.
 
         A step is slow that takes longer than the median of the 50 steps before it (taken anew every
-        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no witness has
-        seen the cause of is unexplained. Where the host sets the pace, steps that are not timed are
-        judged by its clock, and by those of them before: of these no phase is known.
+        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no detector has
+        seen the cause of is unexplained.
 
         Args:
             n: How many, those first that exceed the usual step most; 1,000 are kept.

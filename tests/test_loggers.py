@@ -338,9 +338,8 @@ def test_a_logger_is_copied_and_pickled_while_a_timer_looks_at_it(
 ) -> None:
     logger = CSVLogger(tmp_path / "own")
     with hooks(loop, logger=logger):
-        assert "log_metrics" in vars(logger)
+        assert "log_metrics" not in vars(logger)
         copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
-    assert "log_metrics" not in vars(logger)
     for one in copies:
         # It logs to itself.
         one.log_metrics({"loss": 1.0}, step=0)

@@ -16,7 +16,7 @@ from lightning_gputime import (
     StepTimes,
     _lightning,
 )
-from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._options import Options
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
@@ -373,8 +373,8 @@ def test_waits_for_other_ranks_are_not_work() -> None:
 
     means = MeanLog("phase_time", 1, [logger])
     comparison = RankComparer(results, means, Options(sync_ranks=False))
-    inquiry = Inquiry(FakeGPU())
-    delivery = Delivery(results, means, comparison, inquiry, Options(), on_step=[], probe=probe)
+    analyzer = SlowStepAnalyzer(FakeGPU())
+    delivery = Delivery(results, means, comparison, analyzer, Options(), on_step=[], probe=probe)
     delivery.add([step._replace(filled=True)])
     delivery.add([raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})])
     assert results.summary().gap_share == pytest.approx(0.5 / 21.5)

@@ -230,7 +230,7 @@ def test_every_test_that_is_named_is_there() -> None:
 
 def test_every_room_of_the_package_that_is_named_is_there() -> None:
     [_, rooms] = READMES["tests/README.md"].split("**Where things are.**")
-    rooms = rooms.partition("**Add a witness**")[0]
+    rooms = rooms.partition("**Add a detector**")[0]
     names = re.findall(r"(?<![\w/])(?!test_)_?[a-z_]+(?:/|\.py)(?:\w+\.py)?", rooms)
     package = ROOT / "lightning_gputime"
     assert [name for name in names if not (package / name).exists()] == []

@@ -22,7 +22,7 @@ from lightning_gputime import (
     phase,
 )
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow_window import SlowWindow
+from lightning_gputime._results.slow import SlowLog
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
@@ -122,7 +122,7 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
     ]
 
 
-def test_what_no_witness_has_seen_is_unexplained(loop: Loop) -> None:
+def test_what_no_detector_has_seen_is_unexplained(loop: Loop) -> None:
     slow = only(train(loop, in_loss={SLOW: lambda: loop.gpu.host_work(40.0)}))
     assert slow.causes == ()
     assert slow.unexplained_ms == slow.excess_ms == 40.0 - LEAD_MS - 5.625
@@ -160,7 +160,7 @@ def test_a_compilation_is_told(loop: Loop) -> None:
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
 
-def test_a_slow_logger_is_named(loop: Loop) -> None:
+def test_a_slow_log_is_told(loop: Loop) -> None:
     class Slow(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             loop.gpu.host_work(50.0)
@@ -168,7 +168,7 @@ def test_a_slow_logger_is_named(loop: Loop) -> None:
     logger = Slow()
     slow = only(train(loop, logger=logger, log_every_n_steps=45))
     [cause] = slow.causes
-    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "Slow.log_metrics", 50.0)
+    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "logging", 50.0)
     assert slow.unexplained_ms == 0.0
     assert "log_metrics" not in vars(logger)
 
@@ -264,15 +264,15 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
 
 
 def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
-    window = SlowWindow()
+    log = SlowLog()
     for number in range(5_000):
         causes = (Cause("garbage", 2.0, 2.0, ""),) if number % 2 else ()
-        window.add([SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)], known=True)
-    assert len(window._steps) <= 1_000
+        log.add([SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)], is_known=True)
+    assert len(log._pending) <= 1_000
     expected = {"slow": 5.0, "slow/garbage": 0.5}
-    assert window.means(4_999, 10_000, keep=True) == expected
-    assert window.means(4_999, 10_000) == expected
-    assert window.means(5_000, 10) == {"slow": 0.0, "slow/garbage": 0.0}
+    assert log.metrics(4_999, 10_000, keep=True) == expected
+    assert log.metrics(4_999, 10_000) == expected
+    assert log.metrics(5_000, 10) == {"slow": 0.0, "slow/garbage": 0.0}
 
 
 def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
@@ -329,25 +329,24 @@ def test_options_of_the_wrong_type_are_refused(loop: Loop) -> None:
         hooks(loop).slowest(0)
 
 
-def test_nothing_is_left_of_the_witnesses(loop: Loop) -> None:
+def test_nothing_is_left_of_the_detectors(loop: Loop) -> None:
     before = [*gc.callbacks]
     logger = Logger()
     timer = hooks(loop, logger=logger).attach()
     assert len(gc.callbacks) == len(before) + 1
-    assert "log_metrics" in vars(logger)
     timer.remove()
     timer.remove()
     assert gc.callbacks == before
     assert "log_metrics" not in vars(logger)
 
 
-def test_a_witness_that_fails_ends_the_asking_and_nothing_else(
+def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = [*gc.callbacks]
     with hooks(loop) as timer:
         session: Any = timer._session
-        session._inquiry.witnesses[0].testify = None
+        session._analyzer.detectors[0].detect = None
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.micro_batch(x)
             if number in (SLOW, 55):

@@ -20,9 +20,6 @@ def listen(owner: Any, name: str, listener: Any, announce: Wrap | None = None) -
     return patch_function(owner, name, listener, announce).patch
 
 
-listen_uncopied = listen
-
-
 def listen_while_alive(owner: Any, name: str, listener: Any, announce: Wrap) -> FunctionPatch:
     """As `listen`, while anybody else has the listener. Safe to call twice."""
 

@@ -10,7 +10,7 @@ from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.loggers import Destination, MetricsLogger, key
 from lightning_gputime._results.peaks import Peaks
-from lightning_gputime._results.slow_window import SlowWindow
+from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference
 
@@ -55,7 +55,7 @@ class MeanLog:
         self._failed = False
         self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
-        self.slow = SlowWindow()
+        self.slow = SlowLog()
         """The slow steps, which are logged with their window."""
         self.peaks = Peaks()
         """The memory of phases, which is logged with it, too."""
@@ -126,7 +126,7 @@ class MeanLog:
                 as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
                 comm_ms = sum(ms for name, ms in means.items() if _is_wait(name))
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            means |= self.slow.means(self.newest, n, keep=only_publish)
+            means |= self.slow.metrics(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
             values |= self.peaks.to_log(self.newest, keep=only_publish)
             values |= self.yardstick.metrics(sums.work)

@@ -16,7 +16,7 @@ from lightning_gputime._results.history import Newest, history, mean_run_ahead_m
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowStep, SlowSteps
+from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
@@ -70,7 +70,7 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             copied = {"_newest": self._newest.copy(), "sums": self.sums.copy()}
-            copied |= {"_busy": self._busy.copy(), "slow": self.slow.copy()}
+            copied |= {"_busy": self._busy.copy()}
             # No lock goes into a copy: `ddp_spawn` pickles callbacks.
             return {**self.__dict__, **copied, "_lock": None}
 
@@ -105,21 +105,9 @@ class Results:
             self.sums.merge(Sums(measured) if warmup or sums is None else sums)
         return measured
 
-    def add_slow(self, steps: Sequence[SlowStep], *, known: bool) -> None:
-        """Takes those of the steps that were slow.
-
-        Args:
-            steps: These steps.
-            known: Whether any step was judged yet.
-        """
-        with self._lock:
-            self.slow.is_known = known
-            self.slow.add(steps)
-
     def slowest(self, n: int) -> SlowSteps:
         """Returns the slow steps with the largest excess."""
-        with self._lock:
-            return SlowSteps(self.slow.slowest(n), hint="" if self.slow.is_known else NOT_JUDGED)
+        return SlowSteps(self.slow.slowest(n), hint="" if self.slow.is_known else NOT_JUDGED)
 
     def add_probed(self, step: StepRecord) -> None:
         """Takes a step that was probed; it is in no other statistics.
@@ -148,7 +136,6 @@ class Results:
             newest, seen = self._newest.copy(), self._seen
             sums, busy = self.sums.copy(), self._busy.copy()
             skipped_updates = self._skipped_updates + sums.skipped_updates
-            slow = self.slow.copy()
         measured = newest.steps()[max(self._warmup_steps - forgotten, 0) :]
         times = history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
@@ -178,7 +165,7 @@ class Results:
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             hint="" if seen else self._hint,
-            slow=slow.summary(steps, step_ms),
+            slow=self.slow.summary(steps, step_ms),
             work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),
             ledger=self.books.ledger() if self.books is not None else None,
             memory=self.peaks.summary(),

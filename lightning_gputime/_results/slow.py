@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
@@ -68,8 +68,7 @@ class SlowStep:
         step: Its number.
         step_ms: How long it took (in milliseconds).
         usual_ms: The median of the steps around it (in milliseconds).
-        phase: The phase, or the part of one, that grew most; empty for a step that was not timed,
-            which is known by the host's clock alone.
+        phase: The phase, or the part of one, with the largest excess.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
     """
@@ -96,10 +95,9 @@ class SlowStep:
         grounds = [_of_cause(cause, unit) for cause in self.causes]
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
-        where = f"and grew in `{self.phase}`" if self.phase else "by the host's clock"
         return (
             f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
-            f" {where}: {', '.join(grounds)}"
+            f" and grew in `{self.phase}`: {', '.join(grounds)}"
         )
 
 
@@ -160,20 +158,6 @@ def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
         yield (*first, "unexplained", "", f"{step.unexplained_ms:.3f}", "")
 
 
-class Passed:
-    """Steps that were not timed, and judged by the host's clock.
-
-    Attributes:
-        n: How many there were.
-        ns: What they took together (in nanoseconds).
-    """
-
-    __slots__ = ("n", "ns")
-
-    def __init__(self, n: int = 0, ns: int = 0) -> None:
-        self.n, self.ns = n, ns
-
-
 @dataclass(frozen=True, slots=True)
 class SlowSummary:
     """What slow steps cost a run.
@@ -209,61 +193,126 @@ class SlowSummary:
         )
 
 
+class _Sums(NamedTuple):
+    """Sums over slow steps (in milliseconds).
+
+    Attributes:
+        n: Number of steps.
+        excess_ms: Their excess.
+        unexplained_ms: How much of that has no known cause.
+        cause_ms: How much of that each cause has, by its kind and its name.
+    """
+
+    n: int = 0
+    excess_ms: float = 0.0
+    unexplained_ms: float = 0.0
+    cause_ms: Mapping[tuple[str, str], float] = {}
+
+    def plus(self, steps: Sequence[SlowStep]) -> "_Sums":
+        """Return the sums over these steps, too."""
+        cause_ms = {**self.cause_ms}
+        for cause in (cause for step in steps for cause in step.causes):
+            key = cause.kind, cause.name
+            cause_ms[key] = cause_ms.get(key, 0.0) + cause.reached_ms
+        return _Sums(
+            self.n + len(steps),
+            self.excess_ms + sum(step.excess_ms for step in steps),
+            self.unexplained_ms + sum(step.unexplained_ms for step in steps),
+            cause_ms,
+        )
+
+    def by(self, field: Literal["kind", "name"]) -> dict[str, float]:
+        """Return how much each kind of cause, or each name, has (in milliseconds)."""
+        found: dict[str, float] = {}
+        for (kind, name), ms in self.cause_ms.items():
+            key = kind if field == "kind" else name
+            found[key] = found.get(key, 0.0) + ms
+        return found
+
+
 class SlowLog:
-    """Keeps the slow steps of a run: the worst one by one, all of them added up."""
+    """Keeps the slow steps of a run: the worst one by one, all of them added up.
+
+    One thread adds steps, and asks for the metrics of a log; any may read the rest. So what they
+    read is replaced, and never changed.
+    """
 
     def __init__(self) -> None:
-        self.n = 0
         self.is_known = False
         """Whether any step was judged yet."""
-        self.passed = Passed()
-        """The steps that were judged, and not timed."""
-        self._excess_ms = self._unexplained_ms = 0.0
-        self._cause_ms: dict[str, float] = {}
-        self._worst: list[SlowStep] = []
+        self._worst: tuple[SlowStep, ...] = ()
+        self._sums = _Sums()
+        # Those that are not logged yet: the newest, and the sums over those before.
+        self._pending: tuple[SlowStep, ...] = ()
+        self._before = _Sums()
+        # The number of the last step that is in a log.
+        self._logged = -1
+        # Kinds that were logged once: loggers such as CSV want a constant set.
+        self._kinds: tuple[str, ...] = ()
 
-    def add(self, steps: Sequence[SlowStep]) -> None:
-        """Takes slow steps."""
-        for step in steps:
-            self.n += 1
-            self._excess_ms += step.excess_ms
-            self._unexplained_ms += step.unexplained_ms
-            for cause in step.causes:
-                ms = self._cause_ms.get(cause.name, 0.0)
-                self._cause_ms[cause.name] = ms + cause.reached_ms
-        self._worst.extend(steps)
-        if len(self._worst) > 2 * _MOST:
-            self._worst = _largest(self._worst)[:_MOST]
-
-    def copy(self) -> "SlowLog":
-        """Returns what there is now."""
-        copied = SlowLog()
-        copied.__dict__.update(self.__dict__, _cause_ms={**self._cause_ms}, _worst=[*self._worst])
-        copied.passed = Passed(self.passed.n, self.passed.ns)
-        return copied
-
-    def slowest(self, n: int) -> list[SlowStep]:
-        """Returns those with the largest excess, the largest first."""
-        return _largest(self._worst)[: min(n, _MOST)]
-
-    def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
-        """Returns what they cost a run; None if there are none.
+    def add(self, steps: Sequence[SlowStep], *, is_known: bool) -> None:
+        """Take slow steps.
 
         Args:
-            steps: How many steps were timed.
+            steps: The steps, in order.
+            is_known: Whether any step was judged yet.
+        """
+        self.is_known = is_known
+        if not steps:
+            return
+        worst = (*self._worst, *steps)
+        self._worst = worst if len(worst) <= 2 * _MOST else (*_largest(worst)[:_MOST],)
+        self._sums = self._sums.plus(steps)
+        # The first ten are judged late: a log of fewer is over, and the next is not theirs.
+        self._pending += tuple(step for step in steps if step.step >= self._logged)
+        if len(self._pending) > _MOST:
+            half = _MOST // 2
+            self._before = self._before.plus(self._pending[:half])
+            self._pending = self._pending[half:]
+
+    def slowest(self, n: int) -> list[SlowStep]:
+        """Return those with the largest excess, the largest first."""
+        return _largest(self._worst)[: min(n, _MOST)]
+
+    def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
+        """Return their excess per step since the last log, and how much of it each kind has.
+
+        Args:
+            newest: The number of the last step of the log.
+            n: Number of timed steps in it.
+            keep: Whether the next log has them, too.
+        """
+        if not keep:
+            self._logged = newest
+        if not self.is_known:
+            return {}
+        sums = self._before.plus([step for step in self._pending if step.step <= newest])
+        if not keep:
+            self._pending = tuple(step for step in self._pending if step.step > newest)
+            self._before = _Sums()
+        kind_ms = sums.by("kind")
+        self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
+        kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}
+        return {"slow": sums.excess_ms / n, **kinds}
+
+    def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
+        """Return what they cost a run; None if there are none.
+
+        Args:
+            steps: Number of timed steps.
             all_ms: What these took together (in milliseconds).
         """
-        steps, all_ms = steps + self.passed.n, all_ms + self.passed.ns / 1e6
-        if not self.n or not all_ms:
+        sums = self._sums
+        if not sums.n or not all_ms:
             return None
-        causes = sorted(self._cause_ms.items(), key=lambda one: one[1], reverse=True)
+        causes = sorted(sums.by("name").items(), key=lambda one: one[1], reverse=True)
         return SlowSummary(
-            n=self.n,
+            n=sums.n,
             steps=steps,
-            share=self._excess_ms / all_ms,
+            share=sums.excess_ms / all_ms,
             cause_shares={name: ms / all_ms for name, ms in causes},
-            unexplained_share=self._unexplained_ms / all_ms,
-            worst=_largest(self._worst)[0],
+            unexplained_share=sums.unexplained_ms / all_ms,
+            worst=self.slowest(1)[0],
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
-from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.backlog import BATCH
@@ -26,7 +26,7 @@ class Delivery:
         results: Keep every step for the user.
         means: Log every step.
         comparison: Gets every step but the warm-up.
-        inquiry: Says why steps were slow.
+        analyzer: Says why steps were slow.
         options: Have the lag of the recorder, and who is called with every slow step.
         on_step: Functions that are called with every step, and metrics that are updated with it.
         probe: Takes the steps that were probed; nobody else gets them.
@@ -37,7 +37,7 @@ class Delivery:
         results: Results,
         means: MeanLog,
         comparison: RankComparer,
-        inquiry: Inquiry,
+        analyzer: SlowStepAnalyzer,
         options: Options,
         *,
         on_step: Sequence[Any],
@@ -47,7 +47,7 @@ class Delivery:
         self._means = means
         self._comparison = comparison
         self._probe = probe
-        self._inquiry = inquiry
+        self._analyzer = analyzer
         self._on_slow_step = options.on_slow_step
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
@@ -100,29 +100,26 @@ class Delivery:
                 return
         self._add(steps)
 
-    def _add_slow(self, slow: Sequence[SlowStep]) -> None:
-        self._results.add_slow(slow, known=self._inquiry.judges)
-        self._means.slow.add(slow, known=self._inquiry.judges)
-
     def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
         measured = self._results.add(steps, sums)
         self._comparison.steps_read(measured)
         # Before the means, which are of its steps.
-        slow = self._inquiry.take(measured, sums.each_ms[len(steps) - len(measured) :])
-        self._add_slow(slow)
-        self._inquiry.reading_ends()
+        each_ms = sums.each_ms[len(steps) - len(measured) :]
+        slow = self._analyzer.steps_read(measured, each_ms)
+        self._analyzer.reading_ends()
         if self._means.add(steps, sums):
             self._owes_log = False
+            self._analyzer.own_calls.end("logging")
         if self.look is not None and self.look():
             self.look = None
         if self._on_step or slow:
             # Last, as these are the user's: they may read the timer, which has the steps by now, or
             # remove it.
-            self._inquiry.own.begin()
+            self._analyzer.own_calls.start()
             self._call(steps)
             self._call_slow(slow)
-            self._inquiry.own.end(self._called)
+            self._analyzer.own_calls.end(self._called)
 
     def _call(self, steps: Sequence[StepRecord]) -> None:
         # Over a copy, because one that fails is taken out.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.memory import meter_for
@@ -21,7 +21,7 @@ def recorder_for(
     clock: Clock,
     results: Results,
     means: MeanLog,
-    inquiry: Inquiry,
+    analyzer: SlowStepAnalyzer,
     delivery: Delivery,
 ) -> Recorder:
     """Returns a recorder; what it reads of memory goes to the results and to the log.
@@ -31,7 +31,7 @@ def recorder_for(
         clock: Where events and host times come from.
         results: Get the peaks of memory.
         means: Log them.
-        inquiry: Is told when steps are read.
+        analyzer: Is told when steps are read.
         delivery: Gets the steps.
     """
     known: Mapping[str, Any] = {
@@ -39,7 +39,7 @@ def recorder_for(
         "emit": delivery.add,
         "batch": delivery.batch,
         "annotate": Annotator() if options.annotate else None,
-        "reading_begins": inquiry.reading_begins,
+        "reading_begins": analyzer.reading_begins,
     }
     meter = meter_for(clock) if options.memory else None
     if meter is None:

@@ -8,7 +8,7 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import deactivate
-from lightning_gputime._causes.inquiry import Inquiry
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._options import Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -63,14 +63,18 @@ class Session(Asked):
         schedule = Schedule.of(options)
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._comparison = RankComparer(results, means, options)
-        self._inquiry = Inquiry(clock, means.loggers)
-        self.loads = self._inquiry.loads
+        self._now_ns = clock.host_ns
+        self._analyzer = SlowStepAnalyzer(clock, results.slow)
+        means.slow = results.slow
+        self.loads = self._analyzer.set_loader
         """Says what loads the batches, and whether `data` has no part for its fetches."""
-        self.loader_is_asked = self._inquiry.loader_is_asked
+        self.loader_is_asked = self._analyzer.fetch_starts
         self._delivery = Delivery(
-            results, means, self._comparison, self._inquiry, options, on_step=on_step, probe=probe
+            results, means, self._comparison, self._analyzer, options, on_step=on_step, probe=probe
         )
-        self._recorder = recorder_for(options, clock, results, means, self._inquiry, self._delivery)
+        self._recorder = recorder_for(
+            options, clock, results, means, self._analyzer, self._delivery
+        )
         self.fetch_begins = partial(self._recorder.go_on, FETCH)
         """Says that the next batch is fetched, which ends a pause."""
         self.evaluation_begins = self._recorder.pause_here
@@ -100,7 +104,7 @@ class Session(Asked):
             has_others=not results.on_host_clock and is_distributed(),
             waits_before_batch=loop.waits_before_batch,
         )
-        self._inquiry.attach()
+        self._analyzer.attach()
         lifetimes.attached(self)
 
     # What a loop tells
@@ -111,7 +115,7 @@ class Session(Asked):
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
         self._work.reset()
-        self._inquiry.loop_begins()
+        self._analyzer.loop_begins()
         self._selection.begin()
 
     def part_began(self, label: str) -> None:
@@ -158,7 +162,7 @@ class Session(Asked):
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
         self._newest = number
         self._tried_update = False
-        self._inquiry.step_ends()
+        self._analyzer.step_ends(self._now_ns())
         recorder = self._recorder
         recorder.load = self._work.take_step_work()
         if self._is_plain:
@@ -239,7 +243,7 @@ class Session(Asked):
         """Takes everything off the model, the optimizers and torch. Safe to call twice."""
         lifetimes.detached(self)
         self._boundaries.remove()
-        self._inquiry.remove()
+        self._analyzer.remove()
         self._recorder.rest()
         if self.is_attached:
             self.is_attached = False
@@ -253,7 +257,7 @@ class Session(Asked):
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
         deactivate(self._recorder)
-        self._inquiry.remove()
+        self._analyzer.remove()
         self._recorder.abandon()
         self._comparison.abandon()
 

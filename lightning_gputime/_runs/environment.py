@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._causes.places import attribute
+from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._results.advice import Setup

@@ -1,10 +1,11 @@
-"""Each witness of slow steps alone, with exact times, and on real causes where they are cheap."""
+"""Each detector of causes alone, with exact times, and on real causes where they are cheap."""
 
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +18,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
-from lightning_gputime._causes import preemption
-from lightning_gputime._causes.device import Allocator, Clocks, clocks_of, counters_of
-from lightning_gputime._causes.inquiry import Inquiry
-from lightning_gputime._causes.places import Callbacks, Loader, Ranks
-from lightning_gputime._causes.preemption import Preemption
-from lightning_gputime._causes.witness import Witness
+from lightning_gputime._causes import counters
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._causes.counters import (
+    Allocator,
+    Clocks,
+    Preemption,
+    allocator_of,
+    clocks_of,
+)
+from lightning_gputime._causes.detectors import Callbacks, CauseDetector, Loader, Ranks
 from lightning_gputime._record.steps import StepRecord
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
@@ -32,29 +37,29 @@ SLOW = 30
 
 
 class Bench:
-    """Records that are as long as a test says, and the witness that is asked about them."""
+    """Records that are as long as a test says, and the detector that is asked about them."""
 
-    def __init__(self, gpu: FakeGPU, *witnesses: Witness) -> None:
+    def __init__(self, gpu: FakeGPU, *detectors: CauseDetector) -> None:
         self.gpu = gpu
-        self.inquiry = Inquiry(gpu)
-        self.inquiry.witnesses = [*witnesses]
-        self.loaders = [one for one in witnesses if isinstance(one, Loader)]
-        self.inquiry.attach()
-        self.inquiry.loop_begins()
+        self.analyzer = SlowStepAnalyzer(gpu)
+        self.analyzer.detectors = [*detectors]
+        self.loaders = [one for one in detectors if isinstance(one, Loader)]
+        self.analyzer.attach()
+        self.analyzer.loop_begins()
         self.found: list[SlowStep] = []
 
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
         """Runs a step: what it takes longer than the usual one."""
         begin = self.gpu.now
         for loader in self.loaders:
-            loader.is_asked()
+            loader.fetch_starts()
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
         self.gpu.host_work(sum(on_host))
-        self.inquiry.step_ends()
+        self.analyzer.step_ends(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
         record = StepRecord(number, tuple(USUAL), on_device, ends, 0.0, 0, False)
-        self.found += self.inquiry.take([record], [sum(on_device)])
+        self.found += self.analyzer.steps_read([record], [sum(on_device)])
 
     def usual(self, numbers: range = range(SLOW)) -> None:
         for number in numbers:
@@ -70,20 +75,28 @@ class Bench:
 
 
 class Scheduler:
-    """The counters of a scheduler: what ran, what waited in line, and how often it was let in."""
+    """A scheduler: how long the thread waited in line, was stopped, and how often it was let in."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.gpu = gpu
         self.queued = self.stopped = self.slices = 0
+        self.samples = self.reads = 0
 
-    def __call__(self, *_: int) -> bytes:
-        ran = self.gpu.now - self.queued - self.stopped
-        return b"%d %d %d\n" % (ran, self.queued, self.slices)
+    def cpu_ns(self) -> int:
+        self.samples += 1
+        return self.gpu.now - self.queued - self.stopped
+
+    def read(self) -> tuple[int, int]:
+        self.reads += 1
+        return self.queued, self.slices
+
+    def detector(self) -> Preemption:
+        return Preemption(self.cpu_ns, self.read)
 
 
 def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
-    bench = Bench(gpu, Preemption(gpu.host_ns, scheduler))
+    bench = Bench(gpu, scheduler.detector())
     bench.usual()
     scheduler.queued, scheduler.slices = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
@@ -100,7 +113,7 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     gpu: FakeGPU, phase: str, slices: int, is_told: bool
 ) -> None:
     scheduler = Scheduler(gpu)
-    bench = Bench(gpu, Preemption(gpu.host_ns, scheduler))
+    bench = Bench(gpu, scheduler.detector())
     bench.usual()
     # In ten slices, as where another thread of Python is at work in between.
     scheduler.stopped, scheduler.slices = 50 * MS, slices
@@ -110,24 +123,42 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     assert slow.causes == ((cause,) if is_told else ())
 
 
+def test_time_in_line_that_is_usual_is_not_that_of_the_slow_step(gpu: FakeGPU) -> None:
+    scheduler = Scheduler(gpu)
+    bench = Bench(gpu, scheduler.detector())
+    for number in range(80):
+        # Some of each step, as on a busy machine.
+        scheduler.queued, scheduler.slices = scheduler.queued + MS, scheduler.slices + 1
+        bench.step(number, {}, {})
+    # It waits for a batch.
+    scheduler.stopped, scheduler.slices = scheduler.stopped + 40 * MS, scheduler.slices + 1
+    bench.step(80, {"data": 40.0}, {"data": 40.0})
+    [slow] = bench.found
+    assert (slow.step, slow.causes) == (80, ())
+
+
+def test_the_scheduler_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> None:
+    scheduler = Scheduler(gpu)
+    bench = Bench(gpu, scheduler.detector())
+    bench.usual()
+    # Where the loop began, and after 10 steps.
+    assert (scheduler.samples, scheduler.reads) == (SLOW + 1, 2)
+    bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
+    assert (scheduler.samples, scheduler.reads) == (SLOW + 2, 3)
+
+
 def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(counters, "_WORTH_MS", 1e3)
     scheduler = Scheduler(gpu)
-    asked: list[int] = []
-
-    def ask(*_: int) -> bytes:
-        asked.append(gpu.now)
-        return scheduler()
-
-    bench = Bench(gpu, Preemption(gpu.host_ns, ask))
+    bench = Bench(gpu, scheduler.detector())
     bench.usual()
-    n = len(asked)
-    assert 0 < n < SLOW
+    asked = scheduler.samples, scheduler.reads
+    assert asked == (11, 1)
     scheduler.queued, scheduler.slices = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    assert len(asked) == n
+    assert (scheduler.samples, scheduler.reads) == asked
     [slow] = bench.found
     assert (slow.causes, slow.unexplained_ms) == ((), 35.0)
 
@@ -135,59 +166,68 @@ def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
 def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_causes(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    witness, loader = Preemption(gpu.host_ns, Scheduler(gpu)), Loader(gpu.host_ns)
-    bench = Bench(gpu, witness, loader)
+    detector, loader = Scheduler(gpu).detector(), Loader(gpu.host_ns)
+    bench = Bench(gpu, detector, loader)
     bench.usual()
-    monkeypatch.setattr(preemption, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(counters, "_WORTH_MS", 1e3)
 
-    def is_asked() -> None:
+    def fetch_starts() -> None:
         # The steps before are read while it is open.
         gpu.now += 1
-        witness.steps_were_read(bench.inquiry._usual)
+        detector.baseline_changed(bench.analyzer._baseline)
 
-    monkeypatch.setattr(loader, "is_asked", is_asked)
+    monkeypatch.setattr(loader, "fetch_starts", fetch_starts)
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
     assert (slow.causes, slow.unexplained_ms) == ((), 50.0)
-    assert bench.inquiry.witnesses
+    assert bench.analyzer.detectors
     assert not caplog.text
 
 
 def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
-    bench = Bench(gpu, Preemption(gpu.host_ns, scheduler))
+    bench = Bench(gpu, scheduler.detector())
     for number in range(SLOW):
         bench.step(number, {}, {})
-        bench.inquiry.steps_pass()
-        # Nobody asks what the thread did in them: all of it away from the processor, in one turn.
+        # The thread was away from the processor all through one that is not timed, in one turn.
         scheduler.stopped, scheduler.slices = scheduler.stopped + 200 * MS, scheduler.slices + 1
         gpu.now += 200 * MS
-        bench.inquiry.step_ends()
+        bench.analyzer.step_ends(gpu.now)
     scheduler.stopped, scheduler.slices = scheduler.stopped + 50 * MS, scheduler.slices + 1
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
     assert slow.causes == (Cause("preemption", 50.0, 50.0, "stopped, or blocked"),)
 
 
+def test_a_scheduler_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
+    def fails() -> tuple[int, int]:
+        raise FileNotFoundError("/proc/thread-self/schedstat")
+
+    scheduler = Scheduler(gpu)
+    bench = Bench(gpu, Preemption(scheduler.cpu_ns, fails))
+    scheduler.stopped = 50 * MS
+    assert bench.slow({"backward": 50.0}, {"backward": 50.0}) == ()
+    assert scheduler.samples == 11
+
+
 def test_linux_counts_for_the_thread_of_the_loop() -> None:
-    preemption = Preemption(lambda: 0)
-    preemption.step_ends()
-    assert not preemption._newest
-    read: list[tuple[int, bytes]] = []
+    reads: list[list[int]] = []
 
     def loop() -> None:
-        preemption.loop_begins()
-        preemption.step_ends()
-        read.extend(preemption._newest)
-        preemption.remove()
-        preemption.remove()
+        for _ in range(2):
+            sum(range(200_000))
+            with contextlib.suppress(OSError):
+                reads.append([time.thread_time_ns(), *counters.read_scheduler()])
 
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    # Elsewhere than on Linux it sees nothing.
-    assert len(read) in (0, 2)
-    assert all(len(sample.split()) == 3 for _, sample in read)
+    # Elsewhere than on Linux there is nothing.
+    assert len(reads) in (0, 2)
+    for before, after in pairwise(reads):
+        assert all(a <= b for a, b in zip(before, after, strict=True))
+        assert 0 < before[0] < after[0]
+        assert before[2] > 0
 
 
 def test_a_wait_for_other_ranks_is_told_whatever_the_host_did(gpu: FakeGPU) -> None:
@@ -200,7 +240,7 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=True)
+    loader.set_loader(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
     assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("loader", 20.0, 10.0, detail),)
@@ -211,10 +251,10 @@ def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
         num_workers = 4
 
     loader = Loader(gpu.host_ns)
-    loader.loads(Loads(), in_data=True)
+    loader.set_loader(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     bench.usual()
-    bench.inquiry.loop_begins()
+    bench.analyzer.loop_begins()
     bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
     [cause] = bench.found[0].causes
     assert cause.detail == "its first batch, for which its workers start"
@@ -238,9 +278,9 @@ class Memory:
 
 def test_the_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> None:
     memory = Memory()
-    bench = Bench(gpu, Allocator(gpu.host_ns, memory))
+    bench = Bench(gpu, Allocator(memory))
     bench.usual()
-    # When it was attached, and after 10 steps.
+    # Where the loop began, and after 10 steps.
     assert memory.reads == 2
     memory.counts = [1, 103, 7, 2]
     bench.step(SLOW, {"forward": 30.0}, {"forward": 28.0})
@@ -251,7 +291,7 @@ def test_the_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) ->
 
 
 def test_a_long_step_without_the_allocator_is_not_its_fault(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Allocator(gpu.host_ns, Memory())).slow({"forward": 30.0}, {"forward": 30.0})
+    causes = Bench(gpu, Allocator(Memory())).slow({"forward": 30.0}, {"forward": 30.0})
     assert causes == ()
 
 
@@ -259,9 +299,9 @@ def test_an_allocator_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
     def fails() -> tuple[int, ...]:
         raise RuntimeError("cudaMallocAsync")
 
-    bench = Bench(gpu, Allocator(gpu.host_ns, fails))
+    bench = Bench(gpu, Allocator(fails))
     assert bench.slow({"forward": 30.0}, {"forward": 30.0}) == ()
-    assert counters_of(None) is counters_of(torch.device("cpu")) is None
+    assert allocator_of(None) is allocator_of(torch.device("cpu")) is None
 
 
 def test_lower_clocks_stretch_all_phases_alike(gpu: FakeGPU) -> None:
@@ -311,7 +351,7 @@ def test_lightnings_callbacks_are_named(gpu: FakeGPU) -> None:
     assert slow.unexplained_ms == 0.0
 
 
-def test_lightnings_loggers_are_named(gpu: FakeGPU) -> None:
+def test_a_slow_log_under_lightning_is_told(gpu: FakeGPU) -> None:
     class Remote(MemoryLogger):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             gpu.host_work(40.0 if "loss" in metrics else 0.0)
@@ -319,7 +359,7 @@ def test_lightnings_loggers_are_named(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
     [slow] = timer.slowest()
     assert [(one.kind, one.detail, one.host_ms) for one in slow.causes] == [
-        ("callback", "Remote.log_metrics", 40.0)
+        ("callback", "logging, a checkpoint or a hook", 40.0)
     ]
     assert slow.unexplained_ms == 0.0
 

@@ -1,0 +1,231 @@
+"""A slow step: where its excess over the baseline is, and what explains it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from lightning_gputime._causes.baseline import Baseline, leaves
+from lightning_gputime._phases import of_one_callback
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import Cause, Kind
+
+# A cause of a smaller fraction of the excess is left out: it stays unexplained.
+_LEAST = 0.05
+
+_Causes = dict[tuple[Kind, str], float]
+
+
+class Span(NamedTuple):
+    """Something that held up the host.
+
+    Attributes:
+        start_ns: The host time at its start (in nanoseconds).
+        end_ns: The host time at its end (in nanoseconds).
+        detail: What it was.
+    """
+
+    start_ns: int
+    end_ns: int
+    detail: str
+
+
+class PartExcess:
+    """The excess of a part of a slow step.
+
+    Attributes:
+        name: The smallest phase that it is.
+        device_excess_ms: Device time beyond the baseline (in milliseconds).
+        idle_ms: How much of that the device may have waited for the host (in milliseconds).
+        unattributed_host_ms: Host time beyond the baseline that no cause has yet (in
+            milliseconds); 0 if it may be chance.
+        intervals: When the host was in it (in nanoseconds).
+        free: The intervals of these that no span has yet (in nanoseconds).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.device_excess_ms = self.idle_ms = self.unattributed_host_ms = 0.0
+        self.device_ms = self.host_ms = self.baseline_host_ms = 0.0
+        self.intervals: list[tuple[int, int]] = []
+        self.free: list[tuple[int, int]] = []
+        self.host_causes: _Causes = {}
+        self.device_causes: _Causes = {}
+
+    def compare(self, baseline: Baseline, waits: Sequence[tuple[int, int]]) -> None:
+        """Set the excess over a baseline; the timer's own waits are none."""
+        usual = baseline.part(self.name)
+        self.device_excess_ms = max(self.device_ms - usual.device_ms, 0.0)
+        self.idle_ms = min(self.idle_ms, self.device_excess_ms)
+        self.baseline_host_ms = usual.host_ms
+        waited_ms = sum(self.take(*wait) for wait in waits)
+        host_ms = self.host_ms - usual.host_ms - max(waited_ms - baseline.wait_ms, 0.0)
+        self.unattributed_host_ms = host_ms if host_ms > usual.host_noise_ms else 0.0
+
+    def take(self, start_ns: int, end_ns: int) -> float:
+        """Take a span out of the free host time; return how much it was (in milliseconds)."""
+        free, taken = [], 0
+        for start, end in self.free:
+            first, last = max(start, start_ns), min(end, end_ns)
+            if first >= last:
+                free.append((start, end))
+                continue
+            taken += last - first
+            free += [one for one in ((start, first), (last, end)) if one[0] < one[1]]
+        self.free = free
+        return taken / 1e6
+
+
+class ExcessAttribution:
+    """Attributes the excess of a slow step to causes, one detector after the other.
+
+    A host delay reaches the device between the same two marks, or never: the device ran ahead of it
+    by what was queued. So the part that reached it is the device's excess there, at most the delay.
+    It is nothing where the device had not even come there when the host went on. That is known
+    where the host waited for the end of the step, where the two clocks meet. Several causes share
+    it. No time is attributed twice.
+
+    Args:
+        step: The step as it was read.
+        step_ms: How long it took (in milliseconds).
+        baseline: That of the step.
+        waits: When the timer itself made the host wait, which explains nothing (in nanoseconds).
+    """
+
+    def __init__(
+        self,
+        step: StepRecord,
+        step_ms: float,
+        baseline: Baseline,
+        waits: Sequence[tuple[int, int]],
+    ) -> None:
+        self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
+        """The host time at its start and at its end (in nanoseconds)."""
+        self.step_ms = step_ms
+        self.baseline = baseline
+        self.excess_ms = step_ms - baseline.step_ms
+        """How much longer than the baseline it took (in milliseconds)."""
+        self._parts: dict[str, PartExcess] = {}
+        self._sort_out(step)
+        for part in self._parts.values():
+            part.compare(baseline, waits)
+
+    def _sort_out(self, step: StepRecord) -> None:
+        # Without a wait of the host's it was hardly ahead.
+        met_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
+        arrives_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
+        intervals = pairwise(step.host_ns)
+        marks = zip(leaves(step.labels), step.device_ms, intervals, arrives_ns, strict=True)
+        for name, ms, interval, arrived_ns in marks:
+            if name:
+                part = self._parts.setdefault(name, PartExcess(name))
+                part.device_ms += ms
+                part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
+                part.host_ms += (interval[1] - interval[0]) / 1e6
+                part.intervals.append(interval)
+                part.free.append(interval)
+
+    @property
+    def parts(self) -> list[PartExcess]:
+        """Its parts, those first with most unattributed host time."""
+        parts = self._parts.values()
+        return sorted(parts, key=lambda part: part.unattributed_host_ms, reverse=True)
+
+    @property
+    def phase(self) -> str:
+        """The part with the largest excess on the device."""
+        name = max(self._parts.values(), key=lambda part: part.device_excess_ms).name
+        one = of_one_callback(name)
+        return name.removesuffix(f"/{one}") if one else name
+
+    @property
+    def unexplained_ms(self) -> float:
+        """How much of its excess has no cause (in milliseconds)."""
+        return max(self.excess_ms - sum(cause.reached_ms for cause in self.causes()), 0.0)
+
+    @property
+    def is_stretched(self) -> bool:
+        """Whether all large parts took the device longer, by about the same factor."""
+        factors = [
+            part.device_ms / (part.device_ms - part.device_excess_ms)
+            for part in self._parts.values()
+            if part.device_ms >= 0.05 * self.step_ms and part.device_ms > part.device_excess_ms
+        ]
+        return len(factors) > 2 and min(factors) > 1.05 and max(factors) < 1.2 * min(factors)
+
+    def attribute_spans(self, kind: Kind, spans: Iterable[Span]) -> None:
+        """Attribute host time to something whose start and end are known."""
+        for span in spans:
+            for part in self._parts.values():
+                ms = part.take(span.start_ns, span.end_ns)
+                if ms:
+                    _attribute(part.host_causes, kind, span.detail, ms)
+                    part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
+
+    def attribute_host_excess(
+        self, kind: Kind, detail: str, most_ms: float, is_there: Callable[[str], bool]
+    ) -> None:
+        """Attribute the unattributed host excess of some parts to a cause.
+
+        Args:
+            kind: What it was.
+            detail: More on that.
+            most_ms: For how long it held up the host at most (in milliseconds).
+            is_there: Returns whether a part, by its name, is one of them.
+        """
+        for part in self.parts:
+            ms = min(part.unattributed_host_ms, most_ms)
+            if ms > 0.0 and is_there(part.name):
+                _attribute(part.host_causes, kind, detail, ms)
+                part.unattributed_host_ms -= ms
+                most_ms -= ms
+
+    def attribute_device_excess(self, kind: Kind, part: PartExcess, detail: str) -> None:
+        """Attribute a part's excess on the device to a cause, whatever the host did."""
+        _attribute(part.device_causes, kind, detail, part.device_excess_ms)
+
+    def host_excess_since(self, name: str, starts_ns: Iterable[int]) -> float:
+        """Return the host's excess in what came last in a part, at least 0 (in milliseconds).
+
+        Args:
+            name: The part.
+            starts_ns: When that started, once or more often (in nanoseconds).
+        """
+        part = self._parts.get(name)
+        if part is None:
+            return 0.0
+        took_ns = sum(
+            end - started
+            for started in starts_ns
+            for start, end in part.intervals
+            if start <= started < end
+        )
+        return max(took_ns / 1e6 - part.baseline_host_ms, 0.0)
+
+    def causes(self) -> tuple[Cause, ...]:
+        """Return the causes, those first of which most reached the device."""
+        host_ms: _Causes = {}
+        reached_ms: _Causes = {}
+        for part in self._parts.values():
+            left_ms = part.device_excess_ms
+            for causes, most_ms in ((part.device_causes, inf), (part.host_causes, part.idle_ms)):
+                total_ms = sum(causes.values())
+                share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
+                left_ms -= total_ms * share
+                for (kind, detail), ms in causes.items():
+                    _attribute(reached_ms, kind, detail, ms * share)
+            for (kind, detail), ms in part.host_causes.items():
+                _attribute(host_ms, kind, detail, ms)
+        # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
+        all_ms = sum(reached_ms.values())
+        share = min(self.excess_ms / all_ms, 1.0) if all_ms else 0.0
+        found = [
+            Cause(kind, host_ms.get((kind, detail), 0.0), ms * share, detail)
+            for (kind, detail), ms in reached_ms.items()
+            if ms * share >= _LEAST * self.excess_ms
+        ]
+        return tuple(sorted(found, key=lambda cause: cause.reached_ms, reverse=True))
+
+
+def _attribute(causes: _Causes, kind: Kind, detail: str, ms: float) -> None:
+    causes[kind, detail] = causes.get((kind, detail), 0.0) + ms
