@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.table import Section
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
 
@@ -126,6 +128,14 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     assert found.ledger == Ledger({"set-up": 4.0})
     assert found.slow_steps == [{"step": 7, "step_ms": 9.5, "causes": [{"name": "gc", "ms": None}]}]
     assert found.evaluations == run.evaluations
+
+
+def test_what_an_observer_adds_to_the_summary_is_saved_without_being_known(tmp_path: Path) -> None:
+    run = run_of(Results(10, 0))
+    energy = Section("energy", ("a step takes 3 J",), {"joules": 3.0, "of_ranks": [1, 2]})
+    run = replace(run, summary=replace(run.summary, sections=(energy,)))
+    saved.save(run, tmp_path / "run.json.gz")
+    assert load(tmp_path / "run.json.gz").summary.sections == (energy,)
 
 
 def test_a_run_without_steps_is_saved(tmp_path: Path) -> None:

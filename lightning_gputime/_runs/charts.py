@@ -9,22 +9,29 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import in_order
 from lightning_gputime._results.plot import colour
-from lightning_gputime._runs.saved import Run
+from lightning_gputime._runs.saved import Run, phases_of
 
-POINTS = 2000
-"""So many points a chart has at most: what is more is drawn as means of neighbouring steps."""
+MAX_POINTS = 2000
+"""A chart has no more points: of more steps it shows the means of neighbours."""
 
 _MISSING = "the page of a run needs bokeh: python -m pip install bokeh"
 
-_LINE = 20
-"""So many characters a line of the legend has at most: what it takes, the chart lacks."""
+_MAX_LINE = 20
+"""Lines of the legend have no more characters: what they take, the chart lacks."""
 
-# Readable on white and on black: a chart cannot ask which it is on.
 _INK = "#808892"
+"""Readable on white and on black: a chart cannot ask which it is on."""
+
+_LEGEND = {
+    "background_fill_alpha": 0.0,
+    "border_line_alpha": 0.0,
+    "label_text_color": _INK,
+    "click_policy": "hide",
+}
 
 
 def bokeh() -> Any:
-    """Returns the library.
+    """Return the library.
 
     Raises:
         ImportError: If it is not installed.
@@ -40,11 +47,11 @@ def bokeh() -> Any:
 
 
 def thinned(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """Returns the columns of a history, and how many steps each point is the mean of.
+    """Return the columns of a history, and how many steps each point is the mean of.
 
     The column `longest_ms` has the longest step of each point.
     """
-    every = max(-(-len(history) // POINTS), 1)
+    every = max(-(-len(history) // MAX_POINTS), 1)
     starts = np.arange(0, len(history), every)
     counts = np.diff(np.append(starts, len(history)))
     columns = {"step": history["step"][starts]}
@@ -57,21 +64,19 @@ def thinned(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int
 
 
 def top_phases(run: Run) -> list[str]:
-    """Returns the phases that add up to the step."""
-    names = [name.removesuffix("_ms") for name in run.history.dtype.names or ()]
-    others = ("step", "host_wait")
-    return in_order([name for name in names if "/" not in name and name not in others])
+    """Return the phases that add up to the step."""
+    return in_order([name for name in phases_of(run.history) if "/" not in name])
 
 
 def highest_ms(runs: Sequence[Run]) -> float:
-    """Returns up to where the charts of some runs go, so that they can be held together."""
+    """Return up to where the charts of some runs go, so that they can be compared."""
     # A first step of a second would flatten all others.
     steps = [run.history["step_ms"] for run in runs if len(run.history)]
     return max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
 
 
 def phases_over_steps(run: Run, highest: float) -> Any:
-    """Draws the phases of each step, stacked, to zoom in and point at.
+    """Draw the phases of each step, stacked, to zoom in and point at.
 
     Args:
         run: The run.
@@ -94,7 +99,7 @@ def phases_over_steps(run: Run, highest: float) -> Any:
     )
     whole = figure.line("step", "whole", source=source, color=_INK, line_alpha=0.0)
     items = [
-        ("\n".join(textwrap.wrap(name, _LINE) or [name]), [area])
+        ("\n".join(textwrap.wrap(name, _MAX_LINE) or [name]), [area])
         for name, area in zip(names, areas, strict=True)
     ]
     if every > 1:
@@ -116,7 +121,7 @@ def phases_over_steps(run: Run, highest: float) -> Any:
 
 
 def distribution(runs: Sequence[Run]) -> Any:
-    """Draws how often a step took how long, of one run or two."""
+    """Draw how often a step took how long, of one run or two."""
     lib = bokeh()
     figure = _new_figure(lib, "time per step (ms)", "part of the steps", tools="xpan,reset")
     times = [run.measured["step_ms"] for run in runs if len(run.measured)]
@@ -140,54 +145,6 @@ def distribution(runs: Sequence[Run]) -> Any:
         for legend in figure.legend:
             legend.update(**_LEGEND)
     return figure
-
-
-def waterfall(run: Run) -> Any:
-    """Draws what the peak of the GPU is lost to, down to what the model computes, in points."""
-    lib = bokeh()
-    work = run.summary.work
-    assert work is not None
-    assert work.mfu is not None
-    lost = [(name, share) for name, share in (work.lost or {}).items() if share]
-    names, tops, bottoms, left = [], [], [], 100.0
-    for name, share in sorted(lost, key=lambda one: -one[1]):
-        names.append(name)
-        tops.append(left)
-        left -= 100 * share
-        bottoms.append(left)
-    names, tops, bottoms = [*names, "MFU"], [*tops, 100 * work.mfu], [*bottoms, 0.0]
-    fill = [*["#D55E00"] * len(lost), "#0072B2"]
-    source = lib.models.ColumnDataSource(
-        {
-            "at": [i + 0.5 for i in range(len(names))],
-            "name": names,
-            "top": tops,
-            "bottom": bottoms,
-            "points": [top - bottom for top, bottom in zip(tops, bottoms, strict=True)],
-            "fill": fill,
-        }
-    )
-    figure = _new_figure(lib, "", "points of the peak", tools="reset")
-    bars = figure.vbar(
-        x="at", top="top", bottom="bottom", width=0.8, color="fill", fill_alpha=0.7, source=source
-    )
-    figure.xaxis.ticker = [i + 0.5 for i in range(len(names))]
-    # In lines of a word: on a phone there is no room for two.
-    figure.xaxis.major_label_overrides = {
-        i + 0.5: name.replace(" ", "\n") for i, name in enumerate(names)
-    }
-    figure.y_range = lib.models.Range1d(min(0.0, *bottoms), max(105.0, *tops))
-    tips = [("", "@name"), ("points", "@points{0.0}")]
-    figure.add_tools(lib.models.HoverTool(renderers=[bars], tooltips=tips))
-    return figure
-
-
-_LEGEND = {
-    "background_fill_alpha": 0.0,
-    "border_line_alpha": 0.0,
-    "label_text_color": _INK,
-    "click_policy": "hide",
-}
 
 
 def _new_figure(lib: Any, x: str, y: str, *, tools: str) -> Any:

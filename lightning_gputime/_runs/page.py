@@ -1,12 +1,14 @@
 """The page of a run, or of two: one file that needs nothing else."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined  # torch needs it, too
+from markupsafe import Markup
 
 from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.table import Table, marked
@@ -15,11 +17,14 @@ from lightning_gputime._runs import charts
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.saved import Run
 
-_SLOWEST = 10
+_MAX_ROWS = 10
+
+_MAX_BAR = 25
+"""The length of the bar of a whole (in characters)."""
 
 
 def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
-    """Returns the page of a run, or of two side by side.
+    """Return the page of a run, or of two side by side.
 
     Every name and text in it is escaped, and it loads nothing.
 
@@ -30,156 +35,146 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     Raises:
         ImportError: If bokeh is not installed (extra `report`).
     """
-    lib = charts.bokeh()
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    highest = charts.highest_ms(runs)
-    plots = [charts.phases_over_steps(run, highest) for run in runs if len(run.history)]
-    falls = [charts.waterfall(run) for run in runs if _has_waterfall(run)]
-    # A figure with nothing in it is warned of.
-    spread = [charts.distribution(runs)] if any(len(run.measured) for run in runs) else []
-    script, divs = "", []
-    if drawn := [*plots, *falls, *spread]:
-        script, [*divs] = lib.embed.components(drawn, wrap_script=True)
-    chart_of = iter(divs)
-    views = [
-        {**_view(run), "chart": Markup(next(chart_of)) if len(run.history) else ""} for run in runs
-    ]
-    for run, view in zip(runs, views, strict=True):
-        view["work"] = Markup(next(chart_of)) if _has_waterfall(run) else ""
+    resources = charts.bokeh().resources.Resources(mode="inline", components=["bokeh"])
     verdict, sentences = _verdict(runs, comparison)
-    resources = lib.resources.Resources(mode="inline", components=["bokeh"])
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
     return template.render(
         title=" and ".join(run.name or "run" for run in runs),
         verdict=Markup(marked(verdict)),
-        sentences=[Markup(marked(one)) for one in sentences],
-        comparison="" if comparison is None else Markup(comparison._repr_html_()),
-        runs=views,
-        distribution=Markup(next(chart_of, "")),
-        script_of_library=Markup(resources.render_js()),
-        script_of_charts=Markup(script),
+        sentences=[Markup(marked(one)) for one in sentences if one],
+        sections=[*_sections(runs, comparison)],
+        library=Markup(resources.render_js()),
     )
 
 
 def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str, list[str]]:
     if comparison is not None:
-        return comparison.sentence, [*filter(None, (comparison.mean_sentence,)), *comparison.notes]
+        return comparison.sentence, [comparison.mean_sentence, *comparison.notes]
     [run] = runs
-    step = run.summary.step
-    took = f"a step takes {duration(step.mean_ms)}" if run.summary.steps else "no step was timed"
+    took = f"a step takes {duration(run.summary.step.mean_ms)}"
     ledger = run.ledger.sentence if run.ledger is not None else ""
     if run.summary.is_warmup:
-        return f"{took}, of the warm-up", [one for one in (ledger,) if one]
-    told = (sentence(run.summary.advice), ledger)
-    return run.summary.verdict or took, [one for one in told if one]
+        return f"{took}, of the warm-up", [ledger]
+    verdict = run.summary.verdict or (took if run.summary.steps else "no step was timed")
+    return verdict, [sentence(run.summary.advice), ledger]
 
 
-def _has_waterfall(run: Run) -> bool:
-    work = run.summary.work
-    return work is not None and work.mfu is not None and bool(work.lost)
-
-
-def _view(run: Run) -> dict[str, Any]:
-    """Returns what the template shows of a run."""
-    from markupsafe import Markup
-
-    return {
-        "name": run.name,
-        "steps": len(run.history),
-        "every": charts.thinned(run.history)[1] if len(run.history) else 1,
-        "table": Markup(run.summary._repr_html_()),
-        "slow": _slow(run),
-        "ranks": _ranks(run),
-        "evaluations": _evaluations(run.evaluations),
-        "gaps": _gaps(run),
-        "ledger": [
-            (name, f"{s:.3g}", f"{100 * run.ledger.shares[name]:.1f}")
-            for name, s in run.ledger.entries_s.items()
-        ]
-        if run.ledger is not None
-        else [],
-        "environment": _environment(run),
+def _sections(
+    runs: Sequence[Run], comparison: RunComparison | None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the headings, each with what stands below it: one thing, or one for each run."""
+    highest_ms = charts.highest_ms(runs)
+    versus = _scrolled(comparison._repr_html_()) if comparison is not None else ""
+    found = {
+        "Before and after": [versus],
+        "Phases over steps": [_steps(run, highest_ms, len(runs) > 1) for run in runs],
+        "How long the steps took": [_distribution(runs)],
+        "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
+        "Slowest steps": [_slow(run) for run in runs],
+        "What the peak is lost to": [_losses(run) for run in runs],
+        "Ranks": [_ranks(run) for run in runs],
+        "Evaluation": [_evaluations(run.evaluations) for run in runs],
+        "Launch gaps": [_gaps(run) for run in runs],
+        "Where the whole fit went": [_ledger(run) for run in runs],
+        "Environment": [_environment(run) for run in runs],
     }
+    return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
 
 
-def _slow(run: Run) -> list[dict[str, Any]]:
-    """Returns the slow steps of the file; where it has none, the longest of its history."""
-    if run.slow_steps:
-        return [
-            {
-                "step": one.get("step", ""),
-                "took": _ms(one.get("step_ms")),
-                "usual": _ms(one.get("usual_ms")),
-                "phase": one.get("phase", ""),
-                "causes": _causes(one),
-            }
-            for one in run.slow_steps[:_SLOWEST]
-        ]
-    times = run.measured["step_ms"]
-    usual = _ms(float(np.median(times))) if len(times) else ""
-    longest = run.measured[times.argsort()[::-1][:_SLOWEST]]
-    usually = {
-        name: float(np.median(np.nan_to_num(run.measured[f"{name}_ms"])))
-        for name in charts.top_phases(run)
-        if len(times)
-    }
-    return [
-        {
-            "step": int(row["step"]),
-            "took": _ms(float(row["step_ms"])),
-            "usual": usual,
-            "phase": _grown(row, usually),
-            "causes": "",
-        }
-        for row in longest
+def _steps(run: Run, highest_ms: float, named: bool) -> str:
+    if not len(run.history):
+        return ""
+    heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
+    n, every = len(run.history), charts.thinned(run.history)[1]
+    note = (
+        f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
+        " longest of them."
+    )
+    chart = _drawn(charts.phases_over_steps(run, highest_ms))
+    return heading + chart + (_note(note) if every > 1 else "")
+
+
+def _distribution(runs: Sequence[Run]) -> str:
+    # A figure with nothing in it is warned of.
+    if not any(len(run.measured) for run in runs):
+        return ""
+    note = _note("Without the warm-up, and without the slowest percent.")
+    return _drawn(charts.distribution(runs)) + note
+
+
+def _slow(run: Run) -> str:
+    """Return the slow steps of the file; where it has none, the longest of its history."""
+    header = ("step", "took (ms)", "usually (ms)", "grew in", "causes")
+    rows = [
+        (
+            str(one.get("step", "")),
+            _ms(one.get("step_ms")),
+            _ms(one.get("usual_ms")),
+            str(one.get("phase", "")),
+            _causes(one),
+        )
+        for one in run.slow_steps[:_MAX_ROWS]
     ]
+    return _table(header, rows or [*_longest(run)], left=(4,))
 
 
 def _causes(step: Mapping[str, Any]) -> str:
-    causes = step.get("causes")
-    told = [
+    causes = [
         f"{_ms(one.get('reached_ms'))} ms {one.get('name', '')} {one.get('detail') or ''}".strip()
-        for one in (causes if isinstance(causes, list | tuple) else ())
-        if isinstance(one, Mapping)
+        for one in step.get("causes") or ()
     ]
-    unexplained = step.get("unexplained_ms")
-    if isinstance(unexplained, int | float):
-        told.append(f"{_ms(unexplained)} ms unexplained")
-    return ", ".join(told)
+    if unexplained := _ms(step.get("unexplained_ms")):
+        causes.append(f"{unexplained} ms unexplained")
+    return ", ".join(causes)
 
 
-def _ranks(run: Run) -> Any:
-    from markupsafe import Markup
+def _longest(run: Run) -> Iterator[tuple[str, ...]]:
+    steps, names = run.measured, charts.top_phases(run)
+    if not len(steps) or not names:
+        return
+    times = np.nan_to_num(np.stack([steps[f"{name}_ms"] for name in names], axis=1))
+    growth = times - np.median(times, axis=0)
+    usual = _ms(float(np.median(steps["step_ms"])))
+    for i in steps["step_ms"].argsort()[::-1][:_MAX_ROWS]:
+        step = steps[i]
+        yield str(step["step"]), _ms(float(step["step_ms"])), usual, names[growth[i].argmax()], ""
 
+
+def _losses(run: Run) -> str:
+    """Return what the peak is lost to, down to what the model computes."""
+    work = run.summary.work
+    if work is None or work.mfu is None or not work.lost:
+        return ""
+    lost = sorted(work.lost.items(), key=lambda one: -one[1])
+    shares = [*((name, share) for name, share in lost if share), ("MFU", work.mfu)]
+    rows = [(name, f"{100 * share:.1f}", _bar(share)) for name, share in shares]
+    return _table(("", "points of the peak", ""), rows, left=(2,))
+
+
+def _ranks(run: Run) -> str:
     ranks = run.summary.ranks
     if ranks is None:
         return ""
     header = ("phase", "shortest (ms)", "mean (ms)", "longest (ms)", "of rank")
-    body = [
-        (name, f"{row.min_ms:.3f}", f"{row.mean_ms:.3f}", f"{row.max_ms:.3f}", str(row.slowest))
+    rows = [
+        (name, _ms(row.min_ms), _ms(row.mean_ms), _ms(row.max_ms), str(row.slowest))
         for name, row in ranks.rows.items()
     ]
-    return Markup(Table(f"{len(ranks.ranks)} ranks", [header, *body], [ranks.sentence]).html())
+    return _table(header, rows, f"{len(ranks.ranks)} ranks", [ranks.sentence])
 
 
-def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> Any:
-    from markupsafe import Markup
-
-    if not evaluations:
-        return ""
-    names = list(dict.fromkeys(name for one in evaluations for name in one))
-    body = [
+def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    names = tuple(dict.fromkeys(name for one in evaluations for name in one))
+    rows = [
         tuple(
             _ms(one.get(name)) if name.endswith(("_ms", "_per_s")) else str(one.get(name, ""))
             for name in names
         )
-        for one in evaluations[-_SLOWEST:]
+        for one in evaluations[-_MAX_ROWS:]
     ]
-    return Markup(Table("The newest", [tuple(names), *body], []).html())
+    return _table(names, rows, "The newest")
 
 
 def _gaps(run: Run) -> str:
@@ -190,23 +185,53 @@ def _gaps(run: Run) -> str:
     return f"{share:.0%} of a step is launch gaps ({steps} steps were probed)"
 
 
-def _environment(run: Run) -> list[tuple[str, str]]:
+def _ledger(run: Run) -> str:
+    if run.ledger is None:
+        return ""
+    shares = run.ledger.shares
+    rows = [
+        (name, f"{s:.3g} s", f"{100 * shares[name]:.1f} %", _bar(shares[name]))
+        for name, s in run.ledger.entries_s.items()
+    ]
+    return _table(("", "time", "share", ""), rows, left=(3,))
+
+
+def _environment(run: Run) -> str:
     found = asdict(run.environment)
     options = found.pop("options")
     found |= {f"option {name}": value for name, value in options.items()}
-    return [(name, str(value)) for name, value in found.items() if value not in ("", None, [])]
+    rows = [(name, str(value)) for name, value in found.items() if value not in ("", None, [])]
+    return Markup('<div class="text">{}</div>').format(_table(("", ""), rows, left=(1,)))
+
+
+def _table(
+    header: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    title: str = "",
+    sentences: Sequence[str] = (),
+    left: Sequence[int] = (),
+) -> str:
+    if not rows:
+        return ""
+    return _scrolled(Table(title, [header, *rows], sentences, left=(0, *left)).html())
+
+
+def _bar(share: float) -> str:
+    return "█" * round(_MAX_BAR * share)
+
+
+def _scrolled(table: str) -> str:
+    """Return HTML that a narrow screen can scroll."""
+    return Markup(f'<div class="wide">{table}</div>')
+
+
+def _note(text: str) -> str:
+    return Markup('<p class="note">{}</p>').format(text)
+
+
+def _drawn(figure: Any) -> str:
+    return Markup("".join(charts.bokeh().embed.components(figure, wrap_script=True)))
 
 
 def _ms(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return ""
-    try:
-        return f"{value:.3f}"
-    except OverflowError:  # A whole number that is no time.
-        return ""
-
-
-def _grown(row: Any, usually: Mapping[str, float]) -> str:
-    """Returns the phase of a step that is most above its median."""
-    more = {name: float(np.nan_to_num(row[f"{name}_ms"])) - ms for name, ms in usually.items()}
-    return max(more, key=more.__getitem__, default="")
+    return f"{value:.3f}" if isinstance(value, int | float) else ""
