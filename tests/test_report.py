@@ -163,7 +163,7 @@ def test_two_runs_are_side_by_side() -> None:
 def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     results = Results(5000, 0)
     results.add([raw(i, forward=float(i % 3), data=1.0) for i in range(5000)])
-    columns, every = charts.thinned(results.history())
+    columns, every = charts.thin_out(results.history())
     assert every == 3
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]
@@ -252,7 +252,7 @@ def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: P
 def test_the_charts_hold_the_steps_numbers() -> None:
     figure = charts.phases_over_steps(run(1, n=30), 20.0)
     [source] = {one.data_source for one in figure.renderers}
-    names = charts.top_phases(run(1, n=30))
+    names = charts.list_top_phases(run(1, n=30))
     assert names == ["data", "forward", "backward"]
     whole: Any = source.data["whole"]
     assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)

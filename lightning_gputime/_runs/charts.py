@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lightning_gputime._phases import in_order
 from lightning_gputime._results.plot import colour
-from lightning_gputime._runs.saved import Run, phases_of
+from lightning_gputime._runs.saved import Run, list_phases
 
 MAX_POINTS = 2000
 """A chart has no more points: of more steps it shows the means of neighbours."""
@@ -46,7 +46,7 @@ def bokeh() -> Any:
     return bokeh
 
 
-def thinned(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
+def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
     """Return the columns of a history, and how many steps each point is the mean of.
 
     The column `longest_ms` has the longest step of each point.
@@ -63,28 +63,28 @@ def thinned(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int
     return columns, every
 
 
-def top_phases(run: Run) -> list[str]:
+def list_top_phases(run: Run) -> list[str]:
     """Return the phases that add up to the step."""
-    return in_order([name for name in phases_of(run.history) if "/" not in name])
+    return in_order([name for name in list_phases(run.history) if "/" not in name])
 
 
-def highest_ms(runs: Sequence[Run]) -> float:
+def axis_limit_ms(runs: Sequence[Run]) -> float:
     """Return up to where the charts of some runs go, so that they can be compared."""
     # A first step of a second would flatten all others.
     steps = [run.history["step_ms"] for run in runs if len(run.history)]
     return max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
 
 
-def phases_over_steps(run: Run, highest: float) -> Any:
+def phases_over_steps(run: Run, limit_ms: float) -> Any:
     """Draw the phases of each step, stacked, to zoom in and point at.
 
     Args:
         run: The run.
-        highest: Up to where the axis goes (in milliseconds).
+        limit_ms: Where the axis ends (in milliseconds).
     """
     lib = bokeh()
-    columns, every = thinned(run.history)
-    names = top_phases(run)
+    columns, every = thin_out(run.history)
+    names = list_top_phases(run)
     # By numbers, because a name may have any character.
     data: dict[str, Any] = {"step": columns["step"], "whole": columns["step_ms"]}
     data |= {"wait": columns["host_wait_ms"], "longest": columns["longest_ms"]}
@@ -110,7 +110,7 @@ def phases_over_steps(run: Run, highest: float) -> Any:
     figure.height = max(figure.height, 90 + 19 * lines)
     legend = lib.models.Legend(items=items[::-1], **_LEGEND, spacing=0, padding=0)
     figure.add_layout(legend, "right")
-    figure.y_range = lib.models.Range1d(0, 1.1 * highest or 1.0)
+    figure.y_range = lib.models.Range1d(0, 1.1 * limit_ms or 1.0)
     tips = [("step", "@step"), ("whole (ms)", "@whole{0.000}")]
     tips += [(f"{name} (ms)", f"@p{i}{{0.000}}") for i, name in enumerate(names)]
     tips += [("host waited (ms)", "@wait{0.000}")]

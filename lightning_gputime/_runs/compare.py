@@ -15,7 +15,7 @@ from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 from lightning_gputime._runs import statistics
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.saved import Run, load, phases_of
+from lightning_gputime._runs.saved import Run, list_phases, load
 
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 """Fields of the environment in which runs must agree: else their steps are not the same work."""
@@ -291,13 +291,13 @@ def _values(runs: Iterable[Run], name: str) -> set[str]:
 
 def _phases_of(runs: Iterable[Run]) -> list[str]:
     # In the order of the files: the user's own phases have no other.
-    names = dict.fromkeys(name for run in runs for name in phases_of(run.history))
+    names = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     return in_order([name for name in names if not of_one_callback(name)])
 
 
 def _times(run: Run, names: Sequence[str]) -> statistics.Floats:
     """Return the times of the steps, and of their phases, as columns."""
-    measured, known = run.measured, phases_of(run.history)
+    measured, known = run.measured, list_phases(run.history)
     # A phase that did not run takes no time of the step.
     absent = np.zeros(len(measured))
     phases = [measured[f"{name}_ms"] if name in known else absent for name in names]

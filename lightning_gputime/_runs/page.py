@@ -65,11 +65,11 @@ def _sections(
     runs: Sequence[Run], comparison: RunComparison | None
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the headings, each with what stands below it: one thing, or one for each run."""
-    highest_ms = charts.highest_ms(runs)
+    limit_ms = charts.axis_limit_ms(runs)
     versus = _scrolled(comparison._repr_html_()) if comparison is not None else ""
     found = {
         "Before and after": [versus],
-        "Phases over steps": [_steps(run, highest_ms, len(runs) > 1) for run in runs],
+        "Phases over steps": [_steps(run, limit_ms, len(runs) > 1) for run in runs],
         "How long the steps took": [_distribution(runs)],
         "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
@@ -83,16 +83,16 @@ def _sections(
     return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
 
 
-def _steps(run: Run, highest_ms: float, named: bool) -> str:
+def _steps(run: Run, limit_ms: float, named: bool) -> str:
     if not len(run.history):
         return ""
     heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
-    n, every = len(run.history), charts.thinned(run.history)[1]
+    n, every = len(run.history), charts.thin_out(run.history)[1]
     note = (
         f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
         " longest of them."
     )
-    chart = _drawn(charts.phases_over_steps(run, highest_ms))
+    chart = _drawn(charts.phases_over_steps(run, limit_ms))
     return heading + chart + (_note(note) if every > 1 else "")
 
 
@@ -131,7 +131,7 @@ def _causes(step: Mapping[str, Any]) -> str:
 
 
 def _longest(run: Run) -> Iterator[tuple[str, ...]]:
-    steps, names = run.measured, charts.top_phases(run)
+    steps, names = run.measured, charts.list_top_phases(run)
     if not len(steps) or not names:
         return
     times = np.nan_to_num(np.stack([steps[f"{name}_ms"] for name in names], axis=1))

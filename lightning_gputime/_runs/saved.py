@@ -86,7 +86,7 @@ class Run:
         return self.history[self.warmup_steps :]
 
 
-def phases_of(history: npt.NDArray[Any]) -> list[str]:
+def list_phases(history: npt.NDArray[Any]) -> list[str]:
     """Return the names of the phases in a history."""
     others = ("step", "step_ms", "host_wait_ms")
     names = history.dtype.names or ()
@@ -160,7 +160,7 @@ def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
         "steps": np.diff(history["step"], prepend=0).tolist(),
         "host_wait": _to_units(history["host_wait_ms"]),
         # Without that of the step, which is the sum of the phases.
-        "phases": {name: _to_units(history[f"{name}_ms"]) for name in phases_of(history)},
+        "phases": {name: _to_units(history[f"{name}_ms"]) for name in list_phases(history)},
     }
 
 
