@@ -2,7 +2,7 @@
 
 from typing import Unpack
 
-from lightning_gputime._huggingface.timer import TrainerTimer
+from lightning_gputime._huggingface import TrainerTimer
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
 
 _ELSEWHERE = {
@@ -26,9 +26,10 @@ class PhaseTimeCallback(TrainerTimer):
 
     A step is one optimizer update, with the number that the Trainer gives it. Whenever the Trainer
     logs `loss`, the means over the steps since the last log stand beside it, for all that
-    `report_to` names: `phase_time/forward_ms` and so on, as `GPUPhaseTimer` logs. An evaluation
-    belongs to no step; its own means stand beside `eval_loss`: `eval_phase_time/forward_ms`.
-    What is printed, what `train` and `evaluate` return, and the state of the Trainer have none.
+    `report_to` names and in `trainer.state.log_history`: `phase_time/forward_ms` and so on, as
+    `GPUPhaseTimer` logs. An evaluation belongs to no step; its own means stand beside `eval_loss`
+    in what is reported: `eval_phase_time/forward_ms`. What is printed, and what `train` and
+    `evaluate` return, have none.
 
     `data/fetch` is the fetch of all micro-batches of a step, and their copy to the device, which
     accelerate makes in one; `data/callbacks` is what callbacks, logging and checkpoints take.

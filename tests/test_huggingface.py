@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import json
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -299,19 +301,64 @@ def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
         trainer.train()
     assert hooks_of(trainer.model) == before
     assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not {*vars(trainer)} & PATCHED
     interrupts.is_on = False
     trainer.train()
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    assert not any("phase_time" in key for one in trainer.state.log_history for key in one)
+    assert not {*vars(trainer)} & PATCHED
+    history = trainer.state.log_history
+    assert [one["step"] for one in history if phases(one)] == [1, 2, 3, 4]
 
 
-def test_what_the_trainer_returns_and_keeps_has_no_phases(
-    fake: Make, timer: PhaseTimeCallback
-) -> None:
+def test_what_the_trainer_returns_has_no_phases(fake: Make, timer: PhaseTimeCallback) -> None:
     # A search for hyperparameters adds up all that `evaluate` returns.
     trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
-    returned = [trainer.train().metrics, trainer.evaluate(), *trainer.state.log_history]
+    returned = [trainer.train().metrics, trainer.evaluate()]
     assert not any("phase_time" in key for one in returned for key in one)
+
+
+def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    reporter = Reporter()
+    trainer = fake([reporter, timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
+    trainer.train()
+    history = trainer.state.log_history
+    assert [one["step"] for one in history if phases(one)] == [2, 4]
+    # It becomes part of each checkpoint.
+    assert json.loads(json.dumps(history)) == history
+    logged = [phases(one) for one in reporter.logs if "loss" in one]
+    assert [phases(one) for one in history if "loss" in one] == logged
+    # A model card makes a column of whatever stands beside `eval_loss`.
+    assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
+
+
+PATCHED = {"evaluate", "evaluation_loop", "get_batch_samples", "prediction_step", "_run_epoch"}
+"""What is replaced on a Trainer while it trains."""
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_only_while_a_trainer_trains_something_of_it_is_replaced(
+    tmp_path: Path, error: type[BaseException] | None
+) -> None:
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            self.found: set[str] = {*vars(trainer)} & PATCHED
+            if error is not None and state.global_step == 2:
+                raise error
+
+    kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
+    before = [dict(vars(kind)) for kind in kinds]
+    timer, looks = PhaseTimeCallback(summary=False), Looks()
+    trainer = new([timer, looks], tmp_path, train=False)
+    assert not {*vars(trainer)} & PATCHED
+    callbacks = {*trainer.callback_handler.callbacks}
+    with nullcontext() if error is None else pytest.raises(error):
+        trainer.train()
+    assert looks.found == PATCHED
+    assert not {*vars(trainer)} & PATCHED
+    assert {*trainer.callback_handler.callbacks} == callbacks
+    assert [dict(vars(kind)) for kind in kinds] == before
 
 
 def test_a_run_is_the_same_with_the_timer_and_without(tmp_path: Path) -> None:
@@ -450,7 +497,7 @@ def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
         sum(isinstance(one, PhaseTimeCallback) for one in trainer.callback_handler.callbacks) == 1
     )
     # Those that come with a Trainer are two.
-    assert len(trainer.callback_handler.callbacks) == 4
+    assert len(trainer.callback_handler.callbacks) == 3
 
 
 def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
@@ -710,7 +757,7 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
 
     gc.collect()
     before = methods()
-    assert not any(hasattr(one, "_stand_in") for one in before)
+    assert not any(hasattr(one, "_patch") for one in before)
     timer = PhaseTimeCallback(summary=False, warmup_steps=0)
     # Trainers share it; of one that has trained it holds what cannot be pickled.
     accelerate.state.GradientState._reset_state()

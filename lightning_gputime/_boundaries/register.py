@@ -159,22 +159,22 @@ REGISTER = (
         "no action of the profiler tells of them",
     ),
     Replaced(
-        "`train`, `evaluate` and four inner methods of the Trainer of transformers",
-        CLASS,
+        "`_run_epoch`, `evaluate` and three inner methods of the Trainer of transformers",
+        OBJECT,
         frozenset(
             {
+                "_run_epoch",
                 "evaluate",
                 "evaluation_loop",
                 "get_batch_samples",
                 "prediction_step",
-                "train",
-                "training_step",
+                "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
-        "while a timer for it lives",
-        "1 to 3 us",
+        "from the start to the end of training; two of them in an evaluation that runs alone",
+        _CALL,
         _BOTH,
-        "no callback hears of them",
+        "no callback hears of a fetch, of where an evaluation begins, nor of an error",
     ),
     Replaced(
         "the set-up of `Fabric`, and `__iter__` of its loaders",

@@ -79,6 +79,11 @@ class Evaluations:
         if self._running is not None:
             self._running.batch_ends()
 
+    def suspend(self) -> None:
+        """Take all hooks off until the next batch, as no error before it may be told of."""
+        if self._running is not None:
+            self._running.suspend()
+
     def end(self) -> None:
         """Read the last steps, log their means, and take everything off."""
         if self._running is not None:
@@ -116,7 +121,7 @@ class _Evaluation:
         self._recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
-        self._batch.is_open = False
+        self._batch.is_open = self._is_suspended = False
         self._boundaries = Boundaries(self._recorder, loop)
         self._recorder.begin()
 
@@ -126,6 +131,9 @@ class _Evaluation:
         self._results.add(steps, sums)
 
     def batch_begins(self, batch: object) -> None:
+        if self._is_suspended:
+            self._is_suspended = False
+            self._boundaries.reattach()
         self._batch.is_open = True
         self._recorder.mark(OTHER)
         self._recorder.load = (self._items.of(batch),)
@@ -134,6 +142,10 @@ class _Evaluation:
         self._batch.is_open = False
         self._boundaries.step_ended()
         self._recorder.end_step(self._number)
+
+    def suspend(self) -> None:
+        self._is_suspended = True
+        self._boundaries.suspend()
 
     def finish(self) -> None:
         self._recorder.flush()
