@@ -1,18 +1,19 @@
 """Are the peaks of the phases true, and what do they cost?
 
-A net is trained, with every step sampled. At the ends of its phases the loop itself notes the peak
-and resets the counters, through torch's own functions: these must be the timer's, to the byte. The
-same with what tensors asked for (`requested_bytes`), which the allocator's trace has entry by
-entry: the loop leaves a tensor of a known size there at the ends of its phases, the trace is
-replayed, and the peaks between these must be the timer's, to the byte. Both are from the same code
-of the timer; what is `allocated_bytes` is larger, by what the allocator rounds up.
+A net is trained, with every step sampled, and once more without the timer. There the loop itself
+notes the peak at the ends of its phases and resets the counters, through torch's own functions:
+these must be the timer's, to the byte. The same with what tensors asked for (`requested_bytes`),
+which the allocator's trace has entry by entry: the loop leaves a tensor of a known size there at
+the ends of its phases, the trace is replayed, and the peaks between these must be the timer's, to
+the byte. Both are from the same code of the timer; what is `allocated_bytes` is larger, by what the
+allocator rounds up.
 
     python benchmarks/memory.py --out benchmarks/results/memory.json
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,11 +24,9 @@ from overhead import summarize
 from record import environment, new_parser, save
 from turns import Stopwatch, take_turn
 
-from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._record import metered
+from lightning_gputime import GPUPhaseHooks, _memory
+from lightning_gputime._memory import PhaseMemory, sampler_for, torch_counters
 from lightning_gputime._record.clock import Clock, clock_for
-from lightning_gputime._record.memory import meter_for
-from lightning_gputime._results.peaks import Peaks
 
 MIB = 2**20
 STEPS = 4
@@ -36,6 +35,8 @@ PHASES = ("forward", "loss", "other", "backward", "optimizer")
 
 # The size of the tensor that marks an end in the trace; nothing else has such a one.
 MARKER, BEGIN = 70_001, 99
+
+NO_TIMER: Any = nullcontext()
 
 OfSteps = list[dict[str, int]]
 """Of each step, the peak of each phase (in bytes)."""
@@ -47,7 +48,6 @@ class Requested:
     def __init__(self, allocator: Any) -> None:
         self._allocator = allocator
         self.index, self.total = allocator.index, allocator.total
-        self.readers, self.resetters = allocator.readers, allocator.resetters
         self.reset = allocator.reset
 
     def read(self) -> Mapping[str, Any]:
@@ -58,21 +58,20 @@ class Requested:
 def new_clock(device: torch.device) -> Any:
     """Returns the clock of the GPU, whose allocator can be replaced."""
     clock: Any = clock_for(device)
-    meter = meter_for(clock)
-    assert meter is not None, "memory cannot be measured here"
-    meter.memory.leave(meter)
-    clock.allocator = meter.memory.allocator
+    clock.allocator = torch_counters(device)
     return clock
 
 
 @contextmanager
 def every_step() -> Iterator[None]:
     """Lets every step be sampled that is timed inside."""
-    with mock.patch.object(metered, "EVERY", 1):
+    with mock.patch.object(_memory, "EVERY", 1):
         yield
 
 
-def train(task: Task, batch: Batch, clock: Clock, at_end: Callable[[int], None]) -> OfSteps:
+def train(
+    task: Task, batch: Batch, clock: Clock, at_end: Callable[[int], None], timed: bool = True
+) -> OfSteps:
     """Trains some steps, and returns the peaks that the timer found in each.
 
     Args:
@@ -80,6 +79,7 @@ def train(task: Task, batch: Batch, clock: Clock, at_end: Callable[[int], None])
         batch: With what.
         clock: Has the allocator.
         at_end: Is called where the step begins, and after each of `PHASES`.
+        timed: Whether with the timer.
     """
     x, y = batch
     optimizer = task.configure_optimizers()
@@ -87,12 +87,12 @@ def train(task: Task, batch: Batch, clock: Clock, at_end: Callable[[int], None])
     # Else backward makes it, and frees it between the timer's mark and the loop's.
     seed = torch.ones_like(task.loss(task.net(x), y).detach())
 
-    def keep(_: Peaks, number: int, peaks: Mapping[str, int], held: int) -> None:
+    def keep(_: PhaseMemory, number: int, peaks: Mapping[str, int]) -> None:
         found.append(dict(peaks))
 
     timer = GPUPhaseHooks(task.net, optimizer, clock=clock, memory=True, warmup_steps=0)
     # What the timer shows is the highest of all steps.
-    with every_step(), mock.patch.object(Peaks, "add", keep), timer:
+    with every_step(), mock.patch.object(PhaseMemory, "_keep", keep), timer if timed else NO_TIMER:
         for _ in range(STEPS):
             at_end(0)
             out = task.net(x)
@@ -105,14 +105,15 @@ def train(task: Task, batch: Batch, clock: Clock, at_end: Callable[[int], None])
             at_end(4)
             optimizer.step()
             at_end(5)
-            timer.step()
+            if timed:
+                timer.step()
             del out, loss
     optimizer.zero_grad()
     return found
 
 
 def by_hand(task: Task, batch: Batch, clock: Clock) -> tuple[OfSteps, OfSteps]:
-    """Returns the peaks of the timer, and those that torch's own functions tell beside it."""
+    """Returns the peaks of the timer, and those that torch's own functions tell."""
     expected: OfSteps = []
 
     def at_end(place: int) -> None:
@@ -122,7 +123,9 @@ def by_hand(task: Task, batch: Batch, clock: Clock) -> tuple[OfSteps, OfSteps]:
             expected[-1][PHASES[place - 1]] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 
-    return train(task, batch, clock, at_end), expected
+    # One after the other: both reset the same counters.
+    train(task, batch, clock, at_end, timed=False)
+    return train(task, batch, clock, lambda place: None), expected
 
 
 def by_replay(task: Task, batch: Batch, clock: Any) -> tuple[OfSteps, OfSteps]:
@@ -225,19 +228,18 @@ def in_turns(task: Task, batch: Batch, rounds: int) -> dict[str, list[float]]:
 
 def host_us(clock: Any, calls: int = 2000) -> dict[str, float]:
     """Returns what a mark of a sampled step takes of the host (in microseconds)."""
-    meter = meter_for(clock)
-    assert meter is not None
+    sampler = sampler_for(clock)
+    assert sampler is not None
     found = {}
     for name, call in (
         ("read", clock.allocator.read),
         ("reset", clock.allocator.reset),
-        ("all", meter.cut),
+        ("all", sampler.sample),
     ):
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         found[name] = round((time.perf_counter() - begin) / calls * 1e6, 2)
-    meter.memory.leave(meter)
     return found
 
 

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_gputime._boundaries.named import phase
+from lightning_gputime._memory import MemorySummary
 from lightning_gputime._options import TimerOptions
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.loggers import MetricsLogger
-from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.stats import PhaseStats

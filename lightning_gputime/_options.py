@@ -41,7 +41,8 @@ class TimerOptions(TypedDict, total=False):
             modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in 1 of
-            20 steps and the first three.
+            20 steps and the first three. In these steps torch's peak counters are reset: what you
+            read of `torch.cuda.max_memory_allocated` is affected.
         every_n_steps: Time 1 of every n steps.
         probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
             it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after

@@ -104,8 +104,6 @@ class FakeAllocator:
         self.allocated = self.peak = 0
         self.reads = self.resets = 0
         self.error: Exception | None = None
-        self.readers = [(self, "memory_stats")]
-        self.resetters = [(self, "reset_peak_memory_stats")]
         gpu.allocator = self
 
     def alloc(self, size: int) -> None:
@@ -118,21 +116,13 @@ class FakeAllocator:
         self.alloc(size)
         self.alloc(-size)
 
-    def memory_stats(self, index: int) -> dict[str, Any]:
-        """What others call."""
-        stat = {"current": self.allocated, "peak": self.peak}
-        return {"num_ooms": 0, "allocated_bytes": {"all": stat, "small_pool": dict(stat)}}
-
-    def reset_peak_memory_stats(self, index: int) -> None:
-        """What others call."""
-        self.peak = self.allocated
-
     def read(self) -> dict[str, Any]:
         self._gpu.touch()
         self.reads += 1
         if self.error is not None:
             raise self.error
-        return FakeAllocator.memory_stats(self, self.index)
+        stat = {"current": self.allocated, "peak": self.peak}
+        return {"num_ooms": 0, "allocated_bytes": {"all": stat, "small_pool": dict(stat)}}
 
     def reset(self) -> None:
         self._gpu.touch()

@@ -21,6 +21,7 @@ MODULES = {
 FLOORS = [
     "_messages _phases _untraced",
     "_guard _record",
+    "_memory",
     "_boundaries _results",
     "_options",
     "_causes _work",

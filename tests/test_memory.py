@@ -1,6 +1,5 @@
 """The most memory that is allocated in each phase, with exact bytes on the fake GPU."""
 
-import gc
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,9 +12,8 @@ from fake_lightning import MemoryLogger, Model, fit
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
-from lightning_gputime._record import metered
-from lightning_gputime._results.peaks import Peaks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, _memory, load
+from lightning_gputime._memory import PhaseMemory
 
 MIB = 2**20
 PARAMETERS = 1000 * MIB
@@ -274,8 +272,8 @@ def test_probed_steps_are_not_sampled(
     gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled = []
-    monkeypatch.setattr(metered, "EVERY", 1)
-    monkeypatch.setattr(Peaks, "add", lambda _, number, *args: sampled.append(number))
+    monkeypatch.setattr(_memory, "EVERY", 1)
+    monkeypatch.setattr(PhaseMemory, "_keep", lambda _, number, peaks: sampled.append(number))
     timer = Training(gpu, memory, probe_every_n_steps=4).run(60)
     assert timer.summary().probed_steps
     assert sampled == timer.history()["step"].tolist()
@@ -297,69 +295,40 @@ def test_an_error_of_the_counters_is_said_once_and_the_times_go_on(
 # Others who read and reset the same counters
 
 
-def test_others_read_the_peak_as_if_there_were_no_timer(
+def test_it_is_said_once_that_the_peaks_of_others_are_reset(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    Training(gpu, memory).run(45)
+    assert [record.message for record in caplog.records] == [
+        "memory=True resets torch's peak counters in the steps that it samples (the first 3, then 1"
+        " in 20): max_memory_allocated() then has the peak since the last boundary of such a step."
+    ]
+
+
+def test_others_read_the_peak_since_the_last_boundary_of_a_sampled_step(
     gpu: FakeGPU, memory: FakeAllocator
 ) -> None:
     read: list[int] = []
 
     def note() -> None:
-        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
+        read.append(memory.peak // MIB)
 
     memory.temp(2000 * MIB)
     Training(gpu, memory).run(22, dict.fromkeys(range(22), note))
-    assert read == [3000] * 22
+    # In the loss, after `forward`; from step 3 on after its begin.
+    assert read[:3] == [1032, 1132, 1132]
+    assert read[3:20] == [1170] + [1230] * 16
+    assert read[20:] == [1132, 1170]
 
 
-def test_a_reset_by_others_takes_nothing_from_either(gpu: FakeGPU, memory: FakeAllocator) -> None:
-    read: list[int] = []
-
-    def reset() -> None:
-        memory.temp(50 * MIB)
-        memory.reset_peak_memory_stats(0)
-        memory.temp(40 * MIB)
-        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
-
-    def note() -> None:
-        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
-
-    memory.temp(2000 * MIB)
-    timer = Training(gpu, memory).run(3, {1: reset, 2: note})
-    assert read == [1100 + 30 + 40, 1230]
-    assert summary(timer).peak_mb["loss"] == 1180.0
-    assert summary(timer).peak_mb["forward"] == LATER_STEP["forward"]
+def test_nothing_is_replaced(gpu: FakeGPU, memory: FakeAllocator) -> None:
+    training = Training(gpu, memory)
+    before, meanwhile = {*vars(memory)}, set[str]()
+    training.run(2, {1: lambda: meanwhile.update(vars(memory))})
+    assert meanwhile == before
 
 
-def test_a_reset_by_others_where_memory_was_freed_is_none_that_was_missed(
-    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
-) -> None:
-    def reset() -> None:
-        memory.alloc(-500 * MIB)
-        memory.reset_peak_memory_stats(0)
-
-    def put_back() -> None:
-        memory.alloc(500 * MIB)
-
-    timer = Training(gpu, memory).run(3, {1: reset, 2: put_back})
-    assert "somebody resets" not in caplog.text
-    assert summary(timer).steps == 3
-
-
-def test_the_counters_of_another_device_are_not_touched(
-    gpu: FakeGPU, memory: FakeAllocator
-) -> None:
-    read: list[int] = []
-
-    def note() -> None:
-        memory.reset_peak_memory_stats(1)
-        memory.peak = 7
-        read.append(memory.memory_stats(1)["allocated_bytes"]["all"]["peak"])
-
-    memory.temp(2000 * MIB)
-    Training(gpu, memory).run(5, {4: note})
-    assert read == [7]
-
-
-def test_a_reset_past_the_functions_is_told_once_and_its_step_left_out(
+def test_a_reset_by_others_that_is_seen_is_told_once_and_its_step_left_out(
     gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
 ) -> None:
     def reset() -> None:
@@ -372,66 +341,51 @@ def test_a_reset_past_the_functions_is_told_once_and_its_step_left_out(
 
     training = Training(gpu, memory)
     training.run(22, {1: reset, 2: put_back, 20: reset})
-    assert caplog.text.count("somebody resets the peak counters") == 1
+    assert caplog.text.count("other code resets the peak counters") == 1
     assert summary(training.timer).steps == 2
     assert {*summary(training.timer).at_step.values()} <= {0, 2}
 
 
-def test_two_timers_share_the_counters(gpu: FakeGPU, memory: FakeAllocator) -> None:
+def test_a_reset_by_others_below_which_nothing_was_freed_takes_what_was_before(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset() -> None:
+        memory.temp(50 * MIB)
+        memory.peak = memory.allocated
+        memory.temp(40 * MIB)
+
+    timer = Training(gpu, memory).run(3, {1: reset})
+    assert summary(timer).peak_mb["loss"] == 1170.0
+    assert summary(timer).peak_mb["forward"] == LATER_STEP["forward"]
+    assert "other code" not in caplog.text
+
+
+def test_steps_that_two_timers_sample_at_once_have_no_peaks(
+    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(gpu, memory)
     other = Layer(gpu, 4.0, 4.0)
     of_other = GPUPhaseHooks(
         other, Adder(other.parameters(), gpu, 1.0), clock=gpu, memory=True, warmup_steps=0
     )
-    read: list[int] = []
 
     def train_other() -> None:
         other(torch.ones(1, 2)).sum().backward()
         of_other.step()
-        read.append(memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] // MIB)
 
-    memory.temp(2000 * MIB)
     with of_other:
-        training.run(3, dict.fromkeys(range(3), train_other))
-        peaks = dict(summary(training.timer).peak_mb)
-    assert read == [3000] * 3
-    assert {name: peaks[name] for name in LATER_STEP} == LATER_STEP
-    assert summary(of_other).peak_mb["data"] == LATER_STEP["backward"]
-
-
-def test_what_others_read_too_low_after_the_removal_is_told(
-    gpu: FakeGPU, memory: FakeAllocator, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory.temp(2000 * MIB)
-    Training(gpu, memory).run(2)
-    assert "max_memory_allocated() tells 1100.0 MiB from now on" in caplog.text
-    assert "the highest before was 3000.0 MiB" in caplog.text
-    caplog.clear()
-    # Most runs end with steps like those that were sampled.
-    memory.reset_peak_memory_stats(0)
-    Training(gpu, memory).run(5)
-    assert caplog.text == ""
-
-
-def test_nothing_is_left_after_the_removal(gpu: FakeGPU, memory: FakeAllocator) -> None:
-    before = dict(vars(memory))
-    training = Training(gpu, memory)
-    training.timer.attach()
-    assert {*vars(memory)} - {*before} == {"memory_stats", "reset_peak_memory_stats"}
-    training.timer.remove()
-    assert {*vars(memory)} == {*before}
-    with pytest.raises(ZeroDivisionError):
-        training.run(2, {1: lambda: 1 // 0})  # type: ignore[dict-item]
-    assert {*vars(memory)} == {*before}
+        training.run(2, dict.fromkeys(range(2), train_other))
+    training.run(1, first=2)
+    assert caplog.text.count("other code resets the peak counters") == 2
+    assert summary(training.timer).steps == 1
+    assert above(summary(training.timer).peak_mb) == LATER_STEP
 
 
 def test_a_timer_can_be_attached_again(gpu: FakeGPU, memory: FakeAllocator) -> None:
     training = Training(gpu, memory)
     training.run(2, {1: lambda: memory.temp(800 * MIB)})
-    memory.reset_peak_memory_stats(0)
     timer = training.run(2)
     assert above(summary(timer).peak_mb) == LATER_STEP
-    assert memory.memory_stats(0)["allocated_bytes"]["all"]["peak"] == memory.peak
 
 
 def test_a_process_that_is_forked_off_leaves_the_counters_alone(
@@ -443,22 +397,12 @@ def test_a_process_that_is_forked_off_leaves_the_counters_alone(
             if i == 1 and not (child := os.fork()):
                 reads = memory.reads, memory.resets
                 training.net(x).sum().backward()
-                memory.reset_peak_memory_stats(0)
                 timer.remove()
                 os._exit(reads != (memory.reads, memory.resets))
             training.net(x).sum().backward()
             training.optimizer.step()
     assert os.waitpid(child, 0)[1] == 0
     assert summary(timer).steps == 3
-
-
-def test_a_timer_that_is_lost_lets_go_of_the_counters(gpu: FakeGPU, memory: FakeAllocator) -> None:
-    training = Training(gpu, memory)
-    training.timer.attach()
-    del training
-    gc.collect()
-    Training(gpu, memory).run(2)
-    assert "memory_stats" not in vars(memory)
 
 
 # Graphs, errors, other devices
@@ -509,74 +453,29 @@ def test_a_device_that_does_not_count_is_told(
     assert len(steps(timer)) == 2
 
 
-class FakeTorch:
-    """Stands for a CUDA device behind torch's own functions, which end in those of `torch._C`."""
-
-    def __init__(self, allocator: FakeAllocator, patch: pytest.MonkeyPatch) -> None:
-        torch_c: Any = torch._C
-        for read, reset in (
-            ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
-            ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"),
-        ):
-            patch.setattr(torch_c, read, lambda index: allocator.memory_stats(index), raising=False)
-            patch.setattr(
-                torch_c,
-                reset,
-                lambda index: allocator.reset_peak_memory_stats(index),
-                raising=False,
-            )
-        about = type("Properties", (), {"total_memory": 4000 * MIB})()
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-        patch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
-        patch.setattr(torch_c, "_accelerator_isAllocatorInitialized", lambda: True)
-
-
 @pytest.fixture
 def cuda(gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
-    FakeTorch(memory, monkeypatch)
+    """Stands for a CUDA device behind the functions of torch."""
+    torch_c: Any = torch._C
+    for read, reset in (
+        ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
+        ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"),
+    ):
+        monkeypatch.setattr(torch_c, read, lambda index: memory.read(), raising=False)
+        monkeypatch.setattr(torch_c, reset, lambda index: memory.reset(), raising=False)
+    about = type("Properties", (), {"total_memory": 4000 * MIB})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     gpu.allocator = None
     gpu.device = torch.device("cuda", 0)
     return memory
 
 
-def peaks_of_torch() -> list[int]:
-    return [
-        torch.cuda.max_memory_allocated(0) // MIB,
-        torch.cuda.memory_stats(0)["allocated_bytes.small_pool.peak"] // MIB,
-        torch.cuda.memory_stats_as_nested_dict(0)["allocated_bytes"]["all"]["peak"] // MIB,
-    ]
-
-
-def test_all_functions_of_torch_tell_others_what_they_told_without_a_timer(
-    gpu: FakeGPU, cuda: FakeAllocator
-) -> None:
-    read: list[list[int]] = []
-
-    def note() -> None:
-        read.append(peaks_of_torch())
-        torch.cuda.reset_peak_memory_stats(0)
-        cuda.temp(600 * MIB)
-
+def test_torchs_own_counters_are_read(gpu: FakeGPU, cuda: FakeAllocator) -> None:
     cuda.temp(2000 * MIB)
-    timer = Training(gpu, cuda).run(5, dict.fromkeys(range(5), note))
-    assert read == [[3000] * 3, [1630] * 3, *[[1730] * 3] * 3]
-    expected = {**LATER_STEP, "loss": 1730.0}
-    assert above(summary(timer).peak_mb) == expected
-    assert summary(timer).total_mb == 4000.0
-
-
-def test_a_timer_after_one_that_was_lost_reads_past_what_it_left(
-    gpu: FakeGPU, cuda: FakeAllocator
-) -> None:
-    lost = Training(gpu, cuda)
-    lost.timer.attach()
-    cuda.temp(2000 * MIB)
-    del lost
-    gc.collect()
-    timer = Training(gpu, cuda).run(3)
+    timer = Training(gpu, cuda).run(5)
     assert above(summary(timer).peak_mb) == LATER_STEP
-    assert not hasattr(torch._C._cuda_memoryStats, "_stand_in")
+    assert summary(timer).total_mb == 4000.0
 
 
 def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
@@ -701,8 +600,5 @@ def test_the_table_and_the_sentence_say_it(gpu: FakeGPU, memory: FakeAllocator) 
 def test_advice_is_given_where_the_numbers_back_it(
     peaks: dict[str, int], held: int, advice: str
 ) -> None:
-    found = Peaks(100 * MIB)
-    found.add(4, {name: mb * MIB for name, mb in peaks.items()}, held * MIB)
-    told = found.summary()
-    assert told is not None
-    assert advice in f"{told.sentence}\n"
+    found = MemorySummary(peaks, dict.fromkeys(peaks, 4), held, 100, steps=1)
+    assert advice in f"{found.sentence}\n"

@@ -1,26 +1,28 @@
 """What holds of the peaks of memory whatever is called in whatever order, on random sequences."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import test_recorder_properties as properties
 from fake_gpu import FakeAllocator, FakeEvent, FakeGPU
 
+from lightning_gputime import _memory
+from lightning_gputime._memory import MemorySampler, PhaseMemory
 from lightning_gputime._phases import settle
-from lightning_gputime._record import metered
-from lightning_gputime._record.memory import meter_for
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.steps import StepRecord
 
 SEEDS = range(300)
 
 
 class LoggingAllocator(FakeAllocator):
-    """An allocator that keeps what was allocated after each change, and where events lie there."""
+    """An allocator that keeps what was allocated after each change, and where marks lie there."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.log = [1]
-        self.places: dict[FakeEvent, int] = {}
+        self.of_event = -1
+        self.places: dict[int, int] = {}
+        self.sampled: list[tuple[int, int]] = []
         super().__init__(gpu)
         super().alloc(1)
 
@@ -28,16 +30,20 @@ class LoggingAllocator(FakeAllocator):
         super().alloc(size)
         self.log.append(self.allocated)
 
+    def note(self, sampled: tuple[int, int]) -> None:
+        assert self.of_event == len(self.log) - 1, "not at a mark"
+        self.sampled.append(sampled)  # So that no other one gets its identity.
+        self.places[id(sampled)] = self.of_event
 
-class Metered(properties.Played):
+
+class Sampled(properties.Played):
     """Random operations on a recorder that samples the memory of every step."""
 
     def __init__(self, kind: str, seed: int) -> None:
-        self.sampled: list[tuple[int, Mapping[str, int]]] = []
+        self.found: list[StepRecord] = []
         self.wrong: list[int] = []
         super().__init__(kind, seed)
-        meter = self.recorder.meter  # type: ignore[attr-defined]
-        meter.memory.leave(meter)
+        self.steps = [step._replace(memory=()) for step in self.steps]
 
     def new_recorder(self, **options: Any) -> Recorder:
         gpu = self.gpu
@@ -47,12 +53,20 @@ class Metered(properties.Played):
         class Event(FakeEvent):
             def record(self) -> None:
                 record(self)
-                allocator.places[self] = len(allocator.log) - 1
+                allocator.of_event = len(allocator.log) - 1
+
+        class Sampler(MemorySampler):
+            def sample(self) -> tuple[int, int]:
+                sampled = super().sample()
+                allocator.note(sampled)
+                return sampled
+
+        def emit(steps: list[StepRecord]) -> None:
+            options["emit"](steps)
+            self.check(steps)
 
         gpu.event = lambda: Event(gpu)  # type: ignore[method-assign]
-        meter = meter_for(gpu)
-        assert meter is not None
-        return metered.MeteredRecorder(gpu, meter=meter, deliver=self.deliver, **options)
+        return Recorder(gpu, sampler=Sampler(gpu.allocator), **{**options, "emit": emit})
 
     def work(self) -> None:
         super().work()
@@ -60,18 +74,22 @@ class Metered(properties.Played):
             self.allocator.alloc((7 * len(self.allocator.log)) % 50)
             self.allocator.alloc(-self.allocator.allocated // 2)
 
-    def deliver(self, number: int, peaks: Mapping[str, int], held: int) -> None:
+    def check(self, steps: list[StepRecord]) -> None:
         """Compares what was read at the marks with what the allocator has done between them."""
-        self.sampled.append((number, peaks))
-        marks, log = self.recorder._open, self.allocator.log
-        places = [self.allocator.places[event] for _, event, _ in marks]  # type: ignore[index]
-        expected: dict[str, int] = {}
-        names = settle(tuple(label for label, *_ in marks[:-1]))
-        for of_mark, first, last in zip(names, places, places[1:], strict=False):
-            for name in of_mark:
-                expected[name] = max(expected.get(name, 0), *log[first : last + 1])
-        if expected != peaks or held != log[places[0]]:
-            self.wrong.append(number)
+        log = self.allocator.log
+        for step in steps:
+            kept = PhaseMemory()
+            kept.steps_read([step])
+            if not kept._window:
+                continue
+            self.found.append(step)
+            places = [self.allocator.places[id(sampled)] for sampled in step.memory]
+            expected: dict[str, int] = {}
+            for of_mark, first, last in zip(settle(step.labels), places, places[1:], strict=False):
+                for name in of_mark:
+                    expected[name] = max(expected.get(name, 0), *log[first : last + 1])
+            if [(step.number, expected)] != [*kept._window] or kept._held != log[places[0]]:
+                self.wrong.append(step.number)
 
 
 @pytest.mark.parametrize("kind", properties.KINDS)
@@ -79,14 +97,14 @@ def test_peaks_are_what_the_allocator_did_and_times_are_as_without(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL", "lightning_gputime")
-    monkeypatch.setattr(metered, "EVERY", 1)
+    monkeypatch.setattr(_memory, "EVERY", 1)
     sampled = 0
     for seed in SEEDS:
         played = properties.play(kind, seed)
-        one = Metered(kind, seed)
+        one = Sampled(kind, seed)
         assert (one.raised, one.illegal, one.wrong) == ([], [], []), seed
         assert not one.gpu.capture_broken, seed
         if kind != "a device that fails":
             assert one.steps == played.steps, seed
-        sampled += len(one.sampled)
+        sampled += len(one.found)
     assert sampled > len(SEEDS) / 2

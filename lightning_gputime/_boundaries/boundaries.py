@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from lightning_gputime._boundaries.allocator import AllocatorBoundary
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import CommBoundary, is_distributed, is_tensor_parallel
 from lightning_gputime._boundaries.compiled import (
@@ -17,7 +16,6 @@ from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradB
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._boundaries.submodules import SubmoduleBoundary
 from lightning_gputime._boundaries.waits import WaitBoundary
-from lightning_gputime._record.metered import MeteredRecorder
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (
@@ -40,7 +38,6 @@ class Boundaries:
     ) -> None:
         self._recorder = recorder
         self._attachments = Attachments()
-        self._allocator: AllocatorBoundary | None = None
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
         self._comm: CommBoundary | None = None
@@ -55,8 +52,6 @@ class Boundaries:
 
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         own = self._attachments
-        if isinstance(recorder, MeteredRecorder):
-            self._allocator = AllocatorBoundary(recorder.meter)
         shared = is_distributed()
         self.shares_batches = shared and is_tensor_parallel(loop.model)
         if shared:
@@ -158,5 +153,3 @@ class Boundaries:
         self._attachments.remove()
         if self._submodules is not None:
             self._submodules.step_ended()
-        if self._allocator is not None:
-            self._allocator.remove()

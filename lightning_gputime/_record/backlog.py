@@ -81,6 +81,7 @@ class Backlog:
         read: bool,
         after_spin: int = 0,
         load: tuple[float, ...] = (),
+        memory: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Takes a step that has ended, and finishes those that are due.
 
@@ -91,10 +92,11 @@ class Backlog:
             read: Whether to read the finished steps now.
             after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
             load: What it has worked on, see `StepRecord`.
+            memory: What was sampled at its marks.
         """
         self.ended += 1
         step = EndedStep(marks, number, self.ended, self._untimed, skipped_update)
-        step.load = load
+        step.load, step.memory = load, memory
         self._pending.append(step)
         self._untimed = 0
         try:
@@ -108,17 +110,24 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
-    def add_unread(self, marks: list[Mark], number: int, load: tuple[float, ...]) -> None:
+    def add_unread(
+        self,
+        marks: list[Mark],
+        number: int,
+        load: tuple[float, ...],
+        memory: tuple[tuple[int, int], ...],
+    ) -> None:
         """Takes a step that has ended with an update, and reads nothing now.
 
         Args:
             marks: All of its marks; the last one is its end.
             number: The number that it is logged under.
             load: What it has worked on, see `StepRecord`.
+            memory: What was sampled at its marks.
         """
         self.ended += 1
         step = EndedStep(marks, number, self.ended, self._untimed, False)
-        step.load = load
+        step.load, step.memory = load, memory
         self._pending.append(step)
         self._untimed = 0
 

@@ -18,7 +18,7 @@ from lightning_gputime._phases import (
     WAITS,
 )
 from lightning_gputime._record.clock import Clock, TimingEvent
-from lightning_gputime._record.reading import Mark
+from lightning_gputime._record.reading import Mark, Sampler
 from lightning_gputime._record.state import AT_REST, OPEN
 from lightning_gputime._untraced import untraced
 
@@ -38,6 +38,7 @@ class Marks:
         clock: Where events and host times come from.
         free: Events to use again.
         annotate: Called with each new label, and with None at the end.
+        sampler: Reads more at the marks of some steps.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Marks:
         clock: Clock,
         free: list[TimingEvent],
         annotate: Callable[[str | None], None] | None,
+        sampler: Sampler | None,
     ) -> None:
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
@@ -52,6 +54,9 @@ class Marks:
         self.streams = getattr(clock, "streams", None)
         """The streams of the device, if it has some."""
         self._annotate = annotate
+        # Reads more at the marks of some steps; what it has read in the open one, if that is one.
+        self._sampler = sampler
+        self._samples: list[tuple[int, int]] | None = None
         self.tell_once = TellOnce()
         self.state = AT_REST
         """What it does with the time."""
@@ -230,12 +235,22 @@ class Marks:
             event = self._free.pop() if self._free else self._new_event()
             event.record()
             self._open.append((label, event, self._host_ns()))
+            if self._samples is not None:
+                self._sample(self._samples)
         except Exception as error:
             self._give_up(error)
             return
         self.label = label
         if annotate and self._annotate is not None:
             self._tell_annotator(label)
+
+    def _sample(self, samples: list[tuple[int, int]]) -> None:
+        try:
+            if self._sampler is not None:
+                samples.append(self._sampler.sample())
+        except Exception as error:
+            self._sampler = self._samples = None
+            self.tell_once("Memory is measured no more: %r", error)
 
     def _rename(self, label: str) -> None:
         """Gives the time since the last mark to `label`, waits inside included."""

@@ -2,12 +2,23 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 from lightning_gputime._record.clock import TimingEvent
 from lightning_gputime._record.steps import StepRecord
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
+
+
+class Sampler(Protocol):
+    """Reads numbers at the marks of some steps, which their records then hold."""
+
+    def is_due(self, index: int) -> bool:
+        """Return whether to sample a step, by its place among the timed ones."""
+
+    def sample(self) -> tuple[int, int]:
+        """Return what is read at a mark."""
 
 
 class EndedStep:
@@ -32,6 +43,7 @@ class EndedStep:
     """These two as in `StepRecord`."""
     load: tuple[float, ...] = ()
     """As in `StepRecord`, too."""
+    memory: tuple[tuple[int, int], ...] = ()
     owns_end = False
     """Whether the last event is this step's alone, and not also the first of the next."""
 
@@ -74,6 +86,7 @@ def read(step: EndedStep, marks: Sequence[Mark]) -> tuple[StepRecord, Sequence[T
         step.filled,
         step.after_spin,
         step.load,
+        step.memory,
     )
     return record, events
 

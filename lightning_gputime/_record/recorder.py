@@ -9,6 +9,7 @@ from lightning_gputime._record.backlog import Backlog
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._record.graphs import Graphs
 from lightning_gputime._record.pauses import Pauses
+from lightning_gputime._record.reading import Sampler
 from lightning_gputime._record.state import AT_REST, LOST, OPEN, PAUSED
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
@@ -50,6 +51,7 @@ class Recorder(Pauses):
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
         reading_begins: Called just before steps are read.
+        sampler: Reads more at the marks of some steps.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Recorder(Pauses):
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
         reading_begins: Callable[[], object] | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self._graphs = Graphs(clock)
         self._backlog = Backlog(
@@ -73,12 +76,14 @@ class Recorder(Pauses):
             fail=self._fail,
             reading_begins=reading_begins,
         )
-        super().__init__(clock, self._backlog.free, annotate)
+        super().__init__(clock, self._backlog.free, annotate, sampler)
         self._captured = self._graphs.open
         self.end_untimed = self._backlog.end_untimed
         self.flush = self._backlog.flush
         self.drain = self._backlog.drain
         self.newest_ms = self._backlog.newest_ms
+        # The place of the open step among the timed ones.
+        self._index = 0
         self.begins = 0
         """How often `begin` was called."""
         self.load: tuple[float, ...] = ()
@@ -104,6 +109,8 @@ class Recorder(Pauses):
         self._drop()
         self.begins += 1
         self.state = OPEN
+        if self._sampler is not None and self._sampler.is_due(self._index):
+            self._samples = []
         first = self._first_label(label)
         if self._holds:
             self._held, first = first, EXCLUDED
@@ -123,6 +130,12 @@ class Recorder(Pauses):
         """
         if get_ident() != self.thread:
             return
+        self._index += 1
+        is_next_sampled = self._sampler is not None and self._sampler.is_due(self._index)
+        is_sampled = self._samples is not None
+        if is_next_sampled and not is_sampled:
+            # The end of this step is the first mark of the next.
+            self._samples = []
         if self.state is OPEN and not self._is_spoiled:
             self._base = DATA
             self._record(self._named[-1] if self._named else DATA)
@@ -135,10 +148,12 @@ class Recorder(Pauses):
             return
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
+        samples = self._take_samples(is_next_sampled)
+        memory = samples if is_sampled else ()
         spin, self._after_spin = self._after_spin, 0
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs.closed
-        self._backlog.add(marks, number, skipped_update, read, spin, self.load)
+        self._backlog.add(marks, number, skipped_update, read, spin, self.load, memory)
 
     def end_at(self, label: str, number: int) -> bool:
         """Ends the open step at its last mark of `label`, without a wait, and begins the next.
@@ -156,7 +171,8 @@ class Recorder(Pauses):
             return False
         marks, self._open = self._open, self._open[-1:]
         self._after_spin = 0
-        self._backlog.add_unread(marks, number, self.load)
+        self._index += 1
+        self._backlog.add_unread(marks, number, self.load, self._take_samples(False))
         return True
 
     def _ends_paused(self) -> bool:
@@ -191,6 +207,7 @@ class Recorder(Pauses):
         label = self.label
         if label is None or self.state is not OPEN:
             return
+        self._samples = None  # It would delay the marks.
         self._exclude_from(0)
         self._tell_annotator(None)
         # A mark of its own before the spin: how long it took sets the length of the next one. What
@@ -204,6 +221,7 @@ class Recorder(Pauses):
         """Ends all recording, in a process that was forked off: the events are not its own."""
         self.state, self.thread, self._home = AT_REST, -1, -1
         self._open, self.label = [], None
+        self._sampler = self._samples = None
         self._free.clear()
         self._backlog.forget()
 
@@ -247,19 +265,28 @@ class Recorder(Pauses):
         self.flush()
         self._graphs.close()
         self._open = []
+        self._samples = None
         # Emptied, not replaced: the backlog puts events into the same list.
         self._free.clear()
         self._events = 0
 
+    def _take_samples(self, is_next_sampled: bool) -> tuple[tuple[int, int], ...]:
+        """Return what was sampled in the step that ends; the last mark is also the next one's."""
+        samples = self._samples
+        if samples is None:
+            return ()
+        self._samples = samples[-1:] if is_next_sampled else None
+        return tuple(samples)
+
     def _drop(self) -> None:
         """Forgets the open step."""
         events, self._open = [event for _, event, _ in self._open], []
-        self.label, self._is_spoiled, self._after_spin = None, False, 0
+        self.label, self._is_spoiled, self._after_spin, self._samples = None, False, 0, None
         self._backlog.take_back(events)
 
     def _fail(self, error: Exception) -> None:
         self._tell_left_out(error)
-        self._open, self.label = [], None
+        self._open, self.label, self._samples = [], None, None
         # After an error of the device its events cannot be trusted: they are not used again.
         self._events = len(self._free)
         if self.state is not AT_REST:

@@ -25,6 +25,8 @@ class StepRecord(NamedTuple):
         load: What it has worked on: its items, the FLOPs of the model, those of forward and of
             backward as they ran, and these two of each module that is timed apart; NaN where that
             is not known. Of what was not asked for, nothing.
+        memory: At each mark, its end included, the peak since the last one and what was allocated
+            (in bytes); nothing in a step that was not sampled.
     """
 
     number: int
@@ -37,6 +39,7 @@ class StepRecord(NamedTuple):
     filled: bool | None = None
     after_spin: int = 0
     load: tuple[float, ...] = ()
+    memory: tuple[tuple[int, int], ...] = ()
 
     @property
     def spun_ms(self) -> float:

@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.loggers import Destination, MetricsLogger, key
-from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference
@@ -57,7 +57,7 @@ class MeanLog:
         """What the work of the steps is held against."""
         self.slow = SlowLog()
         """The slow steps, which are logged with their window."""
-        self.peaks = Peaks()
+        self.peaks = PhaseMemory()
         """The memory of phases, which is logged with it, too."""
 
     @property
@@ -128,7 +128,7 @@ class MeanLog:
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             means |= self.slow.metrics(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
-            values |= self.peaks.to_log(self.newest, keep=only_publish)
+            values |= self.peaks.metrics(self.newest, keep=only_publish)
             values |= self.yardstick.metrics(sums.work)
             self.log_values(values, self.newest, only_publish=only_publish)
 

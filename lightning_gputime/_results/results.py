@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import Findings, Setup, advise
 from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
 from lightning_gputime._results.ledger import Books
-from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
@@ -57,7 +57,7 @@ class Results:
         """The newest step that was probed, its work alone."""
         self.books: Books | None = None
         """The ledger of a fit, where a trainer tells it."""
-        self.peaks = Peaks()
+        self.peaks = PhaseMemory()
         """The memory of phases."""
         self.setup = Setup()
         """How the training is set up."""
@@ -140,18 +140,21 @@ class Results:
         times = history(measured)
         steps, step_ms = sums.step.n, sums.step.device_ms
         tflops = sums.work.tflops(self.yardstick.parts)
+        memory = self.peaks.summary()
+        peaks_mb = memory.peak_mb if memory is not None else {}
+        highest_mb = max(peaks_mb.values(), default=None)
         rows = {
             name: _stats(
                 sums.phases[name],
                 times[f"{name}_ms"] if f"{name}_ms" in (times.dtype.names or ()) else (),
                 step_ms,
                 busy.phases.get(name),
-                self.peaks.peak_mb(name),
+                peaks_mb.get(name),
                 tflops.get(name),
             )
             for name in in_order(list(sums.phases))
         }
-        step = _stats(sums.step, times["step_ms"], step_ms, busy.step, self.peaks.highest_mb)
+        step = _stats(sums.step, times["step_ms"], step_ms, busy.step, highest_mb)
         summary = PhaseSummary(
             rows=rows,
             step=step,
@@ -168,7 +171,7 @@ class Results:
             slow=self.slow.summary(steps, step_ms),
             work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),
             ledger=self.books.ledger() if self.books is not None else None,
-            memory=self.peaks.summary(),
+            memory=memory,
         )
         found = Findings(
             summary._judged(),

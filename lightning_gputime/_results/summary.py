@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
 from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.ledger import Ledger
-from lightning_gputime._results.peaks import MemorySummary
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.backlog import BATCH
@@ -56,6 +57,8 @@ class Delivery:
         # What a front end adds to the user's function is its bar.
         called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
         self._called = " or ".join(called)
+        self.observers: list[PhaseMemory] = []
+        """Get the steps that were read."""
         self.look: Callable[[], bool] | None = None
         """Is called when steps were read, until it tells that it has seen enough."""
         # The numbers of the last steps that ended, as many as are needed to know which one ended
@@ -98,6 +101,8 @@ class Delivery:
             steps = self._without_probed(steps, self._probe)
             if not steps:
                 return
+        for observer in self.observers:
+            observer.steps_read(steps)
         self._add(steps)
 
     def _add(self, steps: list[StepRecord]) -> None:

@@ -1,17 +1,12 @@
 """What a session records with: with the marks' peaks of memory, or without."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._memory import PhaseMemory, sampler_for
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.memory import meter_for
-from lightning_gputime._record.metered import MeteredRecorder
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.peaks import Peaks
 from lightning_gputime._results.results import Results
 from lightning_gputime._run.delivery import Delivery
 
@@ -34,15 +29,16 @@ def recorder_for(
         analyzer: Is told when steps are read.
         delivery: Gets the steps.
     """
-    known: Mapping[str, Any] = {
-        "lag": options.lag,
-        "emit": delivery.add,
-        "batch": delivery.batch,
-        "annotate": Annotator() if options.annotate else None,
-        "reading_begins": analyzer.reading_begins,
-    }
-    meter = meter_for(clock) if options.memory else None
-    if meter is None:
-        return Recorder(clock, **known)
-    results.peaks = means.peaks = Peaks(meter.memory.allocator.total)
-    return MeteredRecorder(clock, meter=meter, deliver=results.peaks.add, **known)
+    sampler = sampler_for(clock) if options.memory else None
+    if sampler is not None:
+        results.peaks = means.peaks = PhaseMemory(sampler.total)
+        delivery.observers.append(results.peaks)
+    return Recorder(
+        clock,
+        lag=options.lag,
+        emit=delivery.add,
+        batch=delivery.batch,
+        annotate=Annotator() if options.annotate else None,
+        reading_begins=analyzer.reading_begins,
+        sampler=sampler,
+    )

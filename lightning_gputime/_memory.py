@@ -1,0 +1,299 @@
+"""The memory of phases: read at the marks of some steps, kept, logged and summed up.
+
+All of one output in one file. `MemorySampler` reads two numbers at each mark of a sampled step; the
+recorder leaves them in the step's record; `PhaseMemory` makes peaks of them when steps are read.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_gputime._messages import TellOnce, messages
+from lightning_gputime._phases import BACKWARD, CALLBACKS, FORWARD, LOSS, OPTIMIZER, settle
+from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._untraced import untraced
+
+FIRST, EVERY = 3, 20
+"""The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
+sampled step costs the host some 20 us, one of another step nothing."""
+
+_MIB = 2**20
+
+# From this fraction of the device's memory on, advice is given.
+_NEARLY_FULL = 0.9
+
+# From this fraction of a peak on, what the step allocates counts, or what is there before.
+_MOST_OF_IT = 0.5
+_MUCH_OF_IT = 0.1
+
+_CPU = "memory=True needs a GPU, whose allocator counts: nothing is measured on the CPU."
+_NO_COUNTERS = (
+    "memory=True: the peaks of %s cannot be read, and no memory is measured (%s). That needs"
+    " torch's own allocator on a GPU (CUDA or ROCm; others from torch 2.9 on)."
+)
+_DRIVERS = (
+    "memory=True: under the backend cudaMallocAsync memory counts until the GPU has passed where it"
+    " is freed, so the peak of a phase may hold what the one before has freed."
+)
+_RESETS = (
+    "memory=True resets torch's peak counters in the steps that it samples (the first %d, then 1"
+    " in %d): max_memory_allocated() then has the peak since the last boundary of such a step."
+)
+_OTHERS_RESET = (
+    "memory=True: other code resets the peak counters. Sampled steps where this is detected have no"
+    " peaks."
+)
+_GRAPHS = (
+    "memory=True: a captured graph has its own memory, allocated once. Steps that replay it have no"
+    " peaks."
+)
+
+
+@dataclass(frozen=True)
+class AllocatorCounters:
+    """The counters of a device's allocator. A clock may have them as its attribute `allocator`.
+
+    Attributes:
+        index: The number of the device.
+        total: The device's memory (in bytes); None if it is not known.
+        read: Returns the counters as torch.cuda.memory_stats_as_nested_dict does.
+        reset: Sets all peaks to what is allocated now.
+    """
+
+    index: int
+    total: int | None
+    read: Callable[[], Mapping[str, Any]]
+    reset: Callable[[], None]
+
+
+def torch_counters(device: torch.device) -> AllocatorCounters:
+    """Return the counters of torch's allocator of an accelerator.
+
+    Raises:
+        LookupError: If torch has no functions for it.
+        Exception: If they fail.
+    """
+    kind = device.type
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    names = [
+        # These take half as long as the others: 10 us the read, 2 us the reset.
+        ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
+        (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats"),
+    ]
+    found = [pair for pair in names if all(hasattr(torch._C, name) for name in pair)]
+    if not found:
+        raise LookupError("this torch has no functions for that")
+    read, reset = (partial(getattr(torch._C, name), index) for name in found[0])
+    total: int | None = None
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties is not None:
+        total = getattr(properties(device), "total_memory", None)
+    if kind == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        messages.warning(_DRIVERS)
+    return AllocatorCounters(index, total, read, reset)
+
+
+# By the number of a device, which sampler has reset its peaks last. Module state, as the counters
+# are: timers of one process take peaks from each other.
+_last_reset: dict[int, int] = {}
+
+
+@untraced
+class MemorySampler:
+    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there.
+
+    Args:
+        counters: Those of the timed device.
+
+    Raises:
+        Exception: If they cannot be read.
+    """
+
+    def __init__(self, counters: AllocatorCounters) -> None:
+        self.total = counters.total
+        self._index, self._read, self._reset = counters.index, counters.read, counters.reset
+        if "peak" not in self._read()["allocated_bytes"]["all"]:
+            raise LookupError("it does not count them")
+
+    def is_due(self, index: int) -> bool:
+        """Return whether to sample a step, by its place among the timed ones."""
+        return index < FIRST or index % EVERY == 0
+
+    def sample(self) -> tuple[int, int]:
+        """Return the peak since the last call, and what is allocated now (in bytes).
+
+        The peak is -1 where another timer has reset it since.
+        """
+        counted = self._read()["allocated_bytes"]["all"]
+        self._reset()
+        is_own = _last_reset.get(self._index) == id(self)
+        _last_reset[self._index] = id(self)
+        return counted["peak"] if is_own else -1, counted["current"]
+
+
+def sampler_for(clock: Clock) -> MemorySampler | None:
+    """Return a sampler of the device that a clock times; say so and return None if none works."""
+    if isinstance(clock, HostClock):
+        messages.warning(_CPU)
+        return None
+    device = getattr(clock, "device", None)
+    counters: AllocatorCounters | None = getattr(clock, "allocator", None)
+    try:
+        if counters is None:
+            if device is None:
+                raise LookupError("it has no attribute `allocator`")
+            counters = torch_counters(device)
+        sampler = MemorySampler(counters)
+    except Exception as error:
+        messages.warning(_NO_COUNTERS, device or "this clock", error)
+        return None
+    messages.warning(_RESETS, FIRST, EVERY)
+    return sampler
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """The most memory that was allocated in each phase, in the steps that were sampled.
+
+    It is what `torch.cuda.max_memory_allocated` returns, of the timed device; memory that torch has
+    reserved beyond that, or that others use, is not in it. The warm-up is in it.
+
+    Attributes:
+        peak_mb: The highest peak of each phase and sub-phase (in MiB).
+        at_step: The number of the step in which it was first seen.
+        held_mb: What was allocated where the newest of these steps began (in MiB): parameters, the
+            optimizer's state and the like.
+        total_mb: The memory of the device (in MiB); None if it is not known.
+        steps: How many steps were sampled.
+    """
+
+    peak_mb: Mapping[str, float]
+    at_step: Mapping[str, int]
+    held_mb: float
+    total_mb: float | None
+    steps: int
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What is printed."""
+        return (self.sentence,)
+
+    @property
+    def sentence(self) -> str:
+        """Which phase would run out first, and what helps where that is near."""
+        top_level = [name for name in self.peak_mb if "/" not in name]
+        highest, *others = sorted(top_level, key=lambda name: -self.peak_mb[name])
+        of_total = "" if self.total_mb is None else f" of {self.total_mb:,.0f}"
+        said = (
+            f"memory: the highest is `{highest}` with {self.peak_mb[highest]:,.0f}{of_total} MiB,"
+            f" at step {self.at_step[highest]}"
+        )
+        if others:
+            said += f"; `{others[0]}` follows with {self.peak_mb[others[0]]:,.0f}"
+        return said + self._advice(highest)
+
+    def _advice(self, highest: str) -> str:
+        peak_mb = self.peak_mb[highest]
+        if self.total_mb is None or peak_mb < _NEARLY_FULL * self.total_mb:
+            return ""
+        own_mb = peak_mb - self.held_mb
+        near = f". That is {peak_mb / self.total_mb:.0%} of the GPU's"
+        of_step = f"{near}, {own_mb:,.0f} of it from the step itself"
+        if highest in (FORWARD, LOSS, BACKWARD) and own_mb >= _MOST_OF_IT * peak_mb:
+            return f"{of_step}: checkpoint activations"
+        if highest == OPTIMIZER and own_mb >= _MUCH_OF_IT * peak_mb:
+            return f"{of_step}: try foreach=False or fused=True"
+        if self.held_mb >= _MOST_OF_IT * peak_mb:
+            return (
+                f"{near}, {self.held_mb:,.0f} of it there when a step begins: shard parameters and"
+                " optimizer state, or keep a smaller state"
+            )
+        return near
+
+
+class PhaseMemory:
+    """The peaks of the steps that were sampled.
+
+    Args:
+        total: The memory of the device (in bytes); None if it is not known.
+    """
+
+    def __init__(self, total: int | None = None) -> None:
+        self._total = total
+        self._tell_once = TellOnce()
+        self._steps = 0
+        self._held = 0
+        self._highest: Mapping[str, tuple[int, int]] = {}
+        # Not logged yet.
+        self._window: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=1000)
+
+    def steps_read(self, steps: Sequence[StepRecord]) -> None:
+        """Take the next steps that were read."""
+        for step in steps:
+            if step.memory:
+                self._add(step)
+
+    def _add(self, step: StepRecord) -> None:
+        if len(step.memory) != len(step.labels) + 1:
+            self._tell_once(_GRAPHS)
+            return
+        (_, *peaks), allocated = zip(*step.memory, strict=True)
+        if any(peak < before for peak, before in zip(peaks, allocated, strict=False)):
+            self._tell_once(_OTHERS_RESET)
+        elif of_phases := _by_phase(step.labels, peaks):
+            self._held = allocated[0]
+            self._keep(step.number, of_phases)
+
+    def _keep(self, number: int, peaks: Mapping[str, int]) -> None:
+        highest = {**self._highest}
+        for name, peak in peaks.items():
+            if peak > highest.get(name, (-1, 0))[0]:
+                highest[name] = (peak, number)
+        # Replaced whole: another thread may read it.
+        self._highest = highest
+        self._steps += 1
+        self._window.append((number, peaks))
+
+    def summary(self) -> MemorySummary | None:
+        """Return all of them; None if no step was sampled."""
+        highest = self._highest
+        if not highest:
+            return None
+        return MemorySummary(
+            peak_mb={name: peak / _MIB for name, (peak, _) in highest.items()},
+            at_step={name: number for name, (_, number) in highest.items()},
+            held_mb=self._held / _MIB,
+            total_mb=None if self._total is None else self._total / _MIB,
+            steps=self._steps,
+        )
+
+    def metrics(self, newest: int, *, keep: bool = False) -> dict[str, float]:
+        """Return the highest peaks since the last log.
+
+        Args:
+            newest: The number of the last step of the window.
+            keep: Whether the next window has them, too.
+        """
+        due: dict[str, float] = {}
+        for number, peaks in [*self._window]:
+            if number <= newest:
+                for name, peak in peaks.items():
+                    if not name.startswith(f"{CALLBACKS}/"):
+                        due[f"{name}_peak_mb"] = max(due.get(f"{name}_peak_mb", 0.0), peak / _MIB)
+        while not keep and self._window and self._window[0][0] <= newest:
+            self._window.popleft()
+        return due
+
+
+def _by_phase(labels: tuple[str, ...], peaks: Sequence[int]) -> dict[str, int]:
+    """Return the highest peak of each phase; nothing where the device does not count."""
+    found: dict[str, int] = {}
+    for names, peak in zip(settle(labels), peaks, strict=True):
+        for name in names:
+            found[name] = max(found.get(name, 0), peak)
+    return found if any(found.values()) else {}
