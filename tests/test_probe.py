@@ -438,7 +438,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     probe._asked_ms = 1.5
     for number in (2, 7, 12):
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
-        step = step._replace(filled=False, after_spin=1)
+        step = step._replace(filled=False, post_spin_index=1)
         assert probe.take([step]) == []
     assert "in `loss`" in results.probe_failure
 

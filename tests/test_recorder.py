@@ -115,7 +115,7 @@ def test_a_step_behind_a_spin_is_read_where_it_ends_with_all_before(gpu: FakeGPU
     run = Recorded(gpu, lag=3)
     run.recorder.begin()
     run.step(0)
-    run.recorder.fill(lambda: gpu.spin(3_000_000))
+    run.recorder.start_probe(lambda: gpu.spin(3_000_000))
     run.step(1)
     assert [(times.step, times.step_ms) for times in run.emitted] == [(0, 11.0), (1, 10.0)]
     run.step(2)
@@ -216,7 +216,7 @@ def test_paused_time_belongs_to_no_step(
     gpu.work(3.0)
     run.recorder.pause()
     run.recorder.mark("forward")
-    run.recorder.fill(lambda: gpu.spin(1))
+    run.recorder.start_probe(lambda: gpu.spin(1))
     gpu.work(70.0)
     run.recorder.resume()
     run.recorder.resume("other")
@@ -236,11 +236,11 @@ def test_a_pause_from_here_on_leaves_what_was_before(
     run.recorder.mark(before)
     gpu.work(2.0)
     for _ in range(2):
-        run.recorder.pause_here()
+        run.recorder.pause_now()
         gpu.work(35.0)
-    run.recorder.go_on("other")
+    run.recorder.resume_or_mark("other")
     gpu.work(1.0)
-    run.recorder.go_on("backward")
+    run.recorder.resume_or_mark("backward")
     gpu.work(4.0)
     run.recorder.end_step(0)
     run.recorder.flush()
@@ -671,7 +671,7 @@ def test_after_a_mark_that_failed_nothing_is_recorded_until_the_step_ends(
     run.recorder.leave_phase("augment")
     run.recorder.pause()
     run.recorder.resume()
-    run.recorder.fill(lambda: gpu.spin(1))
+    run.recorder.start_probe(lambda: gpu.spin(1))
     assert run.recorder.label is None
     assert gpu.created == created
     assert gpu.spins == []
@@ -693,7 +693,7 @@ def test_an_annotator_is_told_every_label_and_none_where_no_step_is_timed(gpu: F
     run.recorder.mark("forward")
     run.recorder.pause()
     run.recorder.resume("other")
-    run.recorder.fill(lambda: gpu.spin(1))
+    run.recorder.start_probe(lambda: gpu.spin(1))
     run.recorder.pause()
     run.recorder.end_step(0)
     run.recorder.rest()
@@ -792,7 +792,7 @@ def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
     recorder.mark("forward")
     gpu.work(4.0, host_ms=1.0)
     recorder.end_step(0)
-    recorder.fill(lambda: gpu.spin(3_000_000))
+    recorder.start_probe(lambda: gpu.spin(3_000_000))
     gpu.work(2.0)
     recorder.end_step(1, skipped_update=True)
     gpu.host_work(1.0)
@@ -810,7 +810,7 @@ def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
             11 * ms,
             True,
             filled=True,
-            after_spin=2,
+            post_spin_index=2,
         ),
         StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False),
     ]
@@ -1031,7 +1031,7 @@ def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
         gpu.work(4.0)
     run.recorder.mark("<evaluation>")
     gpu.work(16.0)
-    run.recorder.exclude_since("<evaluation>")
+    run.recorder.pause(since="<evaluation>")
     assert (run.recorder.state.name, run.recorder.label) == ("PAUSED", EXCLUDED)
     assert told[-1] is None
     run.recorder.mark("loss")
@@ -1060,11 +1060,11 @@ def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
 ) -> None:
     run.recorder.mark("forward")
     gpu.work(4.0)
-    run.recorder.hold()
+    run.recorder.enter_pause()
     gpu.work(16.0)
     run.recorder.end_step(0)
     gpu.work(32.0)
-    run.recorder.release()
+    run.recorder.leave_pause()
     assert run.recorder.label == "data"
     gpu.work(1.0)
     run.recorder.end_step(1)
@@ -1121,12 +1121,45 @@ def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) 
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
     run.recorder.mark("forward")
-    run.recorder.hold()
+    run.recorder.enter_pause()
     assert told == ["data", "forward", None]
-    thread = threading.Thread(target=run.recorder.release)
+    thread = threading.Thread(target=run.recorder.leave_pause)
     thread.start()
     thread.join()
     assert run.recorder.state.name == "PAUSED"
-    run.recorder.release()
-    run.recorder.release()
+    run.recorder.leave_pause()
+    run.recorder.leave_pause()
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
+
+
+def test_a_new_thread_with_the_number_of_the_timed_one_is_another(gpu: FakeGPU) -> None:
+    run = Recorded(gpu)
+    numbers: list[int] = []
+
+    def train() -> None:
+        numbers.append(threading.get_ident())
+        run.recorder.begin()
+        run.recorder.begin()
+        run.step(0)
+
+    def disturb() -> None:
+        numbers.append(threading.get_ident())
+        run.recorder.mark("forward")
+        run.recorder.enter_phase("a")
+        run.recorder.pause_now()
+        run.recorder.end_step(1)
+
+    for target in (train, *[disturb] * 10):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    created = gpu.created
+    if numbers[0] not in numbers[1:]:
+        pytest.skip("the number was not used again")
+    assert (run.recorder.ended_steps, run.recorder.label) == (1, "data")
+    run.recorder.rest()
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0]
+    train()
+    assert run.recorder.ended_steps == 2
+    assert gpu.created < created + 8

@@ -185,7 +185,7 @@ class Played:
         self.recorder.rest()
 
     def fill(self) -> None:
-        self.recorder.fill(lambda: self.gpu.spin(3_000_000))
+        self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))
 
     def flush(self) -> None:
         self.recorder.flush()

@@ -88,9 +88,9 @@ def test_a_pause_of_an_evaluation_takes_the_waits_before_it_along(
 def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     run.wait()
-    run.hold()
+    run.enter_pause()
     run.wait(16.0)
-    run.release()
+    run.leave_pause()
     gpu.work(1.0)
     run.wait()
     assert run.end() == {"forward": 11.0, "forward/comm": 6.0}
@@ -100,10 +100,10 @@ def test_a_pause_inside_a_wait_ends_it(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     assert run.wait_begins()
     gpu.work(3.0)
-    run.hold()
+    run.enter_pause()
     gpu.work(16.0)
     run.wait_ends()
-    run.release()
+    run.leave_pause()
     gpu.work(1.0)
     assert run.end() == {"forward": 8.0, "forward/comm": 3.0}
 
@@ -115,7 +115,7 @@ def test_what_is_found_to_be_an_evaluation_is_left_out_with_its_waits(
     run.wait()
     run.run("<evaluation>", 4.0)
     run.wait()
-    run.exclude_since("<evaluation>")
+    run.pause(since="<evaluation>")
     gpu.work(16.0)
     run.wait()
     run.resume("data")
@@ -131,7 +131,7 @@ def test_only_what_comes_after_the_work_is_left_out(run: Recorded) -> None:
     run.wait()
     run.run("<evaluation>", 4.0)
     run.wait()
-    run.exclude_since("<evaluation>")
+    run.pause(since="<evaluation>")
     run.resume("data")
     assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
 
@@ -157,7 +157,7 @@ def test_a_step_that_has_ended_before_its_last_waits_is_without_them(run: Record
 def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: FakeGPU) -> None:
     run.run("data", 1.0)
     run.wait()
-    run.fill(lambda: gpu.spin(2_000_000))
+    run.start_probe(lambda: gpu.spin(2_000_000))
     run.wait()
     run.run("forward", 4.0)
     assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}

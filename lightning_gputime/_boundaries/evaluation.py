@@ -47,7 +47,7 @@ class EvaluationBoundary:
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(EVALUATION)
         if is_certain and recorder.label == EVALUATION:
-            recorder.exclude_since(EVALUATION)
+            recorder.pause(since=EVALUATION)
 
     def count(self) -> bool:
         """Counts such a call, in a step that is timed or not.

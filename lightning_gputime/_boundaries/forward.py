@@ -24,8 +24,7 @@ from lightning_gputime._boundaries.patching import (
 )
 from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import PAUSED, Recorder
 from lightning_gputime._untraced import untraced
 
 # What every call of a module passes through.

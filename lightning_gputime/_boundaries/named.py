@@ -66,7 +66,7 @@ class Paused:
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                recorder.hold()
+                recorder.enter_pause()
 
     def __exit__(
         self,
@@ -76,7 +76,7 @@ class Paused:
     ) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                recorder.release()
+                recorder.leave_pause()
 
 
 def phase(name: str) -> NamedPhase:

@@ -24,8 +24,7 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     OTHER,
 )
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST, OPEN
+from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 from lightning_gputime._untraced import untraced
 
 # Every call of `step` passes through a `wrapper` of this file, which calls the hooks.

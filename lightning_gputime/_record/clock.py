@@ -2,14 +2,13 @@
 
 import functools
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from lightning_gputime._messages import messages
-from lightning_gputime._record.streams import Streams
 from lightning_gputime._untraced import untraced
 
 
@@ -17,16 +16,16 @@ class TimingEvent(Protocol):
     """A point on the timeline of a device, with the methods of `torch.Event`."""
 
     def record(self) -> None:
-        """Puts the event at the end of what the calling thread's current stream has queued."""
+        """Put the event at the end of what the calling thread's current stream has queued."""
 
     def query(self) -> bool:
-        """Tells, without waiting, whether the device has reached the event."""
+        """Return, without waiting, whether the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has reached the event."""
+        """Block the host until the device has reached the event."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Returns the time from this event to `end_event` (in milliseconds).
+        """Return the time from this event to `end_event` (in milliseconds).
 
         Raises:
             ValueError: If one of them was never recorded.
@@ -38,27 +37,78 @@ class Clock(Protocol):
     """A device's time beside the host's. The constructor argument `clock` of both timers."""
 
     def event(self) -> TimingEvent:
-        """Returns a new event, not yet recorded."""
+        """Return a new event, not yet recorded."""
 
     def host_ns(self) -> int:
-        """Returns the host's time (in nanoseconds), from an arbitrary origin."""
+        """Return the host's time (in nanoseconds), from an arbitrary origin."""
 
     def is_capturing(self) -> bool:
-        """Tells whether the current stream is being captured into a graph.
+        """Return whether the current stream is being captured into a graph.
 
         Then no event may be queried, and none recorded but those of `for_graphs`: it would break
         the capture.
         """
 
     def for_graphs(self) -> "Clock | None":
-        """Returns a clock whose events can be recorded in a graph, or None if there is none.
+        """Return a clock whose events can be recorded in a graph, or None if there is none.
 
         Each replay of the graph records them again.
         """
 
-    # A clock may also have `spin(cycles)`, which keeps the device busy for so many cycles of some
-    # counter of its own; without it steps cannot be probed. And `streams`, a `Streams`; without it
-    # all that is launched is taken for timed.
+
+@runtime_checkable
+class SupportsSpin(Protocol):
+    """A clock whose device can be kept busy; without it steps cannot be probed."""
+
+    def spin(self, cycles: int, /) -> None:
+        """Keep the device busy for this many cycles of some counter of its own."""
+
+
+@runtime_checkable
+class SupportsStreams(Protocol):
+    """A clock that knows the streams; without it all that is launched is taken for timed."""
+
+    streams: "Streams | None"
+
+
+@runtime_checkable
+class SupportsDevice(Protocol):
+    """A clock that knows its device, whose counters are read."""
+
+    device: torch.device | None
+
+
+Mark = tuple[str, TimingEvent, int]
+"""A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
+
+
+def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
+    """Return the time from each event to the next (in milliseconds)."""
+    # Without a loop in Python: this runs at every step.
+    return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
+
+
+@untraced
+class Streams:
+    """The streams of an accelerator.
+
+    Args:
+        device: The accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self.kind: Any = getattr(torch.get_device_module(device), "Stream", None)
+        """The class of streams: its `wait_event` and `wait_stream` let a stream wait for others."""
+
+    def current(self) -> int:
+        """Return the identity of the calling thread's current stream."""
+        return torch.accelerator.current_stream(self._index).stream_id
+
+    def identity(self, stream: Any) -> int:
+        """Return the identity of a stream."""
+        identity: int = stream.stream_id
+        return identity
 
 
 @untraced
@@ -105,12 +155,12 @@ class DeviceClock:
             torch.mps.synchronize()
 
     def event(self) -> TimingEvent:
-        """Returns a new event, not yet recorded."""
+        """Return a new event, not yet recorded."""
         event = torch.Event(device=self._device, enable_timing=True)
         return event if self._is_current else _EventOnOtherDevice(event, self._device)
 
     def for_graphs(self) -> "Clock | None":
-        """Returns the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
+        """Return the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
         if self._device.type != "cuda" or not self._is_current:
             return None
         try:
@@ -161,11 +211,11 @@ class HostClock:
         self.is_capturing = _never
 
     def event(self) -> TimingEvent:
-        """Returns a new event, not yet recorded."""
+        """Return a new event, not yet recorded."""
         return _HostEvent()
 
     def for_graphs(self) -> None:
-        """Returns None: nothing is captured on the CPU."""
+        """Return None: nothing is captured on the CPU."""
 
 
 @untraced
@@ -193,7 +243,7 @@ class _HostEvent:
 
 
 def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
-    """Returns the clock that work on `device` is timed with.
+    """Return the clock that work on `device` is timed with.
 
     Args:
         device: Where the model is.
@@ -215,7 +265,7 @@ def _tell_host_clock() -> None:
 
 
 def check_device(device: Any) -> torch.device:
-    """Returns the device that an option names.
+    """Return the device that an option names.
 
     Raises:
         ValueError: If it is unknown.
@@ -229,7 +279,7 @@ def check_device(device: Any) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device that a model is on; one that is nowhere runs on the accelerator."""
+    """Return the device that a model is on; one that is nowhere runs on the accelerator."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     # One that is partly on the CPU, such as its embeddings, does the work on the accelerator.
     for device in (*(one for one in devices if one.type not in ("cpu", "meta")), *devices):
@@ -238,7 +288,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _outside_default_stream(is_capturing: Callable[[], bool]) -> Callable[[], bool]:
-    """Returns `is_capturing` of CUDA, asked only where a graph can be captured at all.
+    """Return `is_capturing` of CUDA, asked only where a graph can be captured at all.
 
     That is on no default stream, see `cudaStreamBeginCapture`. It is asked at every mark: beside an
     H200 that takes the host 0.5 us, and the number of the current stream 0.1 us.

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.reading import Mark, elapsed_ms
+from lightning_gputime._record.clock import Clock, Mark, elapsed_ms
 from lightning_gputime._untraced import untraced
 
 
@@ -20,13 +19,13 @@ class Graphs:
         """Where events come from: those that a graph holds can be compared with none but their
         own kind."""
         self.open: list[Mark] = []
-        """The marks of the graph that is being captured. `Marks` holds this list, too: it is
+        """The marks of the graph that is being captured. `Recorder` holds this list, too: it is
         emptied, never replaced."""
         self.closed: list[list[Mark]] = []
         """Those of each graph that was captured; any later step may replay one, so they stay."""
 
     def capture(self, label: str) -> bool:
-        """Records a mark into the graph that is being captured. Tells if it could."""
+        """Record a mark into the graph that is being captured. Return whether it could."""
         clock = self.clock.for_graphs()
         if clock is None:
             return False
@@ -38,19 +37,19 @@ class Graphs:
         return True
 
     def close(self) -> None:
-        """Keeps the marks of the graph for its replays."""
+        """Keep the marks of the graph for its replays."""
         self.closed.append([*self.open])
         self.open.clear()
 
     def with_replays(self, marks: list[Mark]) -> list[Mark]:
-        """Puts the marks of each graph that was replayed in a step between the step's own."""
+        """Put the marks of each graph that was replayed in a step between the step's own."""
         for graph in self.closed:
             marks = _with_replay(marks, graph)
         return marks
 
 
 def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
-    """Puts the marks of a graph between a step's own, if it was replayed in that step."""
+    """Put the marks of a graph between a step's own, if it was replayed in that step."""
     events = [event for _, event, _ in marks]
     replayed = [event for _, event, _ in graph]
     first, last = replayed[0], replayed[-1]

@@ -23,7 +23,7 @@ _LIKELY = {
 
 @untraced
 class Annotator:
-    """Puts each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
+    """Put each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
 
     def __init__(self) -> None:
         self._range: torch.autograd.profiler.record_function | None = None
@@ -31,7 +31,7 @@ class Annotator:
         self._has_nvtx = torch.cuda.is_available()
 
     def __call__(self, label: str | None) -> None:
-        """Ends the range of the last label, and begins one for this label unless it is None."""
+        """End the range of the last label, and begin one for this label unless it is None."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None

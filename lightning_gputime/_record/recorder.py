@@ -1,24 +1,47 @@
 """Marks on a timeline, cut into steps."""
 
 from collections.abc import Callable
+from enum import Enum
 from itertools import groupby
-from threading import get_ident
+from threading import get_ident, local
+from typing import Protocol
+from weakref import ref
 
-from lightning_gputime._phases import DATA, EXCLUDED, INTERRUPTIONS
-from lightning_gputime._record.backlog import Backlog
-from lightning_gputime._record.clock import Clock, TimingEvent
+from torch._C import _current_graph_task_id
+
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._phases import (
+    BACKWARD,
+    COMM,
+    DATA,
+    EXCLUDED,
+    FOLLOWED_BY,
+    FORWARD,
+    GOES_ON,
+    INTERRUPTIONS,
+    LEFT,
+    LOSS,
+    OPTIMIZER,
+    RECEIVES,
+    WAITS,
+)
+from lightning_gputime._record.clock import Clock, Mark, Streams, SupportsStreams, TimingEvent
 from lightning_gputime._record.graphs import Graphs
-from lightning_gputime._record.pauses import Pauses
-from lightning_gputime._record.reading import Sampler
-from lightning_gputime._record.state import AT_REST, LOST, OPEN, PAUSED
+from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
 
 MANY_MARKS = 2_000
-"""A step of so many boundaries is told of: perhaps none ever ends."""
+"""The user is told of a step with this many boundaries: perhaps none ever ends."""
 
 MOST_EVENTS = 100_000
-"""So many events a recorder holds; a step that would need more is dropped."""
+"""A recorder creates at most this many events; a step that would need more is dropped."""
+
+# What the time goes to while a backward runs; an optimizer may run its updates there.
+_IN_BACKWARD = (BACKWARD, OPTIMIZER)
+
+# No thread has this number: the timed one has ended, and a new thread may get its number.
+_ENDED_THREAD = 0
 
 _NEVER_ENDS = (
     "A step has %d boundaries and has not ended; with %d it is dropped. If no step ends, call"
@@ -28,21 +51,56 @@ _NEVER_ENDS = (
 )
 
 
+class State(Enum):
+    """What a recorder does with the time.
+
+    ======= ============================== =====================================================
+    state   the time belongs to            leaves it by
+    ======= ============================== =====================================================
+    AT_REST nobody                         `begin`; `starts_in_capture`
+    OPEN    `label`                        `pause`, `enter_pause`; `rest`; an error
+    PAUSED  no step                        `resume`, `leave_pause`; `end_step`, which drops a step
+                                           that has nothing else; `rest`
+    LOST    nobody, after an error         `end_step`, which drops the step; `rest`
+    ======= ============================== =====================================================
+    """
+
+    AT_REST, OPEN, PAUSED, LOST = range(4)
+
+
+# As globals: they are looked up at every mark.
+AT_REST, OPEN, PAUSED, LOST = State
+
+
+class Sampler(Protocol):
+    """Reads numbers at the marks of some steps, which their records then hold."""
+
+    def is_due(self, index: int) -> bool:
+        """Return whether to sample a step, by its place among the timed ones."""
+
+    def sample(self) -> tuple[int, int]:
+        """Return what is read at a mark."""
+
+
 class TooManyEventsError(Exception):
     """No further event is created."""
 
 
+class _Alive:
+    """Lives as long as the thread that holds it."""
+
+
 @untraced
-class Recorder(Pauses):
+class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 
-    The end of a step is the first mark of the next. When more than `lag` steps are pending, the
-    host waits for the oldest of them, unless the device has finished it. Steps that are finished
-    are read together, `batch` at a time: the code that reads them is then in the processor's cache,
-    and costs a step a fraction.
+    A mark says: from here on the time belongs to this label. The end of a step is the first mark of
+    the next. When more than `lag` steps are pending, the host waits for the oldest of them, unless
+    the device has finished it. Steps that are finished are read together, `batch` at a time.
 
     Nothing here raises into the training loop: after an error the step is dropped, and a logger
-    says so once. Calls from any thread but the one that last called `begin` do nothing.
+    says so once. Calls from any thread but the one that last called `begin` do nothing. There is no
+    lock: autograd's thread marks (`mark_in_backward`) only while the timed one waits for it.
 
     Args:
         clock: Where events and host times come from.
@@ -50,7 +108,7 @@ class Recorder(Pauses):
         batch: How many finished steps are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
-        reading_begins: Called just before steps are read.
+        on_reading_start: Called just before steps are read.
         sampler: Reads more at the marks of some steps.
     """
 
@@ -62,64 +120,289 @@ class Recorder(Pauses):
         emit: Callable[[list[StepRecord]], object],
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
-        reading_begins: Callable[[], object] | None = None,
+        on_reading_start: Callable[[], object] | None = None,
         sampler: Sampler | None = None,
     ) -> None:
+        self._host_ns = clock.host_ns
+        self._is_capturing = clock.is_capturing
+        self.streams: Streams | None = clock.streams if isinstance(clock, SupportsStreams) else None
+        """The streams of the device, if it has some."""
+        self.tell_once = TellOnce()
         self._graphs = Graphs(clock)
-        self._backlog = Backlog(
+        self._captured = self._graphs.open
+        self._pending = PendingSteps(
             clock,
             self._graphs,
             lag=lag,
             batch=batch,
             emit=emit,
-            leave_out=self._tell_left_out,
+            tell_once=self.tell_once,
             fail=self._fail,
-            reading_begins=reading_begins,
+            on_reading_start=on_reading_start,
         )
-        super().__init__(clock, self._backlog.free, annotate, sampler)
-        self._captured = self._graphs.open
-        self.end_untimed = self._backlog.end_untimed
-        self.flush = self._backlog.flush
-        self.drain = self._backlog.drain
-        self.newest_ms = self._backlog.newest_ms
-        # The place of the open step among the timed ones.
-        self._index = 0
+        self._free = self._pending.free
+        # How many events there are: those in use, and those to be used again.
+        self._events = 0
+        self._annotate = annotate
+        self._sampler = sampler
+        self.state = AT_REST
+        """What it does with the time."""
+        self.thread = -1
+        """The thread that is timed; -1 at rest."""
+        # The same, at rest, too; and what tells that it has ended.
+        self._home = -1
+        self._local = local()
+        self._thread_end: ref[_Alive] | None = None
+        self.was_elsewhere = False
+        """Whether a boundary was seen in another thread."""
         self.begins = 0
         """How often `begin` was called."""
         self.load: tuple[float, ...] = ()
         """What the step that ends next has worked on, see `StepRecord`."""
-        # How many events there are: those in use, and those to be used again.
-        self._events = 0
-        # With so many marks a step is looked at.
+        self.label: str | None = None
+        """The label that time is going to now; None while no step is timed."""
+        # The open step: its place among the timed ones; its marks; what was sampled at these, if
+        # it is; whether a mark went into a graph, whose events are of another kind; the index of
+        # the mark behind a spin.
+        self._index = 0
+        self._open: list[Mark] = []
+        self._samples: list[tuple[int, int]] | None = None
+        self._is_spoiled = False
+        self._post_spin_index = 0
+        # Whether a mark is also shown or sampled.
+        self._is_watched = annotate is not None
+        # At this many marks a step is looked at.
         self._many = MANY_MARKS
+        # Phases that were named by hand and are not left yet, and what follows the outermost.
+        self._named: list[str] = []
+        self._base = DATA
+        # How many pauses by hand are not left yet, and the label before them, if time had one.
+        self._pauses = 0
+        self._paused: str | None = None
+
+    # Marks
+
+    def mark(self, label: str) -> None:
+        """Attribute time to `label` from now on.
+
+        Inside a phase that was named by hand that name wins, and `label` is what follows it.
+        """
+        # The label first: a boundary that changes nothing must cost no event, and next to no time.
+        if label == self.label or self.state is not OPEN or get_ident() != self.thread:
+            return
+        if self._named:
+            self._base = label
+            return
+        try:
+            if self._is_watched or self._captured or not self._free or self._is_capturing():
+                self._record(label)
+                return
+            # What `_record` does in most cases, without another call.
+            event = self._free.pop()
+            event.record()
+            self._open.append((label, event, self._host_ns()))
+            self.label = label
+        except Exception as error:
+            self._give_up(error)
+
+    def mark_in_backward(self, label: str) -> None:
+        """As `mark`, from the thread that runs a backward while the timed one waits for it."""
+        # Any other name that was given by hand wins over what is seen.
+        is_open = self.state is OPEN and self._named in ([], [BACKWARD])
+        if is_open and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
+            # A profiler's range must not begin here and end in the other thread.
+            self._record(label, annotate=False)
+
+    def mark_instead(self, of: str, label: str) -> None:
+        """Mark `label`. If time is going to `of`, `label` takes its place from its mark on."""
+        if self.label == of and self.state is OPEN and get_ident() == self.thread:
+            self._relabel(label)
+        else:
+            self.mark(label)
 
     @property
-    def ended_steps(self) -> int:
-        """How many steps have ended, timed or not."""
-        return self._backlog.ended
+    def place_before(self) -> int:
+        """The index of the mark before the last one in the open step, waits not counted."""
+        return self._uninterrupted(len(self._open) - 2)
+
+    def rename(self, place: int, of: str, label: str) -> None:
+        """Give the time of one mark of the open step, which went to `of`, to `label`."""
+        if 0 <= place < len(self._open) and self._open[place][0] == of:
+            self._open[place] = (label, *self._open[place][1:])
+
+    def has_marked(self, phase: str) -> bool:
+        """Return whether the open step has a mark of a phase, or of a part of it."""
+        return any(label.partition("/")[0] == phase for label, *_ in self._open)
+
+    # Phases that are named by hand
 
     @property
-    def blocked_ns(self) -> tuple[int, int]:
-        """The host's time when it last waited for a step, and when that was over."""
-        return self._backlog.blocked_ns
+    def is_named(self) -> bool:
+        """Whether a phase that was named by hand is open, at rest, too."""
+        return bool(self._named)
+
+    def enter_phase(self, name: str) -> None:
+        """Begin a phase that was named by hand; `leave_phase` ends it."""
+        # What runs inside a backward, as checkpointed code does again, is the backward's.
+        if get_ident() != self._home or _current_graph_task_id() != -1:
+            return
+        if self.thread == -1:
+            self.starts_in_capture()
+        if not self._named:
+            self._base = self.label if self.label and self.state is OPEN else DATA
+        self._named.append(name)
+        if self.state is OPEN and name != self.label:
+            self._record(name)
+
+    def leave_phase(self, name: str) -> None:
+        """End a phase that `enter_phase` began: time goes back to where it went before."""
+        is_here = get_ident() == self._home and _current_graph_task_id() == -1
+        if not is_here or name not in self._named:
+            return
+        if name != self._named[-1]:
+            # Left out of order, as by a generator that suspends inside its phase.
+            del self._named[len(self._named) - 1 - self._named[::-1].index(name)]
+            return
+        self._named.pop()
+        label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
+        if self.state is OPEN and label != self.label:
+            self._record(label)
+
+    # Pauses
+
+    def pause(self, since: str | None = None) -> None:
+        """Exclude the time from the last mark until `resume`.
+
+        Args:
+            since: Exclude it from the first mark of this label on. If only the fetch was before
+                that, it was not the fetch of this step, and is excluded, too.
+        """
+        if self.state is not OPEN or get_ident() != self.thread:
+            return
+        if since is None:
+            self._relabel(EXCLUDED)
+        else:
+            labels = [label for label, *_ in self._open]
+            first = labels.index(since)
+            only_fetch = {*labels[:first]} <= {DATA, EXCLUDED, *INTERRUPTIONS}
+            self._exclude_from(0 if only_fetch else first)
+        self.state = PAUSED
+        self._show(None)
+
+    def pause_now(self) -> None:
+        """Exclude the time from now until `resume`. Safe to call again."""
+        # A pause takes all since the last mark, so that needs one here.
+        self.mark(EXCLUDED)
+        self.pause()
+
+    def resume(self, label: str = DATA) -> None:
+        """End a `pause`: attribute time to `label` from now on."""
+        if self.state is PAUSED and not self._pauses and get_ident() == self.thread:
+            self.state = OPEN
+            self._record(self._first_label(label))
+
+    def resume_or_mark(self, label: str) -> None:
+        """Mark `label`, and end a pause if there is one."""
+        if self.state is PAUSED:
+            self.resume(label)
+        else:
+            self.mark(label)
+
+    def enter_pause(self) -> None:
+        """Begin a pause by hand, which lasts until `leave_pause`, whatever else resumes."""
+        if get_ident() != self._home:
+            return
+        self._pauses += 1
+        if self._pauses == 1 and self.state is OPEN:
+            self._paused = self.label
+            self._record(EXCLUDED, annotate=False)
+            self.pause()
+
+    def leave_pause(self) -> None:
+        """End what `enter_pause` began: time goes back to where it went before."""
+        if get_ident() != self._home or not self._pauses:
+            return
+        self._pauses -= 1
+        if not self._pauses and self._paused is not None:
+            label, self._paused = self._paused, None
+            if self.state is PAUSED:
+                self.state = OPEN
+                self._record(self._named[-1] if self._named else label)
+
+    # Waits
+
+    def wait_begins(self, label: str = WAITS) -> bool:
+        """Interrupt the label that time goes to by a wait for other ranks, until `wait_ends`.
+
+        It is part of that label, whatever that is renamed to later.
+
+        Args:
+            label: `WAITS`, or `RECEIVES` where it is for what follows.
+
+        Returns:
+            Whether it does: not where time goes to a wait already, or to no step.
+        """
+        if self.state is not OPEN or not self.is_here() or self.is_waiting:
+            return False
+        if self.label is None or self.label.endswith(f"/{COMM}"):
+            return False
+        self._interrupt(label)
+        return True
+
+    def wait_ends(self) -> None:
+        """End what `wait_begins` began, if nothing else has."""
+        if self.state is OPEN and self.is_here() and self.is_waiting:
+            self._interrupt(GOES_ON)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether time goes to a wait that `wait_begins` began."""
+        marks = self._captured or self._open
+        return bool(marks) and marks[-1][0] in (WAITS, RECEIVES)
+
+    # Threads and captures
+
+    def is_here(self) -> bool:
+        """Return whether this thread is timed, or runs a backward while the timed one waits."""
+        if get_ident() == self.thread:
+            return True
+        return _current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
+
+    def is_resting_here(self) -> bool:
+        """Return whether the calling thread is timed in some steps, but not now."""
+        if self.thread == -1:
+            return get_ident() == self._home
+        self.was_elsewhere = True
+        return False
+
+    def starts_in_capture(self) -> bool:
+        """End a rest if a graph is captured, whose replays may be timed. Return whether it did."""
+        if not self._is_capturing():
+            return False
+        self.thread, self.state, self._is_spoiled = self._home, OPEN, True
+        return True
+
+    # Steps
 
     def begin(self, label: str = DATA) -> None:
-        """Starts a step here, in the calling thread. What the open step held is dropped."""
+        """Start a step here, in the calling thread. What the open step held is dropped."""
+        if get_ident() != self._home:
+            self._watch_thread()
         self.thread = self._home = get_ident()
         self._drop()
         self.begins += 1
         self.state = OPEN
         if self._sampler is not None and self._sampler.is_due(self._index):
-            self._samples = []
+            self._keep_samples([])
         first = self._first_label(label)
-        if self._holds:
-            self._held, first = first, EXCLUDED
+        if self._pauses:
+            self._paused, first = first, EXCLUDED
         self._record(first)
-        if self._holds and self.state is OPEN:
+        if self._pauses and self.state is OPEN:
             self.state = PAUSED
 
     def end_step(self, number: int, skipped_update: bool = False, read: bool = False) -> None:
-        """Ends the open step under `number`, and begins the next.
+        """End the open step under `number`, and begin the next.
 
         This is the only place where the host may wait in a training loop.
 
@@ -131,11 +414,9 @@ class Recorder(Pauses):
         if get_ident() != self.thread:
             return
         self._index += 1
-        is_next_sampled = self._sampler is not None and self._sampler.is_due(self._index)
         is_sampled = self._samples is not None
-        if is_next_sampled and not is_sampled:
-            # The end of this step is the first mark of the next.
-            self._samples = []
+        if self._sampler is not None and not is_sampled and self._sampler.is_due(self._index):
+            self._keep_samples([])  # The end of this step is the first mark of the next.
         if self.state is OPEN and not self._is_spoiled:
             self._base = DATA
             self._record(self._named[-1] if self._named else DATA)
@@ -148,15 +429,17 @@ class Recorder(Pauses):
             return
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
-        samples = self._take_samples(is_next_sampled)
-        memory = samples if is_sampled else ()
-        spin, self._after_spin = self._after_spin, 0
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self._graphs.closed
-        self._backlog.add(marks, number, skipped_update, read, spin, self.load, memory)
+        step = PendingStep(marks, number, skipped_update, self.load)
+        if self._samples is not None:
+            step.memory = self._take_samples() if is_sampled else ()
+        if self._post_spin_index:
+            step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
+        self._pending.add(step, read)
 
     def end_at(self, label: str, number: int) -> bool:
-        """Ends the open step at its last mark of `label`, without a wait, and begins the next.
+        """End the open step at its last mark of `label`, without a wait, and begin the next.
 
         Returns:
             Whether it did: not if there is no such mark, or a model or a backward after it.
@@ -165,68 +448,105 @@ class Recorder(Pauses):
         if not is_open or get_ident() != self.thread or not self._cut_after(label):
             return False
         self.state = OPEN
-        self._base = DATA
-        self._record(self._named[-1] if self._named else DATA)
+        self._record(self._first_label(DATA))
         if self.state is not OPEN:
             return False
-        marks, self._open = self._open, self._open[-1:]
-        self._after_spin = 0
         self._index += 1
-        self._backlog.add_unread(marks, number, self.load, self._take_samples(False))
+        marks, self._open = self._open, self._open[-1:]
+        self._post_spin_index = 0
+        step = PendingStep(marks, number, False, self.load)
+        step.memory = tuple(self._samples or ())
+        self._keep_samples(None)
+        self._pending.add(step, may_wait=False)
         return True
 
-    def _ends_paused(self) -> bool:
-        """Ends a step inside a pause, if some of its time was before. Tells if it did."""
-        if self.state is not PAUSED or self._is_spoiled:
-            return False
-        if {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}:
-            return False
-        if self._holds:
-            self._held = DATA
-            self._record(EXCLUDED, annotate=False)
-        else:
-            self.state = OPEN
-            self._record(self._first_label(DATA))
-        return self.state in (OPEN, PAUSED) and not self._is_spoiled
+    def end_untimed(self, read: bool = False) -> None:
+        """Count a step that ended without times: the one wait may be due there."""
+        self._pending.end_untimed(read)
 
     def rest(self) -> None:
-        """Ends recording until the next `begin`; until then only named phases are noted."""
+        """End recording until the next `begin`; until then only named phases are noted."""
         self._home = get_ident()
         if self.thread != -1:
             self._drop()
             self.state, self.thread = AT_REST, -1
-            self._tell_annotator(None)
+            self._show(None)
             if self._captured and not self._is_capturing():
                 self._end_capture()
 
-    def fill(self, spin: Callable[[], None]) -> None:
-        """Lets `spin` keep the device busy; what the open step held so far belongs to no step.
+    def start_probe(self, spin: Callable[[], None]) -> None:
+        """Queue `spin`, which keeps the device busy, and exclude the open step's time so far.
 
         Then `end_step` waits for its end, and reads all.
         """
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self._samples = None  # It would delay the marks.
+        self._keep_samples(None)  # They would delay the marks.
         self._exclude_from(0)
-        self._tell_annotator(None)
+        self._show(None)
         # A mark of its own before the spin: how long it took sets the length of the next one. What
         # came before it, such as logging, must not count for it.
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
-        self._after_spin = len(self._open) - 1
+        self._post_spin_index = len(self._open) - 1
 
     def abandon(self) -> None:
-        """Ends all recording, in a process that was forked off: the events are not its own."""
+        """End all recording, in a process that was forked off: the events are not its own."""
         self.state, self.thread, self._home = AT_REST, -1, -1
-        self._open, self.label = [], None
-        self._sampler = self._samples = None
+        self._forget_open()
         self._free.clear()
-        self._backlog.forget()
+        self._pending.forget()
+
+    # Steps that have ended
+
+    def flush(self) -> None:
+        """Wait for all steps that have ended, and read them."""
+        self._pending.flush()
+
+    def drain(self) -> None:
+        """Read the steps that the device has finished, without waiting for the others."""
+        self._pending.drain()
+
+    def newest_ms(self) -> tuple[float, float] | None:
+        """Return how long the newest step took host and device; None if there is none unread."""
+        return self._pending.newest_ms()
+
+    @property
+    def ended_steps(self) -> int:
+        """How many steps have ended, timed or not."""
+        return self._pending.ended
+
+    @property
+    def blocked_ns(self) -> tuple[int, int]:
+        """The host's time when it last waited for a step, and when that was over."""
+        return self._pending.blocked_ns
+
+    # How a mark is recorded
+
+    def _record(self, label: str, *, annotate: bool = True) -> None:
+        try:
+            if self._is_capturing():
+                self._record_in_graph(label)
+                return
+            # No call tells that a capture is over: the first mark after it does.
+            if self._captured:
+                self._end_capture()
+            event = self._free.pop() if self._free else self._new_event()
+            event.record()
+            self._open.append((label, event, self._host_ns()))
+        except Exception as error:
+            self._give_up(error)
+            return
+        self.label = label
+        if self._is_watched:
+            self._sample()
+            if annotate:
+                self._show(label)
 
     def _new_event(self) -> TimingEvent:
-        """Returns a new event; where there are too many, one that the device has reached."""
+        """Return a new event; where there are too many, one that the device has reached."""
         if len(self._open) >= self._many:
             self._look_whether_it_ends()
         if self._events >= MOST_EVENTS:
@@ -246,51 +566,144 @@ class Recorder(Pauses):
             self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
         self._many += MANY_MARKS
 
-    def _give_up(self, error: Exception) -> None:
-        if isinstance(error, TooManyEventsError):
-            self._fail(error)  # Those of the pending steps can be trusted.
-        else:
-            self._backlog.give_up(error)
-
     def _record_in_graph(self, label: str) -> None:
-        """Records a mark into the graph that is being captured. The step itself is not timed."""
+        """Record a mark into the graph that is being captured. The step itself is not timed."""
         self._is_spoiled = True
         self.label = label
         if not self._graphs.capture(label):
             self.tell_once("What runs inside a captured graph is not timed.")
 
     def _end_capture(self) -> None:
-        """Keeps the marks of a graph for its replays. Events of two kinds cannot be compared."""
+        """Keep the marks of a graph for its replays."""
         # First: from here on events are of the other kind, and cannot be compared with these.
         self.flush()
         self._graphs.close()
         self._open = []
-        self._samples = None
-        # Emptied, not replaced: the backlog puts events into the same list.
+        self._keep_samples(None)
+        # Emptied, not replaced: events that were read are put into the same list.
         self._free.clear()
         self._events = 0
 
-    def _take_samples(self, is_next_sampled: bool) -> tuple[tuple[int, int], ...]:
-        """Return what was sampled in the step that ends; the last mark is also the next one's."""
-        samples = self._samples
-        if samples is None:
-            return ()
-        self._samples = samples[-1:] if is_next_sampled else None
+    def _interrupt(self, label: str) -> None:
+        interrupted = self.label
+        self._record(label, annotate=False)
+        if self.state is OPEN:  # Else the mark has failed.
+            self.label = interrupted
+
+    def _relabel(self, label: str) -> None:
+        """Give the time since the last mark to `label`, waits inside included."""
+        if self._open:  # Not where recording has started in a capture.
+            place = self._uninterrupted(len(self._open) - 1)
+            self._open[place] = (label, *self._open[place][1:])
+        self.label = label
+
+    def _uninterrupted(self, place: int) -> int:
+        """Return the index of a mark, or of the one that it interrupts."""
+        while place > 0 and self._open[place][0] in INTERRUPTIONS:
+            place -= 1
+        return place
+
+    def _exclude_from(self, first: int) -> None:
+        self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
+        self.label = EXCLUDED
+
+    def _first_label(self, label: str) -> str:
+        """Return the label that a step begins with: a phase named by hand reaches across steps."""
+        self._base = label
+        return self._named[-1] if self._named else label
+
+    # What else is done at a mark
+
+    def _show(self, label: str | None) -> None:
+        if self._annotate is not None:
+            try:
+                self._annotate(label)
+            except Exception as error:
+                self._annotate = None
+                self.tell_once("Phases are no longer shown in other profilers: %r", error)
+
+    def _sample(self) -> None:
+        if self._samples is not None and self._sampler is not None:
+            try:
+                self._samples.append(self._sampler.sample())
+            except Exception as error:
+                self._sampler = None
+                self._keep_samples(None)
+                self.tell_once("Memory is measured no more: %r", error)
+
+    def _keep_samples(self, samples: list[tuple[int, int]] | None) -> None:
+        self._samples = samples
+        self._is_watched = samples is not None or self._annotate is not None
+
+    def _take_samples(self) -> tuple[tuple[int, int], ...]:
+        """Return what was sampled in the step that has ended; the next one begins with the last."""
+        samples = self._samples or []
+        is_due = self._sampler is not None and self._sampler.is_due(self._index)
+        self._keep_samples(samples[-1:] if is_due else None)
         return tuple(samples)
 
+    # How a step ends, or is lost
+
+    def _ends_paused(self) -> bool:
+        """End a step inside a pause, if some of its time was before. Return whether it did."""
+        if self.state is not PAUSED or self._is_spoiled:
+            return False
+        if {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}:
+            return False
+        if self._pauses:
+            self._paused = DATA
+            self._record(EXCLUDED, annotate=False)
+        else:
+            self.state = OPEN
+            self._record(self._first_label(DATA))
+        return self.state in (OPEN, PAUSED) and not self._is_spoiled
+
+    def _cut_after(self, label: str) -> bool:
+        """Exclude what follows the last mark of `label`, if it is no more work.
+
+        Returns:
+            Whether there is such a mark, and no model was called since, and no backward.
+        """
+        labels = [name for name, *_ in self._open]
+        if label not in labels:
+            return False
+        last = len(labels) - 1 - labels[::-1].index(label)
+        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+            return False
+        self._exclude_from(last)
+        # Excluded, too, but what came before led to an update.
+        self._open[last] = (LEFT, *self._open[last][1:])
+        return True
+
     def _drop(self) -> None:
-        """Forgets the open step."""
-        events, self._open = [event for _, event, _ in self._open], []
-        self.label, self._is_spoiled, self._after_spin, self._samples = None, False, 0, None
-        self._backlog.take_back(events)
+        """Forget the open step, and use its events again."""
+        events = [event for _, event, _ in self._open]
+        self._forget_open()
+        self._pending.take_back(events)
+
+    def _forget_open(self) -> None:
+        self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
+        self._keep_samples(None)
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, TooManyEventsError):
+            self._fail(error)  # Those of the pending steps can be trusted.
+        else:
+            self._pending.give_up(error)
 
     def _fail(self, error: Exception) -> None:
-        self._tell_left_out(error)
-        self._open, self.label, self._samples = [], None, None
+        """Lose the open step."""
+        self.tell_once(LEFT_OUT, error)
+        self._forget_open()
         # After an error of the device its events cannot be trusted: they are not used again.
         self._events = len(self._free)
         if self.state is not AT_REST:
             self.state = LOST
 
-    def _tell_left_out(self, error: Exception) -> None:
-        self.tell_once("A step could not be timed and is left out: %r", error)
+    def _watch_thread(self) -> None:
+        """Notice the end of the calling thread, whose number a new thread may get."""
+        self._local.alive = _Alive()
+        self._thread_end = ref(self._local.alive, self._lose_thread)
+
+    def _lose_thread(self, _: object) -> None:
+        self.thread = self._home = _ENDED_THREAD

@@ -21,7 +21,7 @@ class StepRecord(NamedTuple):
         skipped_update: Whether no optimizer ran its update.
         filled: Whether, in a step that was probed, the device had not begun it when the host had
             launched all of it.
-        after_spin: The index of the mark behind what kept the device busy; 0 if nothing did.
+        post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
         load: What it has worked on: its items, the FLOPs of the model, those of forward and of
             backward as they ran, and these two of each module that is timed apart; NaN where that
             is not known. Of what was not asked for, nothing.
@@ -37,17 +37,17 @@ class StepRecord(NamedTuple):
     finished_ns: int
     skipped_update: bool
     filled: bool | None = None
-    after_spin: int = 0
+    post_spin_index: int = 0
     load: tuple[float, ...] = ()
     memory: tuple[tuple[int, int], ...] = ()
 
     @property
-    def spun_ms(self) -> float:
+    def spin_ms(self) -> float:
         """How long the device was kept busy before it (in milliseconds)."""
-        return self.device_ms[self.after_spin - 1] if self.after_spin else 0.0
+        return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
 
     def times(self) -> StepTimes:
-        """Returns the times of its phases."""
+        """Return the times of its phases."""
         # Made when somebody asks, and not kept: most steps are only added up, for which the record
         # is enough.
         settled = settle(self.labels)

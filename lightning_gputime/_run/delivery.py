@@ -10,7 +10,7 @@ from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
-from lightning_gputime._record.backlog import BATCH
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results

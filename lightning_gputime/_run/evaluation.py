@@ -6,8 +6,8 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER
-from lightning_gputime._record.backlog import BATCH
 from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import Setup

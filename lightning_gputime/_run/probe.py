@@ -91,7 +91,7 @@ class Probe:
         return [step for step in steps if step.filled is None]
 
     def _judge(self, step: StepRecord) -> None:
-        if EXCLUDED in step.labels[step.after_spin :]:
+        if EXCLUDED in step.labels[step.post_spin_index :]:
             self._interrupted += 1
             if self._interrupted == _TRIES:
                 self._give_up("an evaluation runs inside every one of them")
@@ -99,9 +99,9 @@ class Probe:
         self._interrupted = 0
         # Then the spin was over too early, which says nothing of the step; the next goes by its
         # rate.
-        was_short = step.spun_ms < 0.9 * self._asked_ms
-        if step.spun_ms > 0:
-            self._cycles_per_ms *= self._asked_ms / step.spun_ms
+        was_short = step.spin_ms < 0.9 * self._asked_ms
+        if step.spin_ms > 0:
+            self._cycles_per_ms *= self._asked_ms / step.spin_ms
         if step.filled:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
@@ -121,8 +121,8 @@ class Probe:
         launch_ms = self._asked_ms / self._margin
         usual = self._results.sums.step
         step_ms = usual.device_ms / max(usual.n, 1)
-        host_ms = (step.host_ns[-1] - step.host_ns[step.after_spin]) / 1e6
-        return host_ms < step.spun_ms + 2 * launch_ms + step_ms
+        host_ms = (step.host_ns[-1] - step.host_ns[step.post_spin_index]) / 1e6
+        return host_ms < step.spin_ms + 2 * launch_ms + step_ms
 
     def _give_up(self, why: str) -> None:
         which = "no step" if self._results.newest_probed is None else "no further step"

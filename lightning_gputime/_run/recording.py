@@ -39,6 +39,6 @@ def recorder_for(
         emit=delivery.add,
         batch=delivery.batch,
         annotate=Annotator() if options.annotate else None,
-        reading_begins=analyzer.reading_begins,
+        on_reading_start=analyzer.reading_begins,
         sampler=sampler,
     )

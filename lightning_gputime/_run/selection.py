@@ -107,7 +107,7 @@ class Selection:
     def _fill_queue(self) -> None:
         if self._probe is not None:
             if self._kind is PROBED:
-                self._recorder.fill(self._probe.keep_busy)
+                self._recorder.start_probe(self._probe.keep_busy)
             self._probe.step_begins()
 
     def _next_kind(self) -> Kind:

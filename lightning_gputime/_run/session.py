@@ -21,7 +21,7 @@ from lightning_gputime._phases import (
     StepTimes,
 )
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
@@ -75,9 +75,9 @@ class Session(Asked):
         self._recorder = recorder_for(
             options, clock, results, means, self._analyzer, self._delivery
         )
-        self.fetch_begins = partial(self._recorder.go_on, FETCH)
+        self.fetch_begins = partial(self._recorder.resume_or_mark, FETCH)
         """Says that the next batch is fetched, which ends a pause."""
-        self.evaluation_begins = self._recorder.pause_here
+        self.evaluation_begins = self._recorder.pause_now
         """As `pause`, but what was before, such as callbacks, is still the step's."""
         self.part_begins = self._recorder.mark
         """Says that from here on the time belongs to a part of `data`, or to `other`."""
@@ -156,7 +156,7 @@ class Session(Asked):
     def batch_ends(self) -> None:
         """Says that a micro-batch is over, and that the step goes on with the next one."""
         self._work.end_batch()
-        self._recorder.go_on(DATA)  # A validation at the end of the body is over.
+        self._recorder.resume_or_mark(DATA)  # A validation at the end of the body is over.
 
     def end_step(self, number: int) -> bool:
         """Ends the open step under `number`, and begins the next. Tells if that may be timed."""

@@ -13,8 +13,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import BACKWARD
 from lightning_gputime._record.clock import device_of
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST, OPEN
+from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 from lightning_gputime._results.throughput import ThroughputReference
 from lightning_gputime._work.flops import (
     Call,

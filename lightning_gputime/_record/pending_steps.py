@@ -1,16 +1,17 @@
 """The steps that have ended and are not read: the one wait, and the reading."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
-from lightning_gputime._record.clock import Clock, TimingEvent
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
 from lightning_gputime._record.graphs import Graphs
-from lightning_gputime._record.reading import EndedStep, Mark, read
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
 
 BATCH = 25
-"""How many steps are read together where nobody waits for them.
+"""This many steps are read together where nobody waits for them.
 
 It divides the 50 steps between the logs of a Trainer: no small batch is left over.
 """
@@ -18,9 +19,55 @@ It divides the 50 steps between the logs of a Trainer: no small batch is left ov
 BLOCKED_NS = 20_000
 """A wait shorter than this did not block: it found the step finished."""
 
+LEFT_OUT = "A step could not be timed and is left out: %r"
+
 
 @untraced
-class Backlog:
+class PendingStep:
+    """The marks of a step from its end until it is read; then only its record is left.
+
+    Args:
+        marks: All of them, in order; the last one is the end, and has no label of its own.
+        number: The number that the step is logged under.
+        skipped_update: As in `StepRecord`.
+        load: As in `StepRecord`.
+    """
+
+    __slots__ = (
+        "ended",
+        "filled",
+        "finished_ns",
+        "load",
+        "marks",
+        "memory",
+        "number",
+        "owns_end",
+        "post_spin_index",
+        "skipped_update",
+        "untimed",
+        "wait_ms",
+    )
+
+    def __init__(
+        self, marks: list[Mark], number: int, skipped_update: bool, load: tuple[float, ...]
+    ) -> None:
+        self.marks = marks
+        self.number = number
+        self.skipped_update = skipped_update
+        self.load = load
+        self.memory: tuple[tuple[int, int], ...] = ()
+        self.post_spin_index = 0
+        self.filled: bool | None = None
+        # How many steps had ended with it, timed or not, and how many without marks came before it:
+        # its wait makes up for them, too.
+        self.ended = self.untimed = 0
+        self.wait_ms, self.finished_ns = 0.0, 0
+        # Whether the last event is this step's alone, and not also the first of the next.
+        self.owns_end = False
+
+
+@untraced
+class PendingSteps:
     """Ended steps: pending until the device has finished them, then read together.
 
     Here alone the host waits: for a step that ended more than `lag` steps ago, on its last event.
@@ -36,9 +83,9 @@ class Backlog:
         lag: How many ended steps may be pending.
         batch: How many finished steps are read together.
         emit: Called with the steps that were read, in order.
-        leave_out: Called with the error that kept a step from being read.
-        fail: Called with one after which the pending steps are forgotten.
-        reading_begins: Called just before steps are read.
+        tell_once: Logs that a step could not be read.
+        fail: Called with an error after which the pending steps are forgotten.
+        on_reading_start: Called just before steps are read.
     """
 
     def __init__(
@@ -49,9 +96,9 @@ class Backlog:
         lag: int,
         batch: int,
         emit: Callable[[list[StepRecord]], object],
-        leave_out: Callable[[Exception], None],
+        tell_once: TellOnce,
         fail: Callable[[Exception], None],
-        reading_begins: Callable[[], object] | None = None,
+        on_reading_start: Callable[[], object] | None = None,
     ) -> None:
         self._host_ns = clock.host_ns
         self._is_capturing = clock.is_capturing
@@ -59,13 +106,13 @@ class Backlog:
         self._lag = lag
         self._batch = batch
         self._emit = emit
-        self._leave_out = leave_out
+        self._tell_once = tell_once
         self._fail = fail
-        self._reading_begins = reading_begins
+        self._on_reading_start = on_reading_start
         self.free: list[TimingEvent] = []
         """Events that were read, to be used again."""
-        self._pending: deque[EndedStep] = deque()
-        self._finished: list[EndedStep] = []
+        self._pending: deque[PendingStep] = deque()
+        self._finished: list[PendingStep] = []
         self.blocked_ns = (0, 0)
         """The host's time when it last waited for a step, and when that was over."""
         self.ended = 0
@@ -73,66 +120,33 @@ class Backlog:
         # How many without since the last one that has some.
         self._untimed = 0
 
-    def add(
-        self,
-        marks: list[Mark],
-        number: int,
-        skipped_update: bool,
-        read: bool,
-        after_spin: int = 0,
-        load: tuple[float, ...] = (),
-        memory: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        """Takes a step that has ended, and finishes those that are due.
+    def add(self, step: PendingStep, read: bool = False, *, may_wait: bool = True) -> None:
+        """Take a step that has ended, and finish those that are due.
+
+        A step behind a spin is waited for, and all are read.
 
         Args:
-            marks: All of its marks; the last one is its end.
-            number: The number that it is logged under.
-            skipped_update: Whether no optimizer ran its update.
+            step: The step.
             read: Whether to read the finished steps now.
-            after_spin: The index of the mark behind a spin; then it is waited for, and all is read.
-            load: What it has worked on, see `StepRecord`.
-            memory: What was sampled at its marks.
+            may_wait: Whether the host may wait or read at all.
         """
         self.ended += 1
-        step = EndedStep(marks, number, self.ended, self._untimed, skipped_update)
-        step.load, step.memory = load, memory
+        step.ended, step.untimed, self._untimed = self.ended, self._untimed, 0
         self._pending.append(step)
-        self._untimed = 0
+        if not may_wait:
+            return
         try:
-            if after_spin:
-                step.after_spin = after_spin
+            if step.post_spin_index:
                 # Before the wait, after which the device has passed this mark in any case.
-                step.filled = not marks[after_spin][1].query()
+                step.filled = not step.marks[step.post_spin_index][1].query()
                 self._finish_all()
             else:
                 self._finish_due(read)
         except Exception as error:
             self.give_up(error)
 
-    def add_unread(
-        self,
-        marks: list[Mark],
-        number: int,
-        load: tuple[float, ...],
-        memory: tuple[tuple[int, int], ...],
-    ) -> None:
-        """Takes a step that has ended with an update, and reads nothing now.
-
-        Args:
-            marks: All of its marks; the last one is its end.
-            number: The number that it is logged under.
-            load: What it has worked on, see `StepRecord`.
-            memory: What was sampled at its marks.
-        """
-        self.ended += 1
-        step = EndedStep(marks, number, self.ended, self._untimed, False)
-        step.load, step.memory = load, memory
-        self._pending.append(step)
-        self._untimed = 0
-
     def end_untimed(self, read: bool = False) -> None:
-        """Counts a step that ended without times: the one wait may be due there.
+        """Count a step that ended without times: the one wait may be due there.
 
         Args:
             read: Whether to read the finished steps now.
@@ -143,22 +157,40 @@ class Backlog:
             self._unless_capturing(self._finish_due, read)
 
     def flush(self) -> None:
-        """Waits for all, and reads them."""
+        """Wait for all, and read them."""
         self._unless_capturing(self._finish_all)
 
     def drain(self) -> None:
-        """Reads those that the device has finished, without waiting for the others."""
+        """Read those that the device has finished, without waiting for the others."""
         if self._pending or self._finished:
             self._unless_capturing(self._read_finished)
 
     def take_back(self, events: list[TimingEvent]) -> None:
-        """Takes the events of an open step that is dropped."""
+        """Take the events of an open step that is dropped."""
         last = [*self._finished[-1:], *self._pending][-1:]
         # The first event may be the end of the step before, which is not read yet and needs it.
         if events and last and last[0].marks[-1][1] is events[0]:
             last[0].owns_end = True
             del events[0]
         self.free.extend(events)
+
+    def newest_ms(self) -> tuple[float, float] | None:
+        """Return how long the newest step took host and device; None if there is none unread."""
+        if not self._finished or self._is_capturing():
+            return None
+        (_, first, begun), *_, (_, last, ended) = self._finished[-1].marks
+        # A mark on another stream can lag behind the last one.
+        return ((ended - begun) / 1e6, first.elapsed_time(last)) if first.query() else None
+
+    def forget(self) -> None:
+        """Forget all steps that are not read."""
+        self._pending.clear()
+        self._finished = []
+
+    def give_up(self, error: Exception) -> None:
+        """Forget the pending steps, whose events cannot be trusted; what is finished is read."""
+        self._pending.clear()
+        self._fail(error)
 
     def _unless_capturing(self, call: Callable[..., None], *args: bool) -> None:
         try:
@@ -168,26 +200,8 @@ class Backlog:
         except Exception as error:
             self.give_up(error)
 
-    def newest_ms(self) -> tuple[float, float] | None:
-        """Returns how long the newest step took host and device; None if there is none unread."""
-        if not self._finished or self._is_capturing():
-            return None
-        (_, first, begun), *_, (_, last, ended) = self._finished[-1].marks
-        # A mark on another stream can lag behind the last one.
-        return ((ended - begun) / 1e6, first.elapsed_time(last)) if first.query() else None
-
-    def forget(self) -> None:
-        """Forgets all steps that are not read."""
-        self._pending.clear()
-        self._finished = []
-
-    def give_up(self, error: Exception) -> None:
-        """Forgets the pending steps, whose events cannot be trusted; what is finished is read."""
-        self._pending.clear()
-        self._fail(error)
-
     def _finish_due(self, read: bool) -> None:
-        """Finishes the step that ended `lag` steps ago, if it was timed, and reads a batch."""
+        """Finish the step that ended `lag` steps ago, if it was timed, and read a batch."""
         # The next replay records a graph's events again, so they must be read before.
         # Counted in steps that have ended, with times or without: so all ranks leave the same ones
         # out.
@@ -210,7 +224,7 @@ class Backlog:
         self._read()
 
     def _finish_oldest(self) -> None:
-        """Takes the oldest step off the pending ones, after the one wait if the device needs it."""
+        """Take the oldest step off the pending ones, after the one wait if the device needs it."""
         step = self._pending[0]
         end = step.marks[-1][1]
         if not end.query():
@@ -232,18 +246,18 @@ class Backlog:
     def _read(self) -> None:
         # First: who takes the steps may remove the timer, which reads again.
         finished, self._finished = self._finished, []
-        if self._reading_begins is not None:
-            self._reading_begins()
+        if self._on_reading_start is not None:
+            self._on_reading_start()
         records = []
         for step in finished:
             marks = step.marks
             try:
                 if self._graphs.closed:
                     marks = self._graphs.with_replays(marks)
-                record, events = read(step, marks)
+                record, events = _read_step(step, marks)
             except Exception as error:
                 # The others are finished, and an error in one costs none of them.
-                self._leave_out(error)
+                self._tell_once(LEFT_OUT, error)
                 continue
             records.append(record)
             if marks is not step.marks:
@@ -253,3 +267,45 @@ class Backlog:
             self.free.extend(events if step.owns_end else events[:-1])
         if records:
             self._emit(records)
+
+
+def _read_step(
+    step: PendingStep, marks: Sequence[Mark]
+) -> tuple[StepRecord, Sequence[TimingEvent]]:
+    """Read the events of a step that the device has finished.
+
+    Args:
+        step: The step, whose last event the device has reached.
+        marks: Its marks, and between them those of graphs that were replayed in it.
+
+    Returns:
+        The record of the step, and the events of these marks.
+    """
+    labels, events, host_ns = zip(*marks, strict=True)
+    try:
+        device_ms = elapsed_ms(events)
+    except RuntimeError:
+        # A mark that was recorded on another stream can lag behind the last one.
+        for event in events:
+            event.synchronize()
+        device_ms = elapsed_ms(events)
+    record = StepRecord(
+        step.number,
+        _the_same(labels[:-1]),
+        device_ms,
+        host_ns,
+        step.wait_ms,
+        step.finished_ns,
+        step.skipped_update,
+        step.filled,
+        step.post_spin_index,
+        step.load,
+        step.memory,
+    )
+    return record, events
+
+
+@lru_cache(maxsize=256)
+def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of the first step that had these: the history holds them once."""
+    return labels
