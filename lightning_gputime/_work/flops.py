@@ -142,8 +142,9 @@ def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         why = f"{type(error).__name__}: {lines[0][:200]}"
-    # Not while an error is handled, whose traceback holds tensors.
-    if _take_back(counter.made):
+    # Not while an error is handled, whose traceback holds tensors; torch may hold it for longer.
+    left = _left(counter.made)
+    if _take_back(left) or (left and not why):
         raise LeftBehindError(
             "its forward keeps tensors outside of the model; those of the count were taken out of"
             " lists, and may be left elsewhere"
@@ -398,16 +399,20 @@ def _attention_flops(name: str, tensors: Sequence[Tensor]) -> tuple[float, float
     return of_width * (3 * query[-1] + 2 * value[-1]), of_width * query[-1]
 
 
-def _take_back(made: Sequence[weakref.ref[Tensor]]) -> bool:
-    """Take tensors out of the lists that a forward has left them in; return if any was left."""
-    if all(one() is None for one in made):
-        return False
-    gc.collect()
-    left = [found for one in made if (found := one()) is not None]
-    ids = {id(one) for one in left}
+def _left(made: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Return the tensors that somebody has kept."""
+    if any(one() is not None for one in made):
+        gc.collect()
+    return [found for one in made if (found := one()) is not None]
+
+
+def _take_back(left: list[Tensor]) -> bool:
+    """Take tensors out of the lists that a forward has left them in; return if there are some."""
+    ids, is_found = {id(one) for one in left}, False
     for holder in gc.get_referrers(*left) if left else ():
         if isinstance(holder, list | deque) and holder is not left:
             kept = [one for one in holder if id(one) not in ids]
             holder.clear()
             holder.extend(kept)
-    return bool(left)
+            is_found = True
+    return is_found
