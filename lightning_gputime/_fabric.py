@@ -1,17 +1,19 @@
-"""The hooks by which Lightning's Fabric calls a timer, and its loaders."""
+"""What Lightning's Fabric tells a timer: the verbs of `Session`, in its hooks and its loaders."""
 
-import functools
+import sys
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
-from weakref import ReferenceType, ref
 
 import torch
-from lightning.fabric import Fabric, wrappers
+from lightning.fabric import wrappers
 from torch import nn
 
-from lightning_gputime._boundaries.attach import StandIn, listen_while_alive
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._guard import never_raises
+from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import clock_for
@@ -20,6 +22,11 @@ from lightning_gputime._run.iteration import Steps
 from lightning_gputime._timer import Timer
 
 T = TypeVar("T")
+
+_NOT_SET_UP = (
+    "No step is timed: Fabric tells of setup() alone. After setup_module() and setup_optimizers()"
+    " call timer.on_after_setup(fabric, model, optimizer)."
+)
 
 
 class FabricTimer(Timer):
@@ -36,7 +43,8 @@ class FabricTimer(Timer):
         super().__init__(options)
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._log_every_n_steps = log_every_n_steps
-        self._stand_in: StandIn | None = None
+        self._tell_once = TellOnce()
+        self._patch: Subscription | None = None
         self._models: list[nn.Module] = []
         # Those that were set up, and those that have updated, in the order of their first update.
         self._optimizers: list[Any] = []
@@ -46,42 +54,31 @@ class FabricTimer(Timer):
         self._has_updated = self._has_batches = False
         # How many loaders of training batches are read now.
         self._loaders = 0
-        self._hear()
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
-        empty: dict[str, Any] = {
-            "_stand_in": None,
-            "_models": [],
-            "_optimizers": [],
-            "_updated": [],
-        }
+        empty: dict[str, Any] = {"_patch": None, "_models": [], "_optimizers": [], "_updated": []}
         return {**super().__getstate__(), **empty}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._hear()
-
-    def _hear(self) -> None:
-        # The callback's own hook is told of no optimizer, and of `setup` alone.
-        for name in ("setup", "setup_module", "setup_optimizers"):
-            listen_while_alive(Fabric, name, self, _told)
 
     # Fabric's hooks
 
-    def set_up(self, fabric: Any, found: tuple[Any, ...]) -> None:
-        """Starts a new measurement, of all that was set up since `remove`.
+    def on_after_setup(self, fabric: Any, module: nn.Module, *optimizers: Any) -> None:
+        """Start a new measurement, of all that was set up since `remove`.
+
+        Fabric calls it in `setup`. After `setup_module` and `setup_optimizers` call it yourself.
 
         Args:
             fabric: Who has set it up.
-            found: What its method returned.
+            module: The model, as Fabric returns it.
+            *optimizers: The optimizers, as Fabric returns them.
+
+        Raises:
+            ValueError: If the model has none of the `modules` of a name or a pattern.
         """
-        models = [one for one in found if isinstance(one, nn.Module)]
         # One that is not trained is a part of the loss, say.
-        self._models += [
-            model for model in models if any(one.requires_grad for one in model.parameters())
-        ]
-        self._optimizers += [one for one in found if isinstance(one, wrappers._FabricOptimizer)]
+        if any(one.requires_grad for one in module.parameters()):
+            self._models.append(module)
+        self._optimizers += optimizers or _optimizers_of(fabric)
         if self._models:
             # Raises, before training, if a name is wrong.
             submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
@@ -106,14 +103,18 @@ class FabricTimer(Timer):
             ),
             MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
-        if self._stand_in is None:
-            loaders = wrappers._FabricDataLoader
-            self._stand_in = listen_while_alive(loaders, "__iter__", self, _followed)
+        if self._patch is None:
+            self._patch = patch_function(
+                wrappers._FabricDataLoader, "__iter__", weakref.ref(self), _followed
+            )
+            weakref.finalize(self, self._patch.remove).atexit = False
         self._session.begin(0)
 
     @never_raises
     def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
-        """Ends a step, if no loader does."""
+        """End a step, if no loader does."""
+        if not self._session.was_attached:
+            self._tell_once(_NOT_SET_UP)
         if all(one is not optimizer for one in self._updated):
             self._updated.append(optimizer)
         self._has_updated = True
@@ -123,7 +124,7 @@ class FabricTimer(Timer):
     # For users
 
     def steps(self, loader: Iterable[T]) -> Steps[T]:
-        """Yields the items of a loader that is none of Fabric's, and ends the steps.
+        """Yield the items of a loader that is none of Fabric's, and end the steps.
 
         Args:
             loader: The loader.
@@ -138,7 +139,7 @@ class FabricTimer(Timer):
         return Steps(items, loader)
 
     def remove(self) -> None:
-        """Ends the measurement: reads and logs the last steps, and takes all hooks off."""
+        """End the measurement: read and log the last steps, and take all hooks off."""
         if self._session.is_attached:
             if self._has_updated:
                 self._end_step()
@@ -148,7 +149,7 @@ class FabricTimer(Timer):
     # What a loader tells
 
     def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
-        """Yields the batches of a loader, and says where each begins."""
+        """Yield the batches of a loader, and tell the session where each begins."""
         trains = self._loader_begins(loader)
         try:
             while True:
@@ -228,19 +229,17 @@ class FabricTimer(Timer):
     def _forget(self) -> None:
         for several in (self._models, self._optimizers, self._updated):
             several.clear()
-        if self._stand_in is not None:
-            self._stand_in.forget(ref(self))
-            self._stand_in = None
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None
 
     def _detach(self) -> None:
         self._abort()
         self._forget()
 
 
-def _followed(
-    call: Callable[[Any], Any], timers: list[ReferenceType[FabricTimer]]
-) -> Callable[[Any], Any]:
-    """Returns what takes the place of `__iter__` of Fabric's loaders."""
+def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], Any]:
+    """Return what takes the place of `__iter__` of Fabric's loaders."""
 
     def followed(loader: Any) -> Any:
         items = call(loader)
@@ -252,15 +251,14 @@ def _followed(
     return followed
 
 
-def _told(call: Callable[..., Any], timers: list[ReferenceType[FabricTimer]]) -> Callable[..., Any]:
-    """Returns what takes the place of a method of Fabric's that sets something up."""
-
-    @functools.wraps(call, updated=())
-    def told(fabric: Any, *args: Any, **kwargs: Any) -> Any:
-        found = call(fabric, *args, **kwargs)
-        for timer in [one() for one in timers]:
-            if timer is not None and any(one is timer for one in fabric._callbacks):
-                timer.set_up(fabric, found if isinstance(found, tuple) else (found,))
-        return found
-
-    return told
+def _optimizers_of(fabric: Any) -> list[Any]:
+    """Return the optimizers that `fabric.setup` has at hand: its hook is given the model alone."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        known = frame.f_locals
+        if known.get("self") is fabric and "optimizers" in known:
+            return [
+                one for one in known["optimizers"] if isinstance(one, wrappers._FabricOptimizer)
+            ]
+        frame = frame.f_back
+    return []

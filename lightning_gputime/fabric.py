@@ -23,9 +23,10 @@ _ELSEWHERE = {
 class PhaseTimeCallback(FabricTimer):
     """Logs how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
-    It starts with `fabric.setup(model, optimizer)`, or `setup_module` and `setup_optimizers`, and
-    times all models that are set up and have trainable weights. One that is set up after an update
-    starts a new measurement. The means go to `fabric.loggers`.
+    It starts with `fabric.setup(model, optimizer)`, and times all models that are set up and have
+    trainable weights. One that is set up after an update starts a new measurement. Fabric tells
+    nobody of `setup_module` and `setup_optimizers`: call `timer.on_after_setup(fabric, model,
+    optimizer)` after them. The means go to `fabric.loggers`.
 
     A step ends where a loader of `fabric.setup_dataloaders` is asked for the next batch, if there
     was an update since the last: a batch with the updates of two optimizers (GAN) is one step, and

@@ -217,6 +217,9 @@ def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeC
     model = fabric.setup_module(loop.model)
     frozen = fabric.setup_module(Layer(loop.gpu, 16.0, 0.0).requires_grad_(False))
     optimizer: Any = fabric.setup_optimizers(loop.optimizer)
+    # Fabric tells nobody of these.
+    timer.on_after_setup(fabric, model, optimizer)
+    timer.on_after_setup(fabric, frozen)
     for x in new_loader(fabric, loop.gpu, 2):
         loop.gpu.work(0.125)
         out = model(x)
@@ -231,6 +234,17 @@ def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeC
     assert timer.summary().skipped_updates == 0
 
 
+def test_what_is_set_up_apart_and_not_told_is_said_once(
+    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup_module(loop.model), fabric.setup_optimizers(loop.optimizer)
+    for x in new_loader(fabric, loop.gpu, 3):
+        train(fabric, loop.gpu, model, optimizer, x)
+    assert not steps(timer)
+    assert caplog.text.count("call timer.on_after_setup(fabric, model, optimizer)") == 1
+
+
 def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
     def run() -> list[Any]:
         timer = PhaseTimeCallback(clock=loop.gpu)
@@ -242,12 +256,12 @@ def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
         return [weakref.ref(timer), weakref.ref(model)]
 
     gc.collect()
-    before = Fabric.setup, Fabric.setup_module, Fabric.setup_optimizers
+    before = dict(vars(Fabric))
     lost, model = run()
     gc.collect()
     assert lost() is None
     assert _FabricDataLoader.__iter__ is LOADER_ITER
-    assert before == (Fabric.setup, Fabric.setup_module, Fabric.setup_optimizers)
+    assert before == dict(vars(Fabric))
     # The next timer takes off what is left on the model.
     timer = PhaseTimeCallback(clock=loop.gpu)
     new_fabric(timer).setup(loop.model, loop.optimizer)

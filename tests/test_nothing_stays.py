@@ -235,8 +235,6 @@ def interrupt() -> None:
 
 
 FRONTS = ("hooks", "lightning", "fabric", "huggingface")
-# It replaces functions where it is made, and not only while it times.
-EARLY = pytest.mark.xfail(reason="put on where the timer is made", strict=False)
 ENDS: dict[str, At] = {
     "it ends": lambda: None,
     "it raises": fail,
@@ -263,9 +261,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "front", ["hooks", "lightning", pytest.param("fabric", marks=EARLY), "huggingface"]
-)
+@pytest.mark.parametrize("front", FRONTS)
 def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
     run = Run(front, ENDS[end], tmp_path)
     before = snapshot()

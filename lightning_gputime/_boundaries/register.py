@@ -177,13 +177,13 @@ REGISTER = (
         "no callback hears of a fetch, of where an evaluation begins, nor of an error",
     ),
     Replaced(
-        "the set-up of `Fabric`, and `__iter__` of its loaders",
+        "`__iter__` of the loaders of Fabric, and `zero_grad` of the class of each optimizer",
         CLASS,
-        frozenset({"setup", "setup_module", "setup_optimizers", "__iter__"}),
-        "while a timer for it lives; the loaders while steps are timed",
-        "1 to 3 us",
+        frozenset({"__iter__", "zero_grad"}),
+        "from `fabric.setup` to `timer.remove`",
+        _CALL,
         _BOTH,
-        "Fabric calls two hooks alone",
+        "Fabric has no hook for them",
     ),
 )
 """All kinds. Hooks by an interface that is offered for them are not replaced functions."""
