@@ -141,6 +141,8 @@ class Recorder:
             on_reading_start=on_reading_start,
         )
         self._free = self._pending.free
+        # Bound, not wrapped: it is all that a step without times calls.
+        self.end_untimed = self._pending.end_untimed
         # How many events there are: those in use, and those to be used again.
         self._events = 0
         self._annotate = annotate
@@ -459,10 +461,6 @@ class Recorder:
         self._keep_samples(None)
         self._pending.add(step, may_wait=False)
         return True
-
-    def end_untimed(self, read: bool = False) -> None:
-        """Count a step that ended without times: the one wait may be due there."""
-        self._pending.end_untimed(read)
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
