@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from torch import nn
 
-from lightning_gputime._boundaries.resolve import Modules
+from lightning_gputime._boundaries.modules import Modules
 from lightning_gputime._messages import shown
 from lightning_gputime._phases import StepTimes, check_name
 from lightning_gputime._record.clock import Clock

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase, Paused
-from lightning_gputime._boundaries.resolve import resolve
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepTimes

@@ -12,7 +12,7 @@ from fake_loop import Loop, hooks
 from fake_ranks import COMM_MS, Ranks, reduce
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._boundaries import waits
+from lightning_gputime._boundaries import comm
 from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import MANY_MARKS, MOST_EVENTS
 
@@ -180,7 +180,7 @@ def test_a_step_that_waits_often_is_not_taken_for_one_that_never_ends(
 def test_waits_beyond_the_bound_are_work_and_told_once(
     gpu: FakeGPU, ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "_MOST", 3)
+    monkeypatch.setattr(comm, "_MAX_WAITS", 3)
     loop = Loop(gpu)
     with hooks(loop, sync_ranks=False) as timer:
         for x in timer.steps(loop.batches(2)):

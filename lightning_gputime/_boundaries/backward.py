@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._boundaries.callers import caller
-from lightning_gputime._boundaries.comm import CommBoundary
+from lightning_gputime._boundaries.comm import CommBoundary, caller
 from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Batch

@@ -3,7 +3,12 @@
 from collections.abc import Callable
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
-from lightning_gputime._boundaries.comm import CommBoundary, is_distributed, is_tensor_parallel
+from lightning_gputime._boundaries.comm import (
+    CommBoundary,
+    WaitBoundary,
+    is_distributed,
+    is_tensor_parallel,
+)
 from lightning_gputime._boundaries.compiled import (
     CompiledStep,
     hides_collectives,
@@ -11,11 +16,10 @@ from lightning_gputime._boundaries.compiled import (
 )
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
 from lightning_gputime._boundaries.patching import Attachments
-from lightning_gputime._boundaries.submodules import SubmoduleBoundary
-from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (

@@ -1,22 +1,227 @@
-"""The waits for other ranks that are no call in Python: those of DDP, as marks."""
+"""`comm`: the waits of the timed stream for other ranks, as marks."""
 
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.patching import Attachments, hook_before
-from lightning_gputime._phases import BACKWARD, COMM
+from lightning_gputime._boundaries.patching import (
+    Attachments,
+    Subscription,
+    hook_before,
+    patch_function,
+)
+from lightning_gputime._boundaries.register import BLOCKS, LAUNCHES, WORK_WAITS
+from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
+
+# In a step; each takes two marks.
+_MAX_WAITS = 10_000
+
+_TOO_MANY = "A step waits more than %d times for other ranks: the rest of it counts as work."
+
+_OWN = "lightning_gputime."
+_DISTRIBUTED = "torch.distributed"
+_PIPELINING = "torch.distributed.pipelining"
+# Between the patch and whoever wants the collective, or the wait.
+_BETWEEN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "torch.cuda.streams",
+)
+# From what is called at the start of a call to who calls the patched method.
+_TO_CALLER = 3
 
 _JOINED = (
     "Ranks are not compared: the model was given to torch's Join, in which a rank without batches"
     " may wait for the others' collectives. To compare them, train without Join, on as many batches"
     " on each rank."
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calls:
+    """A `Listener` of two functions."""
+
+    call_begins: Callable[..., bool]
+    call_ends: Callable[..., None]
+
+
+@untraced
+class WaitBoundary:
+    """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
+
+    A collective that is waited for at once runs on the caller's stream: it is the wait itself.
+    Others run on streams of their own: there the wait is where the timed stream is told of them.
+    What is launched or waited for on another stream is none.
+
+    Args:
+        recorder: Gets the marks.
+    """
+
+    def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
+        self._recorder = recorder
+        self._streams = recorder.streams
+        self._timed: set[int] = set()
+        # The streams beside it that ran collectives; and whether one of the user's own did, in
+        # this step.
+        self._beside: set[int] = set()
+        self._has_own_beside = False
+        self.stage: int | None = None
+        """The stage of a pipeline that this rank runs, the first one of several."""
+        self._looked_for_stage = False
+        # How many waits the open step has.
+        self._seen = 0
+        # Whether somebody asked for the future of a collective in this step.
+        self._has_futures = False
+        self._stream_module = ""
+        self._turn = 0
+        # Whether the wait of a collective is still to come.
+        self._is_launched = False
+        self._subscriptions: list[Subscription] = []
+        self.step_ended()
+        for owner, names, listener in self._places():
+            for name in names:
+                if name in vars(owner):
+                    one = attachments.add(patch_function(owner, name, listener))
+                    self._subscriptions.append(one)
+
+    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], "_Calls"]]:
+        # Not at the top: torch can be built without it.
+        from torch.distributed import ProcessGroup, Work
+
+        waits = _Calls(self._wait_begins, self._wait_ends)
+        # All that is called in Python passes them; a patch of `torch.distributed.all_reduce` itself
+        # would break compiled code, which knows that function, and miss those who imported it by
+        # name.
+        yield ProcessGroup, LAUNCHES, _Calls(self._launch_begins, self._launch_ends)
+        yield ProcessGroup, BLOCKS, waits
+        for kind in (Work, *Work.__subclasses__()):
+            yield kind, WORK_WAITS, waits
+            yield kind, ("get_future",), _Calls(self._future_is_asked, self._wait_ends)
+        yield torch._C.Future, ("wait",), _Calls(self._future_wait_begins, self._wait_ends)
+        # Not the function that it calls: compiled code guards that one.
+        if functional := sys.modules.get("torch.distributed._functional_collectives"):
+            # DTensors call the second one where they must not be asynchronous.
+            tensor = functional.AsyncCollectiveTensor
+            used = _Calls(self._tensor_wait_begins, self._wait_ends)
+            yield tensor, ("trigger_wait", "wait"), used
+        if self._streams is not None and self._streams.kind is not None:
+            self._stream_module = self._streams.kind.__module__
+            told = _Calls(self._stream_wait_begins, self._wait_ends)
+            yield self._streams.kind, ("wait_event", "wait_stream"), told
+
+    def step_ended(self) -> None:
+        """Forget the step that has ended. Call at the end of each step."""
+        self._timed.clear()
+        self._has_own_beside = self._has_futures = False
+        self._seen = 0
+        self.note_stream()
+        if self._subscriptions:
+            # One at a time: who patches a class may put back what was there before us.
+            self._turn = (self._turn + 1) % len(self._subscriptions)
+            self._subscriptions[self._turn].reapply()
+
+    def note_stream(self) -> None:
+        """Take the current stream for timed. Call where a phase begins."""
+        if self._streams is not None:
+            self._timed.add(self._streams.current())
+
+    # What the patched functions notify of
+
+    def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
+        options = args[-1] if args else kwargs.get("opts")
+        if getattr(options, "asyncOp", True):
+            # It runs on another stream. So do all before torch 2.8.
+            self._is_beside()
+            return False
+        return self._begin()
+
+    def _launch_ends(self, result: Any = None) -> None:
+        if result is None:
+            self._recorder.wait_ends()
+        else:
+            # The wait lasts until the collective is waited for.
+            self._is_launched = True
+
+    def _wait_begins(self, *_: Any, **__: Any) -> bool:
+        # Most loops have no pipeline, and need not look who waits.
+        if _PIPELINING not in sys.modules or not caller(*_BETWEEN).startswith(_PIPELINING):
+            return self._begin()
+        if not self._looked_for_stage:
+            self._looked_for_stage = True
+            self.stage = _stage_that_runs()
+        return self._begin(RECEIVES)
+
+    def _wait_ends(self, result: Any = None) -> None:
+        self._recorder.wait_ends()
+
+    def _future_is_asked(self, *_: Any, **__: Any) -> bool:
+        self._has_futures = True
+        return False
+
+    def _future_wait_begins(self, *_: Any, **__: Any) -> bool:
+        # Those of other things than collectives are none.
+        return self._has_futures and self._wait_begins()
+
+    def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
+        # The first use of what a collective computes waits.
+        return not tensor.completed and self._begin()
+
+    def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
+        # `wait_stream` calls `wait_event`, and was told of which stream it waits for.
+        if sys._getframe(_TO_CALLER).f_globals.get("__name__") == self._stream_module:
+            return False
+        return self._waits_for_ranks(stream, awaited) and self._begin()
+
+    def _begin(self, label: str = WAITS) -> bool:
+        """Mark the start of a wait, if it is one of the timed stream. Return whether it is."""
+        if self._is_beside():
+            return False
+        is_launched, self._is_launched = self._is_launched, False
+        if is_launched and self._recorder.is_waiting:
+            return True
+        if self._seen == _MAX_WAITS:
+            self._recorder.tell_once(_TOO_MANY, _MAX_WAITS)
+            return False
+        begins = self._recorder.wait_begins(label)
+        self._seen += begins
+        return begins
+
+    def _is_beside(self) -> bool:
+        """Note a stream that runs a collective beside. Return whether it, or the thread, is."""
+        # Others may write a checkpoint in the background: on a stream that has the same identity.
+        if not self._recorder.is_here():
+            return True
+        if self._streams is None:
+            return False
+        current = self._streams.current()
+        if current in self._timed:
+            return False
+        self._beside.add(current)
+        self._has_own_beside |= not caller(*_BETWEEN).startswith(_DISTRIBUTED)
+        return True
+
+    def _waits_for_ranks(self, stream: Any, awaited: Any) -> bool:
+        """Return whether a stream that is told to wait is the timed one, and waits for ranks."""
+        streams = self._streams
+        if streams is None:
+            return False
+        identity = streams.identity(stream)
+        if identity not in self._timed or identity != streams.current():
+            return False
+        if caller(*_BETWEEN).startswith(_DISTRIBUTED):
+            return True
+        # Else it may wait for a copy, as loaders that fetch ahead do.
+        if isinstance(awaited, streams.kind):
+            return streams.identity(awaited) in self._beside
+        return self._has_own_beside
 
 
 @untraced
@@ -147,3 +352,34 @@ def _call_first(tensor: Tensor, hook_id: int) -> None:
         for other, _ in others:
             del hooks[other]
         hooks.update(others)
+
+
+@untraced
+def caller(*between: str) -> str:
+    """Return the name of the module whose code calls, with `between` and this package left out.
+
+    Args:
+        between: The first parts of the names of modules that only pass calls on.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    name: str = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith((_OWN, *between)):
+            return name
+        frame = frame.f_back
+    return name
+
+
+@untraced
+def _stage_that_runs() -> int | None:
+    """Return the stage of the pipeline's schedule that is running, as far as torch shows it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        schedule = frame.f_locals.get("self")
+        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        stage = getattr(stages[0], "stage_index", None)
+        if isinstance(stage, int):
+            return stage
+        frame = frame.f_back
+    return None

@@ -1,34 +1,39 @@
 """`forward`: the calls of models as marks, and what of them is `loss`."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
 from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.losses import LossSearch
 from lightning_gputime._boundaries.patching import (
     Attachment,
     Attachments,
     hook_after,
     hook_before,
 )
-from lightning_gputime._boundaries.waits import WaitBoundary
 from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
 from lightning_gputime._record.recorder import PAUSED, Recorder
 from lightning_gputime._untraced import untraced
 
 # What every call of a module passes through.
 _CALL = nn.Module._wrapped_call_impl.__code__
+
+# Between a module that returns a loss and the backward lie a weight, a sum, a scaler, a division.
+_MAX_NODES = 1000
+
+# Each holds a graph until the next backward.
+_MAX_CANDIDATES = 8
 
 
 @untraced
@@ -65,7 +70,7 @@ class ForwardBoundary:
         self._evaluates = False
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
-        self._losses = LossSearch(recorder)
+        self._losses = _LossSearch(recorder)
         self._evaluation = EvaluationBoundary(recorder, loop.model)
         self._hooked: dict[int, tuple[Attachment, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
@@ -216,6 +221,72 @@ class ForwardBoundary:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
+@untraced
+class _LossSearch:
+    """Finds the modules that are losses, whatever their class.
+
+    A module is a loss if it is called after another one, and returns the scalar that a backward
+    begins from, perhaps scaled, or added to others. A model that returns its own loss is no such
+    module: nothing is called before it. Each module is judged once.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.known: set[int] = set()
+        """The ids of the modules that were judged."""
+        self.found: set[int] = set()
+        """The ids of those that are losses."""
+        self.candidates: list[tuple[nn.Module, Any, int]] = []
+        """Modules that may be losses, the graph node of what each returned, and the place of its
+        mark in the open step; they must be cleared when that step ends."""
+
+    def judge(self, module: nn.Module, output: Any, *, is_first: bool) -> None:
+        """Judge a module that is not known yet by what it returned.
+
+        Args:
+            module: What was called, by the loop itself.
+            output: What the call returned.
+            is_first: Whether no other was called before it in this step.
+        """
+        if is_first or not isinstance(output, Tensor) or output.dim():
+            self.known.add(id(module))
+        elif output.grad_fn is not None and len(self.candidates) < _MAX_CANDIDATES:
+            # The last mark is the end of the call.
+            self.candidates.append((module, output.grad_fn, self._recorder.place_before))
+
+    def settle(self, tensors: Any, *, is_last: bool) -> list[nn.Module]:
+        """Return the candidates that are losses, and give their time to `loss`.
+
+        Args:
+            tensors: What a backward begins from: one tensor or several.
+            is_last: Whether the other candidates are none.
+        """
+        candidates, self.candidates = self.candidates, []
+        nodes = list(_nodes_behind(tensors))
+        found = []
+        for module, node, place in candidates:
+            if any(node is one for one in nodes):
+                self._recorder.rename(place, FORWARD, LOSS)
+                found.append(module)
+                self.found.add(id(module))
+            elif not is_last:
+                self.candidates.append((module, node, place))
+                continue
+            self.known.add(id(module))
+        return found
+
+
+@untraced
+def _nodes_behind(tensors: Any) -> Iterator[Any]:
+    """Yield the graph nodes that tensors come from, the nearest first."""
+    several: Iterable[Any] = tensors if isinstance(tensors, list | tuple) else [tensors]
+    nodes = [tensor.grad_fn for tensor in several if isinstance(tensor, Tensor)]
+    for count, node in enumerate(nodes):
+        if node is not None and count < _MAX_NODES:
+            yield node
+            nodes.extend(before for before, _ in node.next_functions)
+
+
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return those of some modules, by their ids, that are running while `module` is called."""
     # By the frames of the stack: after a call that raised, some ids are of modules that run no
@@ -244,7 +315,7 @@ def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
 
 
 def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:
-    """Yields the modules inside a module whose calls hooks can see, outermost first.
+    """Yield the modules inside a module whose calls hooks can see, outermost first.
 
     Args:
         model: The module.
@@ -272,11 +343,11 @@ def _is_evaluation(module: nn.Module) -> bool:
 
 
 def _is_no_call(module: nn.Module) -> bool:
-    """Tells a module whose calls are none of the model: a metric, or what a weight is made by."""
+    """Return whether no call of a module is one of the model: a metric, or what makes a weight."""
     return isinstance(module, ParametrizationList) or is_metric(module)
 
 
 def is_metric(one: object) -> bool:
-    """Tells a metric of torchmetrics."""
+    """Return whether an object is a metric of torchmetrics."""
     # By name: to import torchmetrics takes seconds.
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)
