@@ -10,6 +10,7 @@ from lightning_gputime import SlowStep
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.observers import ReadSteps
 
 
 def main_kind(slow: SlowStep) -> str:
@@ -77,9 +78,11 @@ def cost_us() -> dict[str, float]:
             analyzer.step_ends(begin)
             host_ns = tuple(range(begin, begin + 8_000_000, 1_000_000))
             steps.append(StepRecord(number, labels, device_ms, host_ns, 0.0, 0, False))
-        each_ms = [7.0] * 24 + [last_ms]
+        steps[-1] = steps[-1]._replace(device_ms=(*device_ms[1:], last_ms - 6.0))
+        read = ReadSteps(steps, 0)
+        assert len(read.sums.each_ms) == 25  # Every step pays for these, judged or not.
         start = time.perf_counter()
-        analyzer.steps_read(steps, each_ms)
+        analyzer.steps_read(read)
         return (time.perf_counter() - start) * 1e6
 
     take_us = min(block(7.0) for _ in range(500))

@@ -9,10 +9,12 @@ from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.loggers import MetricsLogger
+from lightning_gputime._results.observers import StepObserver
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.table import Section
 from lightning_gputime._runs.compare import Difference, RunComparison, compare
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.saved import Run, load
@@ -39,7 +41,9 @@ __all__ = [
     "RankSummary",
     "Run",
     "RunComparison",
+    "Section",
     "SlowStep",
+    "StepObserver",
     "StepTimes",
     "TimerOptions",
     "TimingEvent",

@@ -35,6 +35,11 @@ class Actions:
         self._subscription = patch_function(profiler, "start", self, wrap)
         self._know_awaited()
 
+    def put_on(self) -> None:
+        """Put it on the profiler again. Safe to call twice."""
+        self._subscription.put_on()
+        self._know_awaited()
+
     def remove(self) -> None:
         """Take it off the profiler. Safe to call twice."""
         self._subscription.remove()
@@ -118,6 +123,10 @@ class Begins:
 
     def call_ends(self, result: Any = None) -> None:
         """Is never called."""
+
+    def put_on(self) -> None:
+        """Put it on again. Safe to call twice."""
+        self._subscription.put_on()
 
     def remove(self) -> None:
         """Take it off. Safe to call twice."""

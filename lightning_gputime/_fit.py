@@ -6,11 +6,10 @@ from functools import partial
 
 from lightning_gputime import _lightning
 from lightning_gputime._actions import Actions, Begins
-from lightning_gputime._boundaries.attach import Removable
 from lightning_gputime._boundaries.loop import Batch
+from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._results.ledger import Books
-from lightning_gputime._run.detached import Detached
 from lightning_gputime._run.session import Session
 from lightning_gputime._untraced import untraced
 
@@ -43,7 +42,7 @@ class Fit:
         self,
         trainer: _lightning.Trainer,
         model: _lightning.Module,
-        session: Session | Detached,
+        session: Session,
         batch: Batch,
         books: Books,
         epochs: _lightning.Epochs,
@@ -56,7 +55,7 @@ class Fit:
         self._in_batch = False
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
-        self._heard: list[Removable] = []
+        self._attachments = Attachments()
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -68,6 +67,7 @@ class Fit:
     def epoch_begins(self) -> None:
         """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
         self._in_batch = self._batch.is_open = False
+        self._listen_while_off()
         self._books.epoch_turns()
         self._epochs.begins()
         if self._accumulates:
@@ -101,8 +101,11 @@ class Fit:
             # other did start, heard or not: a callback before ours may have run a validation.
             if batch is None and not self._in_batch:
                 return
-            self._in_batch = self._batch.is_open = False
             session = self._session
+            if session.is_off:
+                self._end_batch_off(batch_idx)
+                return
+            self._in_batch = self._batch.is_open = False
             self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
                 session.batch_ends()
@@ -110,9 +113,25 @@ class Fit:
             else:
                 if session.end_step(_lightning.step_number(self._trainer)):
                     session.part_began(CALLBACKS)
+                else:
+                    self._attachments.suspend()
                 self._books.step_ends()
         except Exception as error:
             self._fail(error)
+
+    def _end_batch_off(self, batch_idx: int) -> None:
+        """End a batch while the hooks are off: by the trainer's count, where that was right."""
+        session = self._session
+        self._in_batch = False
+        self._attachments.suspend()
+        if session.needs_updates:
+            ends = self._ends_step(batch_idx)
+        else:
+            ends = _lightning.ends_update(self._trainer, batch_idx)
+        if ends and session.end_step(_lightning.step_number(self._trainer)):
+            self._batch.is_open = False
+            self._attachments.reattach()
+            session.part_began(CALLBACKS)
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -120,21 +139,37 @@ class Fit:
         What follows until the next fetch, such as saving a checkpoint, is the evaluation's, too.
         But one that a callback runs for itself may lie inside a step, which goes on.
         """
+        self._listen_while_off()
         if self._in_batch:
             self._books.steps_go_on()
             self._session.batch_begins()
 
+    def _listen_while_off(self) -> None:
+        # The next fetch ends what is no step in the wall time.
+        if self._session.is_off:
+            self._attachments.reattach()
+
     def _ends_step(self, batch_idx: int) -> bool:
-        session, trainer = self._session, self._trainer
-        if session.ran_update:
-            self._patience = math.inf
-            return True
+        """Return whether a step ends with this batch, by what was seen of it."""
+        session = self._session
         if not self._model.automatic_optimization:
             # Only the optimizers know.
             return session.has_updated or not session.sees_updates
-        if not _lightning.ends_update(trainer, batch_idx):
-            return False
-        if session.has_updated or not session.sees_updates or trainer.is_last_batch:
+        if session.ran_update and session.times_all:
+            self._patience = math.inf
+            return True
+        is_due = _lightning.ends_update(self._trainer, batch_idx)
+        if session.ran_update:
+            self._patience = math.inf
+        ends = session.ran_update or (is_due and self._is_complete())
+        # Else the trainer's count tells the end of a step also where no update is seen.
+        session.needs_updates |= ends != is_due
+        return ends
+
+    def _is_complete(self) -> bool:
+        """Return whether a step without an update that was due has ended."""
+        session = self._session
+        if session.has_updated or not session.sees_updates or self._trainer.is_last_batch:
             return True
         # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
         # trainer's count is what is left.
@@ -160,17 +195,16 @@ class Fit:
         clears = "on_validation_model_zero_grad"
         clears = _lightning.module_action(self._trainer, self._model, clears)
         calls[clears] = self._session.evaluation_begins
-        self._heard.append(Actions(profiler, calls, fail, is_idle=is_idle))
+        self._attachments.add(Actions(profiler, calls, fail, is_idle=is_idle))
         validation = _lightning.validation_of(self._trainer)
-        self._heard.append(Begins(*validation, self._session.evaluation_begins, fail))
+        self._attachments.add(Begins(*validation, self._session.evaluation_begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
-            self._heard.append(Begins(*place, self.wait_begins, fail))
+            self._attachments.add(Begins(*place, self.wait_begins, fail))
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""
-        for one in self._heard:
-            one.remove()
+        self._attachments.remove()
 
     def fetch_begins(self) -> None:
         """Says that the trainer fetches the next batch."""

@@ -34,6 +34,7 @@ def loop_of(
         submodules=submodules,
         batch=Batch(is_open=False),
         waits_before_batch=broadcasts_of(trainer) is not None,
+        needs_updates=not model.automatic_optimization,
     )
 
 

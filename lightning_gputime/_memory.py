@@ -5,7 +5,7 @@ recorder leaves them in the step's record; `PhaseMemory` makes peaks of them whe
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -232,7 +232,7 @@ class PhaseMemory:
         # Not logged yet.
         self._window: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=1000)
 
-    def steps_read(self, steps: Sequence[StepRecord]) -> None:
+    def steps_read(self, steps: Iterable[StepRecord]) -> None:
         """Take the next steps that were read."""
         for step in steps:
             if step.memory:

@@ -17,6 +17,8 @@ from lightning_gputime._phases import StepTimes, check_name
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
+AUTO = "auto"
+
 SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
 # What is no number comes last: LightningCLI writes a value by the first type that it fits.
@@ -43,7 +45,11 @@ class TimerOptions(TypedDict, total=False):
         memory: Whether to measure the most memory that is allocated in each phase (in MiB), in 1 of
             20 steps and the first three. In these steps torch's peak counters are reset: what you
             read of `torch.cuda.max_memory_allocated` is affected.
-        every_n_steps: Time 1 of every n steps.
+        every_n_steps: Time 1 of every n steps. With "auto" every step is timed where the GPU sets
+            the pace; elsewhere blocks of steps, so that timing takes less than 1 % of the time.
+            The first 100 steps, and some in each window between two logs, are always timed. Every
+            step is timed, too, with `on_step`, `annotate`, `probe_every_n_steps`, `lag=0` or a log
+            at each step.
         probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
             it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after
             them, are in no other statistics.
@@ -60,6 +66,8 @@ class TimerOptions(TypedDict, total=False):
             function of the batch that returns those of the batch.
         measure_peak: Whether to measure what the GPU reaches in a large matmul, once, after the
             first step.
+        observers: Objects that are told of steps, and tell metrics and a section of the summary.
+            See `StepObserver`.
         clock: `Clock` to use instead of the device's, for tests and new devices.
     """
 
@@ -70,7 +78,7 @@ class TimerOptions(TypedDict, total=False):
     modules: Modules
     annotate: bool
     memory: bool
-    every_n_steps: int
+    every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
     on_step: Callable[[StepTimes], object] | None
@@ -78,6 +86,7 @@ class TimerOptions(TypedDict, total=False):
     items: ItemsOption
     flops: FlopsOption
     measure_peak: bool
+    observers: Sequence[Any]
     clock: Clock | None
 
 
@@ -97,7 +106,7 @@ class Options:
     modules: Modules = ()
     annotate: bool = False
     memory: bool = False
-    every_n_steps: int = 1
+    every_n_steps: int | Literal["auto"] = "auto"
     probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
     on_step: Any = None
@@ -105,6 +114,7 @@ class Options:
     items: Any = None
     flops: Any = None
     measure_peak: bool = False
+    observers: Sequence[Any] = ()
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +128,8 @@ class Options:
             "the number of first steps to leave out of the summary",
         )
         check_int("history", self.history, 1, "the number of newest steps to keep")
-        check_int("every_n_steps", self.every_n_steps, 1, "one step in so many is timed")
+        if self.every_n_steps != AUTO:
+            check_int("every_n_steps", self.every_n_steps, 1, "or 'auto'; 1 of n steps is timed")
         check_int("probe_every_n_steps", self.probe_every_n_steps, 0, _PROBES)
         check_bools(annotate=self.annotate, memory=self.memory, measure_peak=self.measure_peak)
         _check_items(self.items)
@@ -135,13 +146,18 @@ class Options:
             raise TypeError(
                 f"on_slow_step must be a function of a SlowStep, got {shown(self.on_slow_step)}"
             )
+        if isinstance(self.observers, str) or not isinstance(self.observers, Sequence):
+            raise TypeError(
+                f"observers must be a list of objects (see StepObserver), got"
+                f" {shown(self.observers)}"
+            )
         _check_clock(self.clock)
         _check_modules(self.modules)
 
     @property
     def timed_warmup_steps(self) -> int:
         """How many of the timed steps belong to the warm-up."""
-        return self.warmup_steps // self.every_n_steps
+        return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
 
 def takes_options(

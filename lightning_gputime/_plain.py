@@ -63,6 +63,7 @@ class PlainTimer(Timer):
             pause_evaluation=optimizers is not None,
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
+            needs_updates=accumulate_grad_batches != 1,
         )
         tell_what_is_odd(model, self._loop.optimizers)
         self._loggers = check_loggers(logger)

@@ -12,14 +12,13 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._messages import HOMES, messages
-from lightning_gputime._options import Options
+from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._readings import Readings
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._run.detached import NEVER_ATTACHED, REMOVED, Detached
-from lightning_gputime._run.session import Session
+from lightning_gputime._run.session import NEVER_ATTACHED, REMOVED, Session
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
     Environment,
@@ -46,7 +45,7 @@ class Timer(Readings):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
-        self._session: Session | Detached = NEVER_ATTACHED
+        self._session: Session = NEVER_ATTACHED
         self._environment = Environment()
         # What the newest evaluations were, each as an object of JSON.
         self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)
@@ -76,6 +75,7 @@ class Timer(Readings):
         loop: Loop,
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]] = (),
+        number: int = 0,
         **known: Any,
     ) -> None:
         """Starts a new measurement, and puts the hooks on.
@@ -85,19 +85,22 @@ class Timer(Readings):
             loop: What is hooked.
             means: Log every step.
             on_step: Functions that are called with every step, besides the user's.
+            number: The number of the first step.
             known: Fields of the `Environment` that the front end knows better; None if not.
         """
         options = self._options
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
-        hint = f"Of each {n:,} steps one is timed (every_n_steps)." if n > 1 else ""
+        hint = "" if n in (1, AUTO) else f"Of each {n:,} steps one is timed (every_n_steps)."
         self._results = Results(options.history, options.timed_warmup_steps, on_host, hint=hint)
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
         own = () if options.on_step is None else (options.on_step,)
-        self._session = Session(options, clock, loop, self._results, means, [*own, *on_step])
+        self._session = Session(
+            options, clock, loop, self._results, means, [*own, *on_step], number
+        )
 
     def _finish(self) -> None:
         """Ends the measurement: reads and compares the last steps, and takes the hooks off."""
@@ -116,7 +119,7 @@ class Timer(Readings):
         """Ends whatever runs, without a wait for the device or other ranks."""
         self._abort()
 
-    def _take_session(self) -> Session | Detached:
+    def _take_session(self) -> Session:
         """Returns the session, which the timer has no more."""
         # Taken away before it ends: the user's `on_step` may end it once more while it reads.
         session = self._session

@@ -60,7 +60,7 @@ def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
 
 @pytest.mark.usefixtures("_bounds")
 def test_a_large_lag_holds_a_bounded_number_of_events_and_loses_no_step(loop: Loop) -> None:
-    with hooks(loop, lag=10_000) as timer:
+    with hooks(loop, lag=10_000, every_n_steps=1) as timer:
         for x in timer.steps(loop.batches(1000)):
             loop.gpu.host_work(15.625)
             loop.train(x)

@@ -33,6 +33,10 @@ def count(batch: torch.Tensor) -> float:
     return len(batch)
 
 
+class Observer:
+    """An observer that a file can name."""
+
+
 class WallClock:
     """A clock that a file can name: jsonargparse compares the methods with those of `Clock`."""
 
@@ -67,7 +71,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     ],
     "annotate": [("true", True)],
     "memory": [("true", True)],
-    "every_n_steps": [("2", 2)],
+    "every_n_steps": [("2", 2), ("auto", "auto")],
     "probe_every_n_steps": [("3", 3)],
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
     "on_step": [("test_cli.note", note), ("null", None)],
@@ -77,6 +81,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "measure_peak": [("true", True)],
     "log_figure": [("true", True)],
     "save": [("run.json.gz", "run.json.gz"), ("null", None)],
+    "observers": [("[{class_path: test_cli.Observer}]", [Observer]), ("[]", [])],
     "clock": [("{class_path: test_cli.WallClock}", WallClock), ("null", None)],
 }
 """Of each option what a file may say, and what the timer is given then; a class for one of its."""
@@ -90,6 +95,7 @@ WRONG = {
     **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
     "probe_every_n_steps": "1.5",
     "modules": "[1]",
+    "observers": "3",
     "sync_ranks": "sometimes",
 }
 
@@ -157,6 +163,8 @@ def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, valu
     needed = {"flops": "count"} if name == "measure_peak" else {}
     timer = timer_of(make("--config", str(write(tmp_path, {name: text, **needed})), run=False))
     given = timer.options[name]
+    if value == [Observer]:
+        [given], [value] = given, value
     assert isinstance(given, value) if isinstance(value, type) else given == value
     assert type(given) is not str or isinstance(value, str)
 
@@ -201,7 +209,7 @@ def test_the_printed_file_has_every_option_and_gives_the_same_timer(
     defaults = {
         name: one.default for name, one in inspect.signature(GPUPhaseTimer).parameters.items()
     }
-    assert printed["timer"] == {**defaults, "modules": 2}
+    assert printed["timer"] == {**defaults, "modules": 2, "observers": []}
     printed["trainer"] |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     path = tmp_path / "printed.yaml"
     path.write_text(yaml.safe_dump({"trainer": printed["trainer"], "timer": printed["timer"]}))

@@ -97,7 +97,7 @@ def test_ranks_that_have_joined_are_not_compared(
     loop = Loop(gpu)
     loop.model = model = parallel(loop.model)  # type: ignore[assignment]
     with hooks(loop, sync_ranks=False) as timer:
-        boundaries: Any = timer._session._boundaries  # type: ignore[union-attr]
+        boundaries: Any = timer._session._boundaries
         assert not boundaries.is_joining
         assert not caplog.records
         with model.join():

@@ -48,6 +48,15 @@ def test_the_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFi
     assert str(timer.summary()) in capsys.readouterr().out
 
 
+def test_an_observer_of_ones_own_adds_a_line_and_a_metric(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = example("own_output.py", steps=30)
+    longest = max(timer.history(), key=lambda step: step["step_ms"])
+    line = f"longest: step {longest['step']}, {longest['step_ms']:.2f} ms"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_the_pictures_and_files_are_written(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

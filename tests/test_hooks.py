@@ -15,7 +15,7 @@ from lightning_gputime import GPUPhaseHooks, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._run.delivery import Delivery
+from lightning_gputime._run.dispatcher import StepDispatcher
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
@@ -522,13 +522,13 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    add = Delivery.add
+    dispatch = StepDispatcher.dispatch
 
-    def count(self: Delivery, steps: list[StepRecord]) -> None:
+    def count(self: StepDispatcher, steps: list[StepRecord]) -> None:
         read.append(len(steps))
-        add(self, steps)
+        dispatch(self, steps)
 
-    monkeypatch.setattr(Delivery, "add", count)
+    monkeypatch.setattr(StepDispatcher, "dispatch", count)
     with hooks(loop, log_every_n_steps=every) as timer:
         for x in timer.steps(loop.batches(120)):
             loop.train(x)

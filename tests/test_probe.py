@@ -16,16 +16,14 @@ from lightning_gputime import (
     StepTimes,
     _lightning,
 )
-from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._options import Options
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._run import session
-from lightning_gputime._run.delivery import Delivery
 from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.rank_comparer import RankComparer
 from lightning_gputime._run.schedule import Kind, Schedule
@@ -372,11 +370,10 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert busy.step.device_ms == 4.0
 
     means = MeanLog("phase_time", 1, [logger])
-    comparison = RankComparer(results, means, Options(sync_ranks=False))
-    analyzer = SlowStepAnalyzer(FakeGPU())
-    delivery = Delivery(results, means, comparison, analyzer, Options(), on_step=[], probe=probe)
-    delivery.add([step._replace(filled=True)])
-    delivery.add([raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})])
+    means.busy = probe.newest_times
+    for observer in (results, means):
+        steps = [raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})]
+        observer.steps_read(ReadSteps(steps, 0))
     assert results.summary().gap_share == pytest.approx(0.5 / 21.5)
     [(_, metrics)] = logger.calls
     assert metrics["phase_time/step_gap_ms"] == 0.5

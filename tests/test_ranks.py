@@ -575,8 +575,8 @@ def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
     exchange: FakeExchange,
 ) -> None:
     options = {"every_n_steps": 10, "log_every_n_steps": 12}
-    # After 14, 23, 29, 35, 44, 47 and 59, and when the timer is removed. The log of 11 is in 14.
-    assert steps_compared(exchange, False, epoch=15, **options) == [1, 2, 3, 3, 4, 4, 6, 6]
+    # After 11, 14, 23, 29, 35, 44, 47 and 59, and when the timer is removed.
+    assert steps_compared(exchange, False, epoch=15, **options) == [1, 1, 2, 3, 3, 4, 4, 6, 6]
 
 
 @pytest.mark.parametrize("on_step", [None, lambda _: None])

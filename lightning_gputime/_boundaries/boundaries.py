@@ -42,6 +42,8 @@ class Boundaries:
     ) -> None:
         self._recorder = recorder
         self._attachments = Attachments()
+        # Those that count updates may stay on between timed steps.
+        self._of_updates = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
         self._comm: CommBoundary | None = None
@@ -76,7 +78,7 @@ class Boundaries:
             )
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
-        self._optimizer = OptimizerBoundary(recorder, own, loop)
+        self._optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             ZeroGradBoundary(recorder, own, optimizer)
         if loop.wrap_backward:
@@ -135,25 +137,41 @@ class Boundaries:
             self._submodules.step_ended()
         return optimizer.has_any and not has_updated
 
-    def suspend(self) -> None:
+    def forget_updates(self) -> None:
+        """Forget the updates of the open step, where it ends while suspended."""
+        self._optimizer.updates = self._optimizer.depth = 0
+
+    def suspend(self, *, keep_updates: bool = False) -> None:
         """Take everything off, until `reattach`. Call between two steps. Safe to call twice.
 
         What was found out about modules, losses and optimizers is remembered.
+
+        Args:
+            keep_updates: Whether updates of optimizers are still counted.
         """
         deactivate(self._recorder)
         self._attachments.suspend()
+        if not keep_updates:
+            self._of_updates.suspend()
         self._forward.clear()
         if self._submodules is not None:
             self._submodules.step_ended()
 
-    def reattach(self) -> None:
-        """Put everything on again that `suspend` took off. Safe to call twice."""
+    def reattach(self, unseen_steps: int = 0) -> None:
+        """Put everything on again that `suspend` took off. Safe to call twice.
+
+        Args:
+            unseen_steps: Number of steps that have ended meanwhile.
+        """
+        self._forward.count_unseen(unseen_steps)
         self._attachments.reattach()
+        self._of_updates.reattach()
         activate(self._recorder)
 
     def remove(self) -> None:
         """Take everything off the model, the optimizers and torch for good. Safe to call twice."""
         deactivate(self._recorder)
         self._attachments.remove()
+        self._of_updates.remove()
         if self._submodules is not None:
             self._submodules.step_ended()

@@ -1,5 +1,6 @@
 """Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ class CompiledStep:
     def call_ends(self, result: Any = None) -> None:
         """Mark the end."""
         self._recorder.mark(OTHER)
+
+    def count_unseen(self, steps: int) -> None:
+        """Do nothing: there is nothing to count."""
 
     def step_ended(self, timed: bool) -> None:
         """Do nothing: there is nothing to count."""
@@ -114,3 +118,9 @@ def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         elif is_compiled(module):
             original: nn.Module = module._orig_mod  # type: ignore[assignment]  # by `is_compiled`
             yield from ((module, one) for one in original.modules())
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process: its code guards hooks."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"] or dynamo.counters["frames"])

@@ -30,8 +30,9 @@ class EvaluationBoundary:
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
         self._model = model
-        # How many such calls the open step has, and which one it is, of all that have ended.
-        self._step = self._calls = 0
+        # Which step is open, of all that were seen; how many such calls it has, and in which step
+        # they were counted.
+        self._seen = self._step = self._calls = 0
         # Both of the last steps that had some.
         self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
 
@@ -49,14 +50,17 @@ class EvaluationBoundary:
         if is_certain and recorder.label == EVALUATION:
             recorder.pause(since=EVALUATION)
 
+    def count_steps(self, n: int = 1) -> None:
+        """Count steps that have ended, or were dropped."""
+        self._seen += n
+
     def count(self) -> bool:
         """Counts such a call, in a step that is timed or not.
 
         Returns:
             Whether the open step has certainly more of them than those before.
         """
-        # What is begun anew, such as an epoch, counts as another step.
-        step = self._recorder.ended_steps + self._recorder.begins
+        step = self._seen
         if step != self._step:
             self._before.append((self._step, self._calls))
             self._step, self._calls = step, 0

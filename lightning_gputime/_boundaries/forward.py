@@ -107,6 +107,7 @@ class ForwardBoundary:
         """
         self._running.clear()
         self._losses.candidates.clear()
+        self._evaluation.count_steps()
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -116,6 +117,10 @@ class ForwardBoundary:
                 self._nested.clear()
         elif timed:
             self._discover(everywhere=True)
+
+    def count_unseen(self, steps: int) -> None:
+        """Count steps that have ended while suspended."""
+        self._evaluation.count_steps(steps)
 
     def _time(self, module: nn.Module) -> tuple[Attachment, ...]:
         add = self._attachments.add

@@ -33,6 +33,7 @@ class Loop:
         wrap_backward: Whether to stand in for what runs the autograd engine.
         batch: Whether a batch is at work, which the loop keeps up to date.
         waits_before_batch: Whether the host waits for the device before each batch.
+        needs_updates: Whether only the updates of optimizers tell where steps end.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Loop:
     wrap_backward: bool = True
     batch: Batch = field(default_factory=Batch)
     waits_before_batch: bool = False
+    needs_updates: bool = False
 
     @property
     def called(self) -> nn.Module:

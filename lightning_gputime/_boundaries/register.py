@@ -15,7 +15,7 @@ class Replaced:
 
     Attributes:
         what: What it is, for users.
-        kind: What has it: a module, a class, or an object.
+        kind: What has it: a module, a class, or an object; several joined by commas.
         names: Its names.
         when: From when to when it is replaced.
         idle: What a call costs beyond the original's while no step is timed.
@@ -78,8 +78,8 @@ REGISTER = (
         "a hook on a gradient ends too early, and `full_backward_pre_hook` begins late",
     ),
     Replaced(
-        "`zero_grad` of the loop's optimizers",
-        OBJECT,
+        "`zero_grad` of the loop's optimizers; under Fabric, of their classes",
+        f"{OBJECT}, {CLASS}",
         frozenset({"zero_grad"}),
         _TIMED,
         _CALL,
@@ -192,5 +192,5 @@ REGISTER = (
 def find(owner: object, name: str) -> Replaced | None:
     """Return the entry for `owner.name`, if it is in the register."""
     kind = CLASS if isinstance(owner, type) else MODULE if isinstance(owner, ModuleType) else OBJECT
-    found = (one for one in REGISTER if one.kind == kind and name in one.names)
+    found = (one for one in REGISTER if kind in one.kind.split(", ") and name in one.names)
     return next(found, None)

@@ -27,6 +27,7 @@ from lightning_gputime._causes.detectors import (
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
 from lightning_gputime._untraced import untraced
 
@@ -85,6 +86,8 @@ class SlowStepAnalyzer:
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._reads_since = 0
         self._tell_once = TellOnce()
+        self.newest: Sequence[SlowStep] = ()
+        """The slow ones among the steps that were read last."""
 
     def attach(self) -> None:
         """Let the detectors look."""
@@ -138,13 +141,15 @@ class SlowStepAnalyzer:
         # What is read together may be handed over in parts.
         self._reads_since = self.own_calls.started_ns = now_ns
 
-    def steps_read(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
-        """Take the next steps but those of the warm-up, and return the slow ones.
+    def timing_resumes(self) -> None:
+        """Call where a step starts after some that were not timed."""
+        now_ns = self._ended_ns = self._now_ns()
+        self._call_all("step_ends", now_ns)
+        self._call_all("read_counters", now_ns)
 
-        Args:
-            steps: What was read, in order.
-            each_ms: How long each of them took (in milliseconds).
-        """
+    def steps_read(self, read: ReadSteps) -> None:
+        """Judge the next steps but those of the warm-up."""
+        steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowStep] = []
         try:
             for first in range(0, len(steps), _TOGETHER):
@@ -154,7 +159,8 @@ class SlowStepAnalyzer:
             found = []
             self._give_up(error)
         self.log.add(found, is_known=self._baseline.is_known)
-        return found
+        self.newest = found
+        self.reading_ends()
 
     def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         baseline, found = self._baseline, []

@@ -145,14 +145,20 @@ class PendingSteps:
         except Exception as error:
             self.give_up(error)
 
-    def end_untimed(self, read: bool = False) -> None:
-        """Count a step that ended without times: the one wait may be due there.
+    @property
+    def has_pending(self) -> bool:
+        """Whether steps have ended that the device may still run."""
+        return bool(self._pending)
+
+    def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
+        """Count steps that ended without times: the one wait may be due there.
 
         Args:
             read: Whether to read the finished steps now.
+            steps: Number of steps that have ended.
         """
-        self.ended += 1
-        self._untimed += 1
+        self.ended += steps
+        self._untimed += steps
         if self._pending or (read and self._finished):
             self._unless_capturing(self._finish_due, read)
 

@@ -462,6 +462,11 @@ class Recorder:
         self._pending.add(step, may_wait=False)
         return True
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether steps have ended that the device may still run."""
+        return self._pending.has_pending
+
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
         self._home = get_ident()

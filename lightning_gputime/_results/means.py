@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.loggers import Destination, MetricsLogger, key
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference
@@ -42,7 +42,14 @@ class MeanLog:
         beside: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
         self._prefix, self._stage, self._beside = prefix, stage, beside
-        self._every_n_steps = every_n_steps
+        self.every_n_steps = every_n_steps
+        """As given."""
+        self.observers: Sequence[Any] = ()
+        """Their metrics are logged beside the means."""
+        self.on_logged: Callable[[], object] = lambda: None
+        """Called where steps that were read are logged."""
+        self.is_owed = False
+        """Whether a step that is to be logged has finished, and is not read."""
         self._loggers = loggers
         self._destinations = [Destination(logger, prefix, stage) for logger in loggers]
         self._publish = publish
@@ -57,8 +64,6 @@ class MeanLog:
         """What the work of the steps is held against."""
         self.slow = SlowLog()
         """The slow steps, which are logged with their window."""
-        self.peaks = PhaseMemory()
-        """The memory of phases, which is logged with it, too."""
 
     @property
     def loggers(self) -> Sequence[MetricsLogger]:
@@ -77,8 +82,18 @@ class MeanLog:
 
     def next_due(self, step: int) -> float:
         """Returns the number from which on a step is logged, if `step` is the last before."""
-        every = self._every_n_steps
+        every = self.every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
+
+    def note_finished(self, step: int) -> None:
+        """Note the number of the newest step that has finished: a log may be owed by now."""
+        self.is_owed = self.newest is not None and step >= self.next_due(self.newest)
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        """Take the next steps, and log where one is due."""
+        if self.add(steps.records, steps.sums):
+            self.is_owed = False
+            self.on_logged()
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Takes the next steps, and logs where one is due. Tells if it did.
@@ -113,7 +128,7 @@ class MeanLog:
         sums = self._sums
         if not only_publish:
             self._sums = Sums()
-            if not self._every_n_steps:
+            if not self.every_n_steps:
                 return
         n = sums.step.n
         if n and self.newest is not None:
@@ -128,8 +143,10 @@ class MeanLog:
                 means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
             means |= self.slow.metrics(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
-            values |= self.peaks.metrics(self.newest, keep=only_publish)
             values |= self.yardstick.metrics(sums.work)
+            for one in self.observers:
+                if hasattr(one, "metrics"):
+                    values |= one.metrics(self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

@@ -15,6 +15,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import Findings, Setup, advise
 from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
 from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
@@ -63,6 +64,12 @@ class Results:
         """How the training is set up."""
         self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
+        self.one_in = 1
+        """1 of this many steps is timed now, with `every_n_steps="auto"`."""
+        self.max_overhead: float | None = None
+        """What timing each step would take, as a fraction of the step; None if unknown."""
+        self.observers: Sequence[Any] = ()
+        """Those of the user, which add sections to the summary."""
         self._busy = Sums()
         self.probe_failure = ""
         """Why no step is probed any more; empty if they are."""
@@ -88,6 +95,10 @@ class Results:
             newest = self._newest.copy()
         # Outside of the lock, which the thread of the loop may be waiting for.
         return [step.times() for step in newest.steps()]
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        """Take the next steps."""
+        self.add(steps.records, steps.sums)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> Sequence[StepRecord]:
         """Takes the next steps, and returns those that are no warm-up.
@@ -167,6 +178,9 @@ class Results:
             run_ahead_mean_ms=mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
+            one_in=self.one_in,
+            max_overhead=self.max_overhead,
+            sections=sections_of(self.observers),
             hint="" if seen else self._hint,
             slow=self.slow.summary(steps, step_ms),
             work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),

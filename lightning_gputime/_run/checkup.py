@@ -50,23 +50,24 @@ class Checkup:
 
     Args:
         results: Have the sums.
-        boundaries: Have seen the loop.
-        recorder: Knows of other threads.
     """
 
-    def __init__(self, results: Results, boundaries: Boundaries, recorder: Recorder) -> None:
+    def __init__(self, results: Results) -> None:
         self._results = results
-        self._boundaries = boundaries
-        self._recorder = recorder
+        self._boundaries: Boundaries
+        self._recorder: Recorder
         self._is_over = False
 
-    def look(self) -> bool:
-        """Must be called when steps were read, until it has judged. Tells if it has."""
-        self._is_over = self._results.sums.step.n >= ENOUGH
-        if self._is_over:
+    def watch(self, boundaries: Boundaries, recorder: Recorder) -> None:
+        """Take what has seen the loop, and what knows of other threads."""
+        self._boundaries, self._recorder = boundaries, recorder
+
+    def steps_read(self, _: object) -> None:
+        """Judge once, when there are enough steps."""
+        if not self._is_over and self._results.sums.step.n >= ENOUGH:
+            self._is_over = True
             self._tell_of_ranks()
             self._judge(self._results.sums)
-        return self._is_over
 
     def end(self) -> None:
         """Must be called at the end: of few steps it says only what is certain."""

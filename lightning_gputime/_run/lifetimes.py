@@ -29,6 +29,11 @@ def attached(session: Ending) -> None:
     _attached.add(session)
 
 
+def is_alone() -> bool:
+    """Return whether one session at most is attached."""
+    return len(_attached) <= 1
+
+
 def detached(session: Ending) -> None:
     """Must be told of a session that is not attached any more. Safe to call twice."""
     _attached.discard(session)

@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -15,6 +15,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.ranks import (
     ITEMS_TIME,
     Noise,
@@ -78,11 +79,11 @@ class RankComparer:
         """Whether there are other ranks, and they are compared."""
         return self._exchange is not None
 
-    def steps_read(self, steps: Sequence[StepRecord]) -> None:
+    def steps_read(self, steps: ReadSteps) -> None:
         """Take the steps that were read, without those of the warm-up."""
         if self._exchange is not None:
-            self._recent.extend(steps)
-            self._noise.add(steps)
+            self._recent.extend(steps.measured)
+            self._noise.add(steps.measured)
 
     def log_is_due(self, finished: int) -> None:
         """Call where a log is due: with "log", so is a comparison.

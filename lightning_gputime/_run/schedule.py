@@ -1,10 +1,14 @@
 """Which steps are timed, and how: decided by their index alone, so that all ranks agree."""
 
+import statistics
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
-from lightning_gputime._options import Options
+from lightning_gputime._options import AUTO, Options
+from lightning_gputime._record.steps import StepRecord
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949
@@ -13,63 +17,80 @@ _GOLDEN = 0.6180339887498949
 class Kind(Enum):
     """What becomes of a step.
 
-    ======== ===============================================================================
-    kind     meaning
-    ======== ===============================================================================
-    TIMED    its times count
-    PROBED   it is launched while the device is kept busy, and counts apart
-    SKIPPED  it is not timed, as one of the steps between those that are
-    LEFT_OUT it is not timed, because it is not like the others: the one after a probed step
-             starts with an empty queue, and one that other ranks probe waits for them
-    ======== ===============================================================================
+    ================ =======================================================================
+    kind             meaning
+    ================ =======================================================================
+    TIMED            its times count
+    PROBED           it is launched while the device is kept busy, and counts apart
+    UNTIMED          it is one of those between the timed steps
+    UNREPRESENTATIVE it is not timed, because it is not like the others: the one after a
+                     probed step starts with an empty queue, and one that other ranks probe
+                     waits for them
+    ================ =======================================================================
     """
 
-    TIMED, PROBED, SKIPPED, LEFT_OUT = range(4)
+    TIMED, PROBED, UNTIMED, UNREPRESENTATIVE = range(4)
 
 
 # As globals: they are looked up at every step.
-TIMED, PROBED, SKIPPED, LEFT_OUT = Kind
+TIMED, PROBED, UNTIMED, UNREPRESENTATIVE = Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The plan of a run's steps. Their indices count every step, timed or not, from 0.
 
+    The last `block` of every `period` steps are timed. Periods are counted back from the end of
+    each window, so that the last step of a window, which is logged, is a timed one.
+
     Attributes:
-        every_n_steps: One step in so many is timed, the last of them.
-        probe_every_n_steps: One step in so many is probed; with 0 none is. They lie unevenly, so
-            that they do not all fall on steps that the loop does something special in.
-        warmup_steps: How many of the first steps are not probed.
+        period: Number of steps from one block of timed steps to the next.
+        block: Number of steps in a block.
+        window: Number of steps between two logs, a whole period at least.
+        offset: Number of the step with index 0.
+        probe_every_n_steps: 1 of this many steps is probed; with 0 none is. They lie unevenly, so
+            that they do not all fall on steps in which the loop does something special.
+        warmup_steps: Number of first steps that are not probed.
     """
 
-    every_n_steps: int = 1
+    period: int = 1
+    block: int = 1
+    window: int = 1
+    offset: int = 0
     probe_every_n_steps: int = 0
     warmup_steps: int = 0
 
     @classmethod
     def of(cls, options: Options) -> Self:
-        """Returns the plan that a timer begins with."""
-        return cls(options.every_n_steps, options.probe_every_n_steps, options.warmup_steps)
+        """Return the plan that a timer starts with."""
+        every = options.every_n_steps
+        n = 1 if every == AUTO else int(every)
+        return cls(
+            n,
+            window=n,
+            probe_every_n_steps=options.probe_every_n_steps,
+            warmup_steps=options.warmup_steps,
+        )
 
     @property
-    def is_plain(self) -> bool:
+    def times_all(self) -> bool:
         """Whether all steps are timed, and all alike."""
-        return self.every_n_steps == 1 and not self.probe_every_n_steps
+        return self.period == self.block and not self.probe_every_n_steps
 
     def kind(self, index: int) -> Kind:
-        """Returns what becomes of the step of this index, if nothing prevents its probe."""
+        """Return what becomes of the step of this index, if nothing prevents its probe."""
         if self._is_probed(index):
             return PROBED
-        return LEFT_OUT if self._is_probed(index - 1) else self.kind_unprobed(index)
+        return UNREPRESENTATIVE if self._is_probed(index - 1) else self.kind_unprobed(index)
 
     def kind_unprobed(self, index: int) -> Kind:
-        """Returns what becomes of it where no step is probed."""
-        return TIMED if index == self.next_timed(index) else SKIPPED
+        """Return what becomes of it where no step is probed."""
+        return TIMED if index == self.next_timed(index) else UNTIMED
 
     def next_timed(self, index: int) -> int:
-        """Returns the index of the first step from this one on that is timed without a probe."""
-        n = self.every_n_steps
-        return index + n - 1 - index % n
+        """Return the index of the first step from this one on that is timed without a probe."""
+        to_end = -(index + self.offset + 1) % self.window
+        return index + max(to_end % self.period - self.block + 1, 0)
 
     def _is_probed(self, index: int) -> bool:
         n = self.probe_every_n_steps
@@ -80,5 +101,117 @@ class Schedule:
 
 
 def _place(turn: int, n: int) -> int:
-    """Returns one of the numbers below `n`, another one in each turn, all of them as often."""
+    """Return one of the numbers below `n`, another one in each turn, all of them as often."""
     return int((turn + 1) * _GOLDEN % 1 * n)
+
+
+FIRST_STEPS = 100
+"""With "auto" this many first steps are timed, all of them."""
+
+LONGEST_STRETCH = 10
+"""The host's time is looked at after this many untimed steps."""
+
+_TARGET = 0.008
+"""What timing may take as a fraction of the time: below 1 %, as it is not measured exactly."""
+
+_BLOCK, _LONGEST_PERIOD = 5, 500
+
+_MOST_PER_MARK_NS = 40_000
+"""No mark costs the host more than this. A longer difference is chance."""
+
+_REMEMBERED = 50
+"""Number of newest timed steps, and stretches of untimed ones, that are compared."""
+
+_MOST_BETWEEN = 4096
+"""At most this many steps pass between two decisions."""
+
+
+class AutoSchedule:
+    """Decide how many steps are timed, so that timing takes less than 1 % of the time.
+
+    Where the GPU sets the pace, timing is hidden in the time for which the host waits. Elsewhere
+    what it costs is measured in the loop itself: the host's time per timed step, beside that per
+    untimed step. An empty loop is no guide: in a loop that works the code of a hook has left the
+    processor's cache by the next step.
+
+    Args:
+        window: Number of steps between two logs; each window has a block of timed steps.
+        offset: Number of the first step.
+    """
+
+    def __init__(self, window: int, offset: int) -> None:
+        self._window, self._offset = window, offset
+        self.due = FIRST_STEPS
+        """Index of the step before which `decide` must be called."""
+        self.n = 1
+        """1 of this many steps is timed."""
+        self.share: float | None = None
+        """What timing costs in a timed step, as a fraction of an untimed one; None if unknown."""
+        self._timed_ns: deque[int] = deque(maxlen=_REMEMBERED)
+        self._untimed_ns: deque[float] = deque(maxlen=_REMEMBERED)
+        self._switches_ns: deque[int] = deque(maxlen=_REMEMBERED)
+        # Of the steps that were read: marks, how long the host waited, and what reading took.
+        self._read = self._marks = 0
+        self._wait_ms = 0.0
+        self._reading_ns = 0
+
+    def add_timed(self, steps: Sequence[StepRecord], reading_ns: int) -> None:
+        """Take timed steps that were read, and how long that took (in nanoseconds)."""
+        self._timed_ns.extend(step.host_ns[-1] - step.host_ns[0] for step in steps)
+        self._read += len(steps)
+        self._marks += sum(len(step.labels) for step in steps)
+        self._wait_ms += sum(step.wait_ms for step in steps)
+        self._reading_ns += reading_ns
+
+    def add_untimed(self, ns: int, steps: int) -> None:
+        """Take how long some untimed steps took the host (in nanoseconds)."""
+        self._untimed_ns.append(ns / steps)
+
+    def add_switch(self, ns: int) -> None:
+        """Take how long it took to put the hooks on, or off (in nanoseconds)."""
+        self._switches_ns.append(ns)
+
+    def decide(self, index: int) -> int:
+        """Return of how many steps 1 is to be timed from the step of this index on."""
+        # Once more when some untimed steps were seen, then at ever longer intervals.
+        has_compared = bool(self._untimed_ns)
+        self.due = index + (min(index, _MOST_BETWEEN) if has_compared else 2 * self._longest_period)
+        if not self._read:
+            return self.n
+        most_ns = self._marks / self._read * _MOST_PER_MARK_NS
+        wait_ns = self._wait_ms / self._read * 1e6
+        step_ns = statistics.median(self._untimed_ns or self._timed_ns)
+        if wait_ns >= most_ns or most_ns < _TARGET * step_ns:
+            return 1
+        if not has_compared:
+            return self._longest_period
+        reading_ns = self._reading_ns / self._read
+        cost_ns = statistics.median(self._timed_ns) - step_ns + reading_ns
+        cost_ns = min(max(cost_ns, 0.0), most_ns)
+        self.share = cost_ns / step_ns
+        return self._smallest_n(cost_ns, _TARGET * step_ns)
+
+    def _smallest_n(self, cost_ns: float, target_ns: float) -> int:
+        if cost_ns < target_ns:
+            return 1
+        switch_ns = 2 * statistics.median(self._switches_ns or [0])
+        for n in range(2, self._longest_period):
+            plan = self._plan(n)
+            if plan.block * cost_ns + switch_ns <= plan.period * target_ns:
+                return n
+        return self._longest_period
+
+    def schedule(self, n: int) -> Schedule:
+        """Return the plan that times 1 of n steps: the same one on all ranks."""
+        self.n = n
+        return self._plan(n)
+
+    def _plan(self, n: int) -> Schedule:
+        if n == 1:
+            return Schedule()
+        block = max(min(_BLOCK, self._longest_period // n), 1)
+        return Schedule(block * n, block, max(self._window, block * n), self._offset)
+
+    @property
+    def _longest_period(self) -> int:
+        return max(min(self._window, _LONGEST_PERIOD), 2)

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import current_thread, get_ident
+from threading import Thread, current_thread, get_ident
+from typing import Any, cast
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import deactivate
+from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._options import Options
+from lightning_gputime._memory import PhaseMemory, sampler_for
+from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -21,22 +24,34 @@ from lightning_gputime._phases import (
     StepTimes,
 )
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.recorder import PAUSED
+from lightning_gputime._record.ranges import Annotator
+from lightning_gputime._record.recorder import PAUSED, Recorder
+from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
-from lightning_gputime._run.asked import Asked
+from lightning_gputime._run.agreement import open_agreement
 from lightning_gputime._run.checkup import Checkup
-from lightning_gputime._run.delivery import Delivery
+from lightning_gputime._run.dispatcher import StepDispatcher, user_functions
 from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.rank_comparer import RankComparer
-from lightning_gputime._run.recording import recorder_for
-from lightning_gputime._run.schedule import Schedule
-from lightning_gputime._run.selection import Selection
+from lightning_gputime._run.schedule import (
+    LONGEST_STRETCH,
+    PROBED,
+    TIMED,
+    UNREPRESENTATIVE,
+    UNTIMED,
+    AutoSchedule,
+    Kind,
+    Schedule,
+)
 from lightning_gputime._work.work import WorkCounter
 
+_SEARCH_STEPS = 20
+"""In this many first steps hooks stay on: they find what the loop calls, and graphs it captures."""
 
-class Session(Asked):
+
+class Session:
     """What a timer holds while it is attached. Its methods are what a loop tells it.
 
     `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
@@ -49,6 +64,7 @@ class Session(Asked):
         results: Keep every step for the user.
         means: Log every step.
         on_step: Functions that are called with every step.
+        number: The number of the first step.
     """
 
     def __init__(
@@ -59,84 +75,157 @@ class Session(Asked):
         results: Results,
         means: MeanLog,
         on_step: Sequence[Callable[[StepTimes], object]],
+        number: int = 0,
     ) -> None:
-        schedule = Schedule.of(options)
-        probe = Probe(clock, results) if options.probe_every_n_steps else None
-        self._comparison = RankComparer(results, means, options)
+        self._results = results
         self._now_ns = clock.host_ns
-        self._analyzer = SlowStepAnalyzer(clock, results.slow)
-        means.slow = results.slow
-        self.loads = self._analyzer.set_loader
-        """Says what loads the batches, and whether `data` has no part for its fetches."""
-        self.loader_is_asked = self._analyzer.fetch_starts
-        self._delivery = Delivery(
-            results, means, self._comparison, self._analyzer, options, on_step=on_step, probe=probe
-        )
-        self._recorder = recorder_for(
-            options, clock, results, means, self._analyzer, self._delivery
-        )
-        self.fetch_begins = partial(self._recorder.resume_or_mark, FETCH)
-        """Says that the next batch is fetched, which ends a pause."""
-        self.evaluation_begins = self._recorder.pause_now
-        """As `pause`, but what was before, such as callbacks, is still the step's."""
-        self.part_begins = self._recorder.mark
-        """Says that from here on the time belongs to a part of `data`, or to `other`."""
-        self._is_plain = schedule.is_plain
-        super().__init__(self._recorder)
+        self.thread = -1
+        """The thread that is timed; -1 before the first step."""
+        # The same, to ask whether it still lives: while it does, no other thread may read.
+        self._runner: Thread | None = None
+        self.is_attached = self.was_attached = True
+        """Whether the session runs, and whether it ever did."""
         # The number of the last step that ended.
         self._newest: int | None = None
         self._tried_update = False
-        self.is_attached = self.was_attached = True
-        """Whether the hooks are on, and whether they ever were."""
-        self._work = WorkCounter(options, loop, self._recorder)
-        self.takes, self.worked = self._work.add_batch, self._work.end_batch
-        """Say what the batch is, when it has begun; that it is over, and the step has another."""
-        results.yardstick = means.yardstick = self._work.reference
-        self._boundaries = Boundaries(self._recorder, loop, self._work.add_call)
-        self._checkup = Checkup(results, self._boundaries, self._recorder)
-        self._delivery.look = self._checkup.look
-        self._comparison.boundaries = self._boundaries
-        self._selection = Selection(
-            schedule,
-            probe,
-            self._recorder,
-            self._boundaries,
-            has_others=not results.on_host_clock and is_distributed(),
-            waits_before_batch=loop.waits_before_batch,
+        # Which steps are timed. Their index counts all of them; numbers may leave some out.
+        self._schedule = Schedule.of(options)
+        self._auto = _auto_schedule(options, means, number)
+        self._agreement = open_agreement() if self._auto and options.sync_ranks else None
+        self.times_all = self._auto is None and self._schedule.times_all
+        """Whether every step is timed, and all alike."""
+        self._index = 0
+        self._kind: Kind = UNTIMED
+        self.is_off = False
+        """Whether the hooks are off, as in most untimed steps: only ends of steps are counted."""
+        self.needs_updates = loop.needs_updates
+        """Whether the loop needs to know of each update, to know where its steps end."""
+        # While off: the index of the step that turned the hooks off, of that which turns them on
+        # again, and of the next in which something is due.
+        self._off_at = self._on_at = self._due_at = 0
+        # What is an evaluation the step before a timed one must show.
+        self._lead_in = int(loop.pause_evaluation)
+        # When, and with which index, the host's time was last looked at.
+        self._looked = (0, 0)
+        self._lag = options.lag
+        # Observers, in the order in which they are told.
+        probe = Probe(clock, results) if options.probe_every_n_steps else None
+        self._probe = probe
+        self._comparison = RankComparer(results, means, options)
+        self.analyzer = SlowStepAnalyzer(clock, results.slow)
+        means.slow = results.slow
+        means.on_logged = partial(self.analyzer.own_calls.end, "logging")
+        """Finds slow steps, and their causes."""
+        self._checkup = Checkup(results)
+        users = user_functions(options, on_step, self.analyzer)
+        self._means = means
+        observers = [results, self._comparison, self.analyzer, means, self._checkup]
+        sampler = sampler_for(clock) if options.memory else None
+        if sampler is not None:
+            results.peaks = PhaseMemory(sampler.total)
+            observers.insert(0, results.peaks)
+        observers += options.observers
+        self._dispatcher = StepDispatcher([*observers, users], means, self._comparison, options)
+        results.observers = options.observers
+        means.observers = [results.peaks, *options.observers]
+        self._reading_since = 0
+        self.recorder = Recorder(
+            clock,
+            lag=options.lag,
+            emit=self._steps_read,
+            batch=users.batch,
+            annotate=Annotator() if options.annotate else None,
+            on_reading_start=self._reading_begins,
+            sampler=sampler,
         )
-        self._analyzer.attach()
+        """Records the marks."""
+        self.work = WorkCounter(options, loop, self.recorder)
+        """Counts what the steps work on."""
+        results.yardstick = means.yardstick = self.work.reference
+        self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
+        self._comparison.boundaries = self._boundaries
+        self._checkup.watch(self._boundaries, self.recorder)
+        self._has_others = not results.on_host_clock and is_distributed()
+        self._waits_before_batch = loop.waits_before_batch
+        # Whether the first batch of the open step has not begun.
+        self._is_early = False
+        self.analyzer.attach()
+        for one in options.observers:
+            if hasattr(one, "attach"):
+                one.attach()
         lifetimes.attached(self)
 
     # What a loop tells
 
     def begin(self, number: int) -> None:
-        """Starts the step `number` here, in the calling thread. What is open is dropped."""
+        """Start the step `number` here, in the calling thread. Drop what is open."""
         self.thread, self._runner = get_ident(), current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
-        self._work.reset()
-        self._analyzer.loop_begins()
-        self._selection.begin()
+        self.work.reset()
+        self.analyzer.loop_begins()
+        if self.is_off:
+            return
+        # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
+        # time. So no other rank does it either.
+        self._kind = self._schedule.kind_unprobed(self._index)
+        if self._kind is TIMED:
+            self.recorder.begin()
+        else:
+            self.recorder.rest()
+        self._is_early = False
+        if self._probe is not None:
+            self._probe.step_begins()
+
+    def loads(self, loader: object, in_data: bool) -> None:
+        """Take the loader of the batches.
+
+        Args:
+            loader: The loader.
+            in_data: Whether `data` has no part of its own for fetches.
+        """
+        self.analyzer.set_loader(loader, in_data)
+
+    def fetch_begins(self) -> None:
+        """Mark the fetch of the next batch, which ends a pause."""
+        self.recorder.resume_or_mark(FETCH)
+
+    def loader_is_asked(self) -> None:
+        """Note that a batch is fetched next, where `data` has no part for that."""
+        self.analyzer.fetch_starts()
+
+    def takes(self, batch: object) -> None:
+        """Take the batch, when it has begun."""
+        self.work.add_batch(batch)
+
+    def worked(self) -> None:
+        """Note that the batch is over, and that the step has another."""
+        self.work.end_batch()
+
+    def part_begins(self, label: str) -> None:
+        """Attribute time to a part of `data`, or to `other`, from now on."""
+        self.recorder.mark(label)
 
     def part_began(self, label: str) -> None:
-        """As `part_begins`, but from the end of the last step or micro-batch on."""
-        self._recorder.mark_instead(DATA, label)
+        """Attribute time to `label` from the end of the last step or micro-batch on."""
+        self.recorder.mark_instead(DATA, label)
 
     def batch_begins(self) -> None:
-        """Says that the batch is there: its fetch, or a pause, is over."""
-        if self._recorder.state is PAUSED:
-            self._recorder.resume(OTHER)
+        """Mark that the batch is there: its fetch, or a pause, is over."""
+        if self.recorder.state is PAUSED:
+            self.recorder.resume(OTHER)
         else:
-            self._recorder.mark(OTHER)
-        if not self._is_plain:
-            self._selection.batch_begins()
+            self.recorder.mark(OTHER)
+        if self._is_early:
+            self._is_early = False
+            self._start_probe()
 
     def update_begins(self) -> None:
-        """Says that an optimizer is about to run its update; then it may still skip it."""
+        """Mark that an optimizer is about to run its update; then it may still skip it."""
         self._tried_update = True
         # Where there was no backward, nothing else tells it.
-        if self._recorder.label != AFTER_BACKWARD:
-            self._recorder.mark(OPTIMIZER)
+        if self.recorder.label != AFTER_BACKWARD:
+            self.recorder.mark(OPTIMIZER)
 
     @property
     def has_updated(self) -> bool:
@@ -154,85 +243,271 @@ class Session(Asked):
         return self._boundaries.has_optimizers
 
     def batch_ends(self) -> None:
-        """Says that a micro-batch is over, and that the step goes on with the next one."""
-        self._work.end_batch()
-        self._recorder.resume_or_mark(DATA)  # A validation at the end of the body is over.
+        """Note that a micro-batch is over, and that the step goes on with the next one."""
+        self.work.end_batch()
+        self.recorder.resume_or_mark(DATA)  # A validation at the end of the body is over.
 
     def end_step(self, number: int) -> bool:
-        """Ends the open step under `number`, and begins the next. Tells if that may be timed."""
+        """End the open step under `number`, and start the next. Return whether hooks are on."""
+        if self.is_off:
+            return self._end_step_off(number)
         self._newest = number
         self._tried_update = False
-        self._analyzer.step_ends(self._now_ns())
-        recorder = self._recorder
-        recorder.load = self._work.take_step_work()
-        if self._is_plain:
-            reads = self._delivery.step_ends(number)
+        self.analyzer.step_ends(self._now_ns())
+        recorder = self.recorder
+        recorder.load = self.work.take_step_work()
+        reads = self._dispatcher.end_step(number)
+        if self.times_all:
             recorder.end_step(number, self._boundaries.step_ended(), reads)
         else:
-            self._selection.end_step(number, self._delivery.step_ends(number))
-        if self._comparison.due_step is not None or self._work.is_due:
+            self._end_planned_step(number, reads)
+        if self._comparison.due_step is not None or self.work.is_due:
             # None of it is part of the step that has begun.
             recorder.pause()
             self._comparison.compare_if_due()
-            self._work.measure()
+            self.work.measure()
             recorder.resume()
         # A user's function may have removed the timer.
-        if not self._is_plain and self.is_attached:
-            self._selection.begin_next()
-        return True
+        if not self.times_all and self.is_attached:
+            self._start_planned_step()
+        return not self.is_off
 
     def is_left(self, number: int) -> bool:
-        """Says that the loop is left inside a step. Tells if that ended, under `number`.
+        """Handle an exit inside a step. Return whether that had ended, under `number`.
 
-        It did if no model was called after its last update, or, in inference, its last call; it
+        It had if no model was called after its last update, or, in inference, its last call; it
         ended there. Nothing is waited for: the loop may have raised.
         """
         if get_ident() != self.thread:
             return False
-        self._recorder.load = self._work.take_step_work()
-        if self._selection.is_timing:
+        self.recorder.load = self.work.take_step_work()
+        if self.is_off:
+            has_ended = self.has_updated or not self.needs_updates
+        elif self._kind is TIMED:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
-            has_ended = self._recorder.end_at(last, number)
+            has_ended = self.recorder.end_at(last, number)
         else:
             has_ended = self.has_updated
         if has_ended:
             self._newest = number
             self._tried_update = False
-            self._delivery.step_ends(number)
+            self._dispatcher.end_step(number)
             self._boundaries.step_ended()
-            self._selection.leave_step()
+            self._index += 1
+            if not self.is_off:
+                if not self.times_all:
+                    self._start_planned_step()
+            elif self._index >= self._on_at:
+                self._turn_on()
         return has_ended
 
     def pause(self) -> None:
-        """Lets the time until `resume` belong to no step, as that of an evaluation."""
-        self._recorder.pause()
+        """Exclude the time from the last mark until `resume`, as that of an evaluation."""
+        self.recorder.pause()
+
+    def evaluation_begins(self) -> None:
+        """Exclude the time from here on until `resume`: what was before is still the step's."""
+        self.recorder.pause_now()
 
     def resume(self) -> None:
-        """Ends a pause: what follows is the next fetch."""
-        self._recorder.resume()
+        """End a pause: what follows is the next fetch."""
+        self.recorder.resume()
 
     def publish(self) -> None:
-        """Reads the steps that have ended, and lets other callbacks find their means."""
-        self._recorder.flush()
-        self._delivery.publish()
+        """Read the steps that have ended, and let other callbacks find their means."""
+        self.recorder.flush()
+        self._means.log_means(only_publish=True)
 
     def compare_ranks(self) -> None:
-        """Compares the ranks of a distributed run, in all steps that have ended."""
+        """Compare the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
             self.flush()
             self._comparison.compare_all(self._newest)
 
+    # Steps that are not all alike
+
+    def _end_planned_step(self, number: int, reads: bool) -> None:
+        kind = self._kind
+        if self._probe is not None:
+            usual = kind in (TIMED, UNTIMED) and self._index >= self._schedule.warmup_steps
+            # Before all else: reading and logging are no part of the launches.
+            self._probe.step_ends(usual=usual)
+        is_timed = kind in (TIMED, PROBED)
+        skipped_update = self._boundaries.step_ended(timed=is_timed)
+        if is_timed:
+            self.recorder.end_step(number, skipped_update, reads)
+        else:
+            self.recorder.end_untimed(reads)
+        self._index += 1
+        if self._auto is not None:
+            before_ns, _ = self._looked
+            self._looked = self._now_ns(), self._index
+            if kind is UNTIMED:
+                self._auto.add_untimed(self._looked[0] - before_ns, 1)
+
+    def _start_planned_step(self) -> None:
+        """Start a step; where the last one was timed, its last mark is the first of this one."""
+        if self._auto is not None and self._index >= self._auto.due:
+            self._decide(self._auto)
+        before, self._kind = self._kind, self._next_kind()
+        if self._kind in (UNTIMED, UNREPRESENTATIVE):
+            self.recorder.rest()
+            if self._kind is UNTIMED and self._can_turn_off():
+                self._turn_off()
+        elif before in (UNTIMED, UNREPRESENTATIVE):
+            self.recorder.begin()
+        if self._probe is not None:
+            self._is_early = self._waits_before_batch
+            if not self._is_early:
+                self._start_probe()
+
+    def _next_kind(self) -> Kind:
+        """Return what becomes of the step that starts: what is planned, if it can be."""
+        kind = self._schedule.kind(self._index)
+        if kind is PROBED and self._probe is not None and not self._probe.is_ready():
+            # Where other ranks may probe this step, it waits for them, and is not like the others.
+            if self._has_others:
+                return UNREPRESENTATIVE
+            return self._schedule.kind_unprobed(self._index)
+        # The one before was not probed after all: this one starts with a queue as usual.
+        if kind is UNREPRESENTATIVE and self._kind not in (PROBED, UNREPRESENTATIVE):
+            return self._schedule.kind_unprobed(self._index)
+        return kind
+
+    def _start_probe(self) -> None:
+        if self._probe is not None:
+            if self._kind is PROBED:
+                self.recorder.start_probe(self._probe.keep_busy)
+            self._probe.step_begins()
+
+    def _decide(self, auto: AutoSchedule) -> None:
+        n = auto.decide(self._index)
+        if self._agreement is not None:
+            # It may wait for others, once: that is no part of the step that has begun.
+            self.recorder.pause()
+            n = self._agreement.agree(n)
+            self.recorder.resume()
+        self._schedule = auto.schedule(n)
+        self._results.one_in, self._results.max_overhead = n, auto.share
+
+    # Off: no hooks, between blocks of timed steps
+
+    def _can_turn_off(self) -> bool:
+        if self._index < _SEARCH_STEPS or self._probe is not None:
+            return False  # A step that is probed starts in the one before.
+        if self._schedule.next_timed(self._index) - self._lead_in <= self._index:
+            return False
+        # Where compiled code guards hooks, taking them off compiles anew. And of two timers each
+        # must know of the calls of the other's model, whose backward is not its own.
+        return not has_compiled() and lifetimes.is_alone()
+
+    def _turn_off(self) -> None:
+        begin_ns = self._now_ns()
+        self._boundaries.suspend(keep_updates=self.needs_updates)
+        self.is_off = True
+        self._off_at = self._index
+        self._on_at = self._schedule.next_timed(self._index) - self._lead_in
+        # The wait for the last timed steps may be due before.
+        is_pending = self.recorder.has_pending
+        end_ns = self._now_ns()
+        if self._auto is not None:
+            self._auto.add_switch(end_ns - begin_ns)
+        self._looked = end_ns, self._index
+        self._look_again_at(self._index + self._lag if is_pending else self._on_at)
+
+    def _look_again_at(self, index: int) -> None:
+        self._due_at = min(index, self._on_at, self._index + LONGEST_STRETCH)
+
+    def _end_step_off(self, number: int) -> bool:
+        """Count a step while off. Return whether hooks are on again."""
+        self._index += 1
+        if self.needs_updates:
+            self._tried_update = False
+            self._boundaries.forget_updates()
+        if self._index < self._due_at:
+            return False
+        self._newest = number
+        before_ns, before = self._looked
+        now_ns, steps = self._now_ns(), self._index - before
+        self.recorder.end_untimed(self._dispatcher.end_step(number), steps=steps)
+        if not self.is_attached:
+            return False
+        if self._auto is not None:
+            self._auto.add_untimed(now_ns - before_ns, steps)
+        if self._index >= self._on_at:
+            self._turn_on()
+            return True
+        self._looked = self._now_ns(), self._index
+        self._look_again_at(self._on_at)
+        return False
+
+    def _turn_on(self) -> None:
+        begin_ns = self._now_ns()
+        self._boundaries.reattach(self._index - self._off_at)
+        self.is_off = False
+        self.analyzer.timing_resumes()
+        self._kind = self._schedule.kind_unprobed(self._index)
+        if self._auto is not None:
+            self._auto.add_switch(self._now_ns() - begin_ns)
+        self.work.reset()
+        if self._kind is TIMED:
+            self.recorder.begin()
+
+    # Steps that were read
+
+    def _reading_begins(self) -> None:
+        self._reading_since = self._now_ns()
+        self.analyzer.reading_begins()
+
+    def _steps_read(self, records: list[StepRecord]) -> None:
+        auto, since = self._auto, self._reading_since
+        if self._probe is not None:
+            records = self._probe.take(records)
+            self._means.busy = self._probe.newest_times
+        if records:
+            self._dispatcher.dispatch(records)
+        if auto is not None:
+            auto.add_timed(records, self._now_ns() - since)
+
+    # What a user asks, from any thread
+
+    def phase(self, name: str) -> NamedPhase:
+        """Return the context manager of a phase that is named by hand."""
+        return NamedPhase(name, [self.recorder])
+
+    def paused(self) -> Paused:
+        """Return the context manager of a pause by hand."""
+        return Paused([self.recorder])
+
+    def flush(self) -> None:
+        """Wait for the steps that have ended, and read them; not beside the thread that runs."""
+        if self._may_read():
+            self.recorder.flush()
+
+    def drain(self) -> None:
+        """Read what the device has finished, without a wait; not beside the thread that runs."""
+        if self._may_read():
+            self.recorder.drain()
+
+    def _may_read(self) -> bool:
+        """Return whether steps can be read here: else two threads would, in no order."""
+        if get_ident() == self.thread:
+            return True
+        return self._runner is None or not self._runner.is_alive()
+
+    # The end
+
     def finish(self) -> None:
-        """Reads and compares the last steps, and takes everything off. Safe to call twice."""
+        """Read and compare the last steps, and take everything off. Safe to call twice."""
         if not self._may_read():
-            self._recorder.rest()  # The loop goes on beside this thread, without marks.
-        self._recorder.flush()
+            self.recorder.rest()  # The loop goes on beside this thread, without marks.
+        self.recorder.flush()
         # Before `remove`, which tells the other ranks that this one leaves.
         self.compare_ranks()
         self.remove()
 
     def abort(self) -> None:
-        """Reads what the device has finished, and takes everything off. Safe to call twice.
+        """Read what the device has finished, and take everything off. Safe to call twice.
 
         After an error, after which the device may never finish the rest.
         """
@@ -240,28 +515,70 @@ class Session(Asked):
         self.remove()
 
     def remove(self) -> None:
-        """Takes everything off the model, the optimizers and torch. Safe to call twice."""
+        """Take everything off the model, the optimizers and torch. Safe to call twice."""
         lifetimes.detached(self)
         self._boundaries.remove()
-        self._analyzer.remove()
-        self._recorder.rest()
+        self.analyzer.remove()
+        self.recorder.rest()
         if self.is_attached:
-            self.is_attached = False
-            self._delivery.end()
+            self.is_attached = self.is_off = False
+            self._means.log_means()
             self._comparison.remove()
             self._checkup.end()
+            self._dispatcher.remove()
 
     def abandon(self) -> None:
-        """Ends all timing in a process that was forked off; leaves hooks that do nothing."""
+        """End all timing in a process that was forked off; leave hooks that do nothing."""
         # Its events and ranks are its parent's, and this may be any moment.
         lifetimes.detached(self)
         self.is_attached, self.thread = False, -1
-        deactivate(self._recorder)
-        self._analyzer.remove()
-        self._recorder.abandon()
+        deactivate(self.recorder)
+        self.analyzer.remove()
+        self.recorder.abandon()
         self._comparison.abandon()
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
         self.abandon()
         lifetimes.lost(self)
+
+
+def _auto_schedule(options: Options, means: MeanLog, number: int) -> AutoSchedule | None:
+    """Return what decides how many steps are timed; None where each of them is looked at."""
+    looks_at_each = options.on_step is not None or options.annotate or options.lag == 0
+    looks_at_each |= options.probe_every_n_steps > 0 or means.every_n_steps == 1
+    if options.every_n_steps != AUTO or looks_at_each:
+        return None
+    return AutoSchedule(means.every_n_steps or 50, number)
+
+
+class _NoSession:
+    """Stand in for a session, and its parts, while a timer is not attached: calls do nothing.
+
+    Args:
+        was_attached: Whether it was, so that a loop may still run that does not know of the end.
+    """
+
+    thread = -1
+    is_attached = is_off = has_updated = ran_update = sees_updates = False
+
+    def __init__(self, was_attached: bool) -> None:
+        self.was_attached = was_attached
+
+    def __getattr__(self, name: str) -> "_NoSession":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def phase(self, name: str) -> NamedPhase:
+        return NamedPhase(name, [])
+
+    def paused(self) -> Paused:
+        return Paused([])
+
+
+NEVER_ATTACHED = cast("Session", _NoSession(False))
+REMOVED = cast("Session", _NoSession(True))

@@ -13,8 +13,6 @@ FIRST_DIMENSION = "first dimension of the batch's first tensor"
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
 
-Path = tuple[tuple[Any, Any], ...]
-
 
 class Items:
     """Counts the items of batches.
@@ -27,12 +25,9 @@ class Items:
         self._function = option if callable(option) else None
         self.fixed = nan if option is None or callable(option) else float(option)
         """The items of each batch, if the option is a number; else NaN."""
-        # Where the first tensor was in the last batch, with the types on the way: an index into
-        # anything else might be work on the device.
-        self._path: Path | None = None
-        self.kind: Any = None
-        self.key: Any = None
-        """If the last batch was of this type, its first tensor was at this key, not deeper."""
+        # A type of batches, and where the first tensor is in them; None if they are tensors.
+        self._kind: Any = None
+        self._key: Any = None
         self.of: Callable[[Any], float] = self._of_first
         """Return the items of a batch; NaN if they are not known."""
         if self._function is not None:
@@ -52,21 +47,17 @@ class Items:
         return self.fixed
 
     def _of_first(self, batch: Any) -> float:
-        if self._path is not None:
-            found: Any = batch
+        if type(batch) is self._kind:
             try:
-                for kind, key in self._path:
-                    if type(found) is not kind:
-                        raise LookupError
-                    found = found[key]
-                if isinstance(found, Tensor):
-                    return int(found.shape[0])
+                first: Any = batch if self._key is None else batch[self._key]
+                size: int = first.shape[0]
+                return size
             except Exception:
-                pass  # It is another kind of batch than the last one.
+                pass  # It has other contents than the last one.
         return self._search(batch)
 
     def _search(self, batch: Any) -> float:
-        self._path = self.kind = None
+        self._kind = None
         try:
             found = [*_tensors(batch, ())]
             sizes = {int(tensor.shape[0]) for _, tensor in found}
@@ -75,9 +66,9 @@ class Items:
         # If the tensors do not agree, the first one may be an image, a table, or packed rows.
         if len(sizes) != 1:
             return nan
-        self._path = found[0][0]
-        if len(self._path) == 1:
-            [(self.kind, self.key)] = self._path
+        keys = found[0][0]
+        if len(keys) <= 1:
+            self._kind, self._key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
     def _of_function(self, batch: Any) -> float:
@@ -113,20 +104,20 @@ def number(value: Any, name: str) -> float:
     return found
 
 
-def _tensors(batch: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the tensors in a batch that have a dimension, and the way to each."""
+def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield the tensors in a batch that have a dimension, and the keys that lead to each."""
     if isinstance(batch, Tensor):
         if batch.dim():
-            yield path, batch
+            yield keys, batch
         return
     if isinstance(batch, Mapping):
         # Its length need not be the number of its keys, as with a TensorDict.
-        keys: Any = [*batch.keys()]
+        inside: Any = [*batch.keys()]
     elif isinstance(batch, list | tuple):
-        keys = range(len(batch))
+        inside = range(len(batch))
     else:
         return
-    if len(path) >= _MAX_DEPTH or len(keys) > _MAX_FIELDS:
+    if len(keys) >= _MAX_DEPTH or len(inside) > _MAX_FIELDS:
         raise ValueError("it is no batch of fields")
-    for key in keys:
-        yield from _tensors(batch[key], (*path, (type(batch), key)))
+    for key in inside:
+        yield from _tensors(batch[key], (*keys, key))

@@ -18,6 +18,7 @@ from lightning_gputime._results.throughput import ThroughputReference
 from lightning_gputime._work.flops import (
     Call,
     CallFlops,
+    LeftBehindError,
     UncountableError,
     count_flops,
     describe_call,
@@ -41,6 +42,10 @@ _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not kn
 _NO_BATCH = "No batch is shown to flops=, as timer.steps(loader) does: pass the FLOPs of an item"
 
 _requires_grad = attrgetter("requires_grad")
+# Arguments that choose what is computed. Numbers may be others in each step, and choose little; so
+# may strings inside of a batch, as the names of its files.
+_FLAGS = (bool, type(None))
+_CHOICES = (*_FLAGS, str)
 
 
 class WorkCounter:
@@ -58,7 +63,6 @@ class WorkCounter:
         self._device = device_of(loop.model)
         self._items = Items(options.items)
         self._flops: Any = options.flops
-        self._function = options.flops if callable(options.flops) else None
         self._parts = loop.submodules if options.flops == "count" else {}
         self._measures_matmul = options.measure_peak
         self.reference = ThroughputReference(self._items.source, tuple(self._parts))
@@ -85,23 +89,16 @@ class WorkCounter:
         if (dtype := dtype_of(self._loop.model)).itemsize <= 2:
             self._computed_in[dtype, False] = 1.0  # Else autocast may be in the step, unseen.
         if self._flops == "count":
-            self._give_up("a step that is compiled as a whole calls no model")
+            self._give_up(f"FLOPs of a step that is compiled as a whole are not counted: {_FIX}")
 
     # What a loop tells
 
     def add_batch(self, batch: Any) -> None:
         """Take the batch that the loop goes on with."""
-        if self._recorder.state is not OPEN:
-            return
-        items = self._items
-        try:
-            # As most have it, and at each step: without a further call.
-            is_known = type(batch) is items.kind
-            self._batch_items = batch[items.key].shape[0] if is_known else items.of(batch)
-        except Exception:
-            self._batch_items = items.of(batch)
-        if self._function is not None:
-            self._batch_flops = self._of_function(self._function, batch)
+        if self._recorder.state is OPEN:
+            self._batch_items = self._items.of(batch)
+            if callable(self._flops):
+                self._batch_flops = self._of_function(batch)
 
     def end_batch(self) -> None:
         """End a batch; the step may go on with another one."""
@@ -109,7 +106,7 @@ class WorkCounter:
             return  # No step is timed.
         self._step_items += self._batch_items
         self._batch_items = self._items.fixed
-        if self._function is not None:
+        if callable(self._flops):
             self._step_flops += self._batch_flops
             self._batch_flops = nan
 
@@ -135,29 +132,29 @@ class WorkCounter:
                 self._computed_in.update(precision_outside(module, self._device))
                 self.is_due = True
         except Exception as error:
-            self._give_up(error)
+            self._give_up(f"FLOPs are not counted any more: {error!r}")
 
     # FLOPs as the user tells them
 
-    def _of_function(self, function: Callable[[Any], Any], batch: Any) -> float:
+    def _of_function(self, batch: Any) -> float:
         try:
-            return number(function(batch), "flops")
+            return number(self._flops(batch), "flops")
         except Exception as error:
-            self._flops = self._function = None
+            self._flops = None
             messages.warning("FLOPs are not counted any more, because flops failed: %s", error)
             return nan
 
     def _as_told(self, items: float) -> tuple[float, float, float]:
         """Return the FLOPs of a step: all of them, and by phase if two numbers were given."""
         option = self._flops
-        if self._function is not None:
+        if callable(option):
             flops = self._step_flops + self._batch_flops
             self._step_flops, self._batch_flops = 0.0, nan
         else:
             flops = items * sum(option) if isinstance(option, Sequence) else items * option
         self._unknown_steps = self._unknown_steps + 1 if flops != flops else 0
         if self._unknown_steps == 2:
-            self._warn_once(_NO_ITEMS if self._function is None else _NO_BATCH)
+            self._warn_once(_NO_BATCH if callable(option) else _NO_ITEMS)
         if not isinstance(option, Sequence):
             return flops, nan, nan
         forward = flops * option[0] / (sum(option) or nan)
@@ -172,8 +169,8 @@ class WorkCounter:
         trained = bytes(map(_requires_grad, self._parameters[id(module)]))
         parts: list[Any] = [id(module), module.training, torch.is_grad_enabled(), trained]
         for name, value in (*enumerate(args), *kwargs.items()):
-            parts.append((name, value) if isinstance(value, str) else name)
-            _add_shapes(value, parts)
+            parts.append(name)
+            _add_shapes(value, parts, _CHOICES)
         key = tuple(parts)
         if key not in self._counted and self._has_room(key):
             self._counted[key] = None
@@ -236,11 +233,14 @@ class WorkCounter:
             if self._computed_in or self._flops != "count":
                 self._measure_peak()
         except Exception as error:
-            self._give_up(error)
+            self._give_up(f"FLOPs are not counted any more: {error!r}")
 
     def _count(self, call: Call) -> CallFlops | None:
         try:
             found = count_flops(call, [*self._parts.values()])
+        except LeftBehindError as error:
+            self._give_up(f"FLOPs are not counted any more ({error}): {_FIX}")
+            return None
         except UncountableError as error:
             self._warn_uncountable(error)
             return None
@@ -263,8 +263,8 @@ class WorkCounter:
         except Exception as error:
             messages.warning("No matmul could be measured: %r", error)
 
-    def _give_up(self, why: object) -> None:
-        self._warn_once(f"FLOPs are not counted any more ({why}): {_FIX}")
+    def _give_up(self, why: str) -> None:
+        self._warn_once(why)
         self._flops, self.is_due = None, False
         self._uncounted.clear()
 
@@ -278,11 +278,10 @@ class WorkCounter:
             self.reference.note = message
 
 
-def _add_shapes(value: Any, parts: list[Any]) -> None:
-    # Numbers may be others in each step, and choose little; so may strings inside of a batch.
+def _add_shapes(value: Any, parts: list[Any], choices: tuple[type, ...] = _FLAGS) -> None:
     if isinstance(value, Tensor):
         parts += (value.shape, value.requires_grad)
-    elif isinstance(value, bool | None):
+    elif isinstance(value, choices):
         parts.append(value)
     elif isinstance(value, Mapping):
         for key, one in value.items():

@@ -1,0 +1,48 @@
+"""An output of your own: an observer of steps that adds a metric and a line of the summary.
+
+python examples/own_output.py
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from lightning_gputime import GPUPhaseHooks, StepTimes
+
+
+class Longest:
+    """Keep the longest step, log how long it was, and print it below the summary's table."""
+
+    def __init__(self) -> None:
+        self.step: StepTimes | None = None
+
+    def steps_read(self, steps: Iterable[object]) -> None:
+        """Take the next steps whose times are known."""
+        times = [step.times() for step in steps]  # type: ignore[attr-defined]
+        self.step = max([*times, *([self.step] if self.step else [])], key=lambda one: one.step_ms)
+
+    def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
+        """Return what is logged beside the means, under the timer's prefix."""
+        return {"longest_ms": self.step.step_ms} if self.step else {}
+
+    def summary(self) -> str | None:
+        """Return a line for the summary."""
+        return f"longest: step {self.step.step}, {self.step.step_ms:.2f} ms" if self.step else None
+
+
+def main(steps: int = 50) -> GPUPhaseHooks:
+    """Train a small net with the observer."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GPUPhaseHooks(model, optimizer, observers=[Longest()]) as timer:
+        for x in timer.steps([torch.randn(8, 32)] * steps):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    print(timer.summary())
+    return timer
+
+
+if __name__ == "__main__":
+    main()
