@@ -40,7 +40,8 @@ def look(timer: GPUPhaseHooks, path: Path) -> None:
 def looking(timer: GPUPhaseHooks, done: threading.Event, path: Path) -> Callable[[], int]:
     def run() -> int:
         looks = 0
-        while not done.is_set():
+        # Once at least, however late this thread gets its turn.
+        while not looks or not done.is_set():
             look(timer, path)
             looks += 1
         return looks
