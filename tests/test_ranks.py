@@ -3,12 +3,10 @@
 import itertools
 import json
 import math
-import threading
 import tracemalloc
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +286,33 @@ def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
     return result
 
 
+class HostTime:
+    """Stands in for the module `time`: it moves where somebody sleeps, and calls what is due."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        while self._due and self._due[0][0] <= self.now_s:
+            self._due.pop(0)[1]()
+
+    def call_at(self, seconds: float, call: Callable[[], object]) -> None:
+        self._due.append((seconds, call))
+
+
+@pytest.fixture
+def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
+    """The time that rank zero waits by."""
+    host_time = HostTime()
+    monkeypatch.setattr(rank_comparer, "time", host_time)
+    return host_time
+
+
 def test_a_rank_that_had_left_before_took_part_in_another_measurement(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,12 +328,12 @@ def test_a_rank_that_had_left_before_took_part_in_another_measurement(
     assert caplog.text.strip().endswith(": 1")
 
 
-def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody() -> None:
+def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody(host_time: HostTime) -> None:
     zero, one, two = exchanges(3)
     assert one.gather(totals(steps=1)) == {}
-    later = threading.Timer(0.2, two.gather, [totals(steps=2)])
-    later.start()
+    host_time.call_at(0.2, lambda: two.gather(totals(steps=2)))
     gathered = zero.gather(totals(steps=3))
+    assert host_time.now_s == pytest.approx(0.2)
     assert {rank: got["step"][1] for rank, got in gathered.items()} == {0: 3, 1: 1, 2: 2}
     # One that runs ahead does not mix the windows up.
     one.gather(totals(steps=4))
@@ -318,7 +343,7 @@ def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody() -> None:
     assert {rank: got["step"][1] for rank, got in gathered.items()} == {0: 7, 1: 4, 2: 6}
 
 
-def test_a_rank_that_leaves_is_not_waited_for() -> None:
+def test_a_rank_that_leaves_is_not_waited_for(host_time: HostTime) -> None:
     zero, one, two = exchanges(3)
     one.gather(totals())
     one.leave()
@@ -326,9 +351,9 @@ def test_a_rank_that_leaves_is_not_waited_for() -> None:
     assert set(zero.gather(totals())) == {0, 1, 2}
     two.gather(totals())
     assert set(zero.gather(totals())) == {0, 2}
-    later = threading.Timer(0.2, two.leave)
-    later.start()
+    host_time.call_at(0.2, two.leave)
     assert set(zero.gather(totals())) == {0}
+    assert host_time.now_s == pytest.approx(0.2)
     assert set(zero.gather(totals())) == {0}
 
 
@@ -360,16 +385,18 @@ def test_a_rank_that_was_late_takes_part_again_when_it_has_caught_up(
     assert caplog.text.count("did not arrive") == 1
 
 
-def test_a_rank_that_is_always_late_is_waited_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_always_late_is_waited_for_no_more(
+    host_time: HostTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_comparer, "_MAX_MISSES", 2)
     zero, one = exchanges(2, timeout_s=0.1)
     one.gather(totals())
     zero.gather(totals())
     waited = []
     for _ in range(4):
-        began = time.monotonic()
+        began = host_time.now_s
         assert set(zero.gather(totals())) == {0}
-        waited.append(time.monotonic() - began >= 0.1)
+        waited.append(host_time.now_s - began >= 0.1)
         one.gather(totals())
     assert waited == [True, True, False, False]
 
@@ -384,21 +411,14 @@ def test_a_rank_that_runs_far_ahead_loses_no_window() -> None:
 
 
 def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
-    monkeypatch: pytest.MonkeyPatch,
+    host_time: HostTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, now_s = HashStore(), 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    time = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr(rank_comparer, "time", time)
+    store = HashStore()
     monkeypatch.setattr(rank_comparer, "_runs", itertools.repeat(0))
     store.set_timeout(timedelta(seconds=0.3))
     zero, _ = (Exchange(store, rank, 2) for rank in range(2))
     assert set(zero.gather(totals())) == {0}
-    assert 0.1 <= now_s < 0.3
+    assert 0.1 <= host_time.now_s < 0.3
 
 
 def test_what_nobody_reads_any_more_is_not_kept() -> None:
@@ -411,7 +431,9 @@ def test_what_nobody_reads_any_more_is_not_kept() -> None:
     assert [one._store.check([f"{window}/1"]) for window in range(5)] == [False] * 4 + [True]
 
 
-def test_ranks_without_a_timer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_without_a_timer_are_told(
+    host_time: HostTime, caplog: pytest.LogCaptureFixture
+) -> None:
     store = HashStore()
     zero = Exchange(store, 0, 3)
     for _ in range(2):
@@ -743,6 +765,7 @@ def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
     assert spoiled == {}
 
 
+@pytest.mark.slow
 def test_where_a_rank_dies_at_the_end_of_an_epoch_the_trainings_own_error_comes_first(
     tmp_path: Path,
 ) -> None:
