@@ -1,6 +1,8 @@
 """Trains the fake model in several processes; each writes the steps that its timer measured.
 
-python tests/ddp_run.py STRATEGY DEVICES DIRECTORY
+python tests/ddp_run.py DEVICES DIRECTORY STRATEGY...
+
+The strategies train one after the other in the same processes.
 """
 
 import json
@@ -59,10 +61,11 @@ class Writer(pl.Callback):
             "wrapped": trainer.strategy.model is not pl_module,
         }
         path = self.directory / f"rank{trainer.global_rank}.json"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result))
 
 
-def main(strategy: str, devices: int, directory: Path) -> None:
+def train(strategy: str, devices: int, directory: Path) -> None:
     gpu = FakeGPU()
     timer = GPUPhaseTimer(clock=gpu, warmup_steps=0)
     logger = RankLogger()
@@ -72,4 +75,5 @@ def main(strategy: str, devices: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    for strategy in sys.argv[3:]:
+        train(strategy, int(sys.argv[1]), Path(sys.argv[2], strategy))
