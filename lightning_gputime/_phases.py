@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 DATA = "data"
 FORWARD = "forward"
@@ -26,8 +27,6 @@ WAIT = "data/comm"
 """The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
 device, callbacks with logging and checkpoints, and the wait for the other ranks."""
 
-PHASES = (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
-
 # Labels of marks whose phase depends on what follows; `settle` decides. A user's phase cannot be
 # named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"
@@ -46,27 +45,80 @@ RECEIVES = "<receives>"
 GOES_ON = "<goes on>"
 INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 
-_PENDING: Mapping[str, Mapping[str | None, str]] = {
-    # In a step with a closure no mark but the end tells of the update.
-    AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
-    AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
-    # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
-    GRAD: {
-        BACKWARD: LOSS,
-        GRAD: BACKWARD,
-        FORWARD: BACKWARD,
-        OPTIMIZER: BACKWARD,
-        AFTER_UPDATE: BACKWARD,
-        None: BACKWARD,
-    },
-    AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
-    AFTER_UPDATE: {},
-    EVALUATION: {},
-}
-"""For each of these labels its phase, by what follows; `other` where it is not named."""
 
-FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
-"""What the code after a phase is, when the phase was named by hand."""
+class _Phase(NamedTuple):
+    """A phase of a step. To add one, add a row to `_PHASES`.
+
+    Attributes:
+        name: Its name.
+        colour: Its colour in plots.
+        parts: Its sub-phases that a trainer tells apart, besides `comm`.
+        followed_by: The label of the code after it, where it was named by hand.
+    """
+
+    name: str
+    colour: str
+    parts: tuple[str, ...] = ()
+    followed_by: str = ""
+
+
+# In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell
+# apart.
+_PHASES = (
+    _Phase(DATA, "#E69F00", parts=(FETCH, COPY, CALLBACKS)),
+    _Phase(FORWARD, "#0072B2", followed_by=AFTER_FORWARD),
+    _Phase(LOSS, "#CC79A7"),
+    _Phase(BACKWARD, "#56B4E9", followed_by=AFTER_BACKWARD),
+    _Phase(OPTIMIZER, "#009E73", followed_by=AFTER_UPDATE),
+    _Phase(OTHER, "#BBBBBB"),
+)
+
+PHASES = tuple(phase.name for phase in _PHASES)
+
+SUB_PHASES = (
+    *(f"{phase.name}/{COMM}" for phase in _PHASES),
+    *(part for phase in _PHASES for part in phase.parts),
+)
+"""The sub-phases that any loop may have; modules and a user's own are not known beforehand."""
+
+COLOURS = {phase.name: phase.colour for phase in _PHASES}
+
+FOLLOWED_BY = {phase.name: phase.followed_by for phase in _PHASES if phase.followed_by}
+"""What the code after a phase is, where the phase was named by hand."""
+
+
+class _Pending(NamedTuple):
+    """What a label means whose phase depends on what follows.
+
+    Attributes:
+        likely: The phase that it most often is, for profilers, which must be told at once.
+        by_follower: Its phase by what follows; `other` where that is not named.
+    """
+
+    likely: str
+    by_follower: Mapping[str | None, str]
+
+
+_PENDING: Mapping[str, _Pending] = {
+    # In a step with a closure no mark but the end tells of the update.
+    AFTER_FORWARD: _Pending(
+        LOSS, {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER}
+    ),
+    AFTER_BACKWARD: _Pending(OPTIMIZER, {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER}),
+    # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
+    GRAD: _Pending(
+        BACKWARD,
+        {
+            BACKWARD: LOSS,
+            **dict.fromkeys((GRAD, FORWARD, OPTIMIZER, AFTER_UPDATE, None), BACKWARD),
+        },
+    ),
+    AFTER_GRAD: _Pending(
+        OPTIMIZER, {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER}
+    ),
+    AFTER_UPDATE: _Pending(OTHER, {}),
+    EVALUATION: _Pending(EVALUATION, {}),
+}
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
 _RESERVED = ("step", "host_wait", "slow", "local")
@@ -160,7 +212,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
     phases = []
     following: str | None = None
     for label in reversed(labels):
-        phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
+        phase = _PENDING[label].by_follower.get(following, OTHER) if label in _PENDING else label
         follower = phase
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
             follower = following
@@ -187,6 +239,11 @@ def _with_parents(phase: str) -> tuple[str, ...]:
     if phase in (EXCLUDED, LEFT):
         return ()
     return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
+
+
+def likely_phase(label: str) -> str:
+    """Return the phase that a label most often is: what follows is not known yet."""
+    return _PENDING[label].likely if label in _PENDING else label
 
 
 def without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:

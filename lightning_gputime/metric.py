@@ -10,23 +10,14 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
-    CALLBACKS,
-    COMM,
-    COPY,
-    FETCH,
     PHASES,
+    SUB_PHASES,
     StepTimes,
     check_name,
     is_wait,
     of_one_callback,
 )
 from lightning_gputime._results.ranks import SCALES, STEP, Noise, compare, noise
-
-_COUNTED = (
-    *PHASES,
-    *(f"{phase}/{COMM}" for phase in PHASES),
-    *(FETCH, COPY, CALLBACKS),
-)
 
 
 class PhaseTimeMetric(Metric):
@@ -62,7 +53,7 @@ class PhaseTimeMetric(Metric):
 
     def __init__(
         self,
-        phases: Sequence[str] = _COUNTED,
+        phases: Sequence[str] = (*PHASES, *SUB_PHASES),
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dist_sync_fn": _gather, **kwargs})

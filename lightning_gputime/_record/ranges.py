@@ -2,23 +2,8 @@
 
 import torch
 
-from lightning_gputime._phases import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
-    AFTER_GRAD,
-    AFTER_UPDATE,
-    GRAD,
-)
+from lightning_gputime._phases import likely_phase
 from lightning_gputime._untraced import untraced
-
-# What follows decides these; a profiler must be told at once what they most often are.
-_LIKELY = {
-    AFTER_FORWARD: "loss",
-    AFTER_BACKWARD: "optimizer",
-    AFTER_UPDATE: "other",
-    GRAD: "backward",
-    AFTER_GRAD: "optimizer",
-}
 
 
 @untraced
@@ -39,7 +24,7 @@ class Annotator:
             torch.cuda.nvtx.range_end(self._nvtx)
             self._nvtx = None
         if label is not None:
-            name = f"phase/{_LIKELY.get(label, label)}"
+            name = f"phase/{likely_phase(label)}"
             self._range = torch.autograd.profiler.record_function(name)
             self._range.__enter__()
             if self._has_nvtx:

@@ -18,10 +18,10 @@ from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.units import duration
 
 _WORTH_IT = 0.1
-"""From this part of the step on, something is worth an advice."""
+"""From this fraction of the step on, something is worth an advice."""
 
-_ENOUGH_WORKERS = 4
-"""More are not advised at once where there are none."""
+_FIRST_WORKERS = 4
+"""The most workers to begin with, where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Setup:
     """How a training is set up, as far as its timer knows. What it does not know is None.
 
     Attributes:
-        has_loader: Whether it was told what the batches come from.
+        has_loader: Whether the timer knows what the batches come from.
         is_iterable: Whether they come from an iterable dataset, of which each worker has a copy.
         is_on_device: Whether they come from tensors that are on the device already.
-        num_workers: How many workers load.
+        num_workers: Number of workers that load.
         pin_memory: Whether batches are in pinned memory.
         persistent_workers: Whether workers outlive an epoch.
-        prefetch_factor: How many batches each worker loads ahead.
-        cores: How many cores of the CPU there are for each rank.
-        batch_size: How many items a batch has.
+        prefetch_factor: Number of batches that each worker loads ahead.
+        cores: Number of CPU cores per rank.
+        batch_size: Number of items of a batch.
         precision: Such as "32-true", where a trainer tells.
         has_bf16: Whether the device multiplies bfloat16 faster than float32.
         compiled: Whether anything of the model is compiled by torch.
@@ -62,14 +62,14 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class AdviceInputs:
     """What advice goes by.
 
     Attributes:
         verdict: What bounds the training.
         rows: The phases.
         step: Whole steps.
-        gap_share: The part of the step in which the device waits for launches, if it is known.
+        gap_share: The fraction of the step in which the device waits for launches, if it is known.
         ranks: All ranks beside each other, if there are several.
         setup: How the training is set up.
         on_host_clock: Whether there is no device.
@@ -84,50 +84,32 @@ class Findings:
     on_host_clock: bool = False
 
     def share(self, name: str) -> float:
-        """The part of the step that a phase is, from 0 to 1."""
+        """Return the fraction of the step that a phase is, from 0 to 1."""
         return self.rows[name].share if name in self.rows else 0.0
 
 
-def advise(found: Findings) -> tuple[str, ...]:
-    """Returns what to do next, the most promising first; nothing where nothing is known to help."""
-    advice = [*_BY_BOUND.get(found.verdict.bound, _nothing)(found)]
+def advise(found: AdviceInputs) -> tuple[str, ...]:
+    """Return what to do next, the most promising first; nothing where nothing is known to help."""
+    by_bound = _BY_BOUND.get(found.verdict.bound)
+    advice = [] if by_bound is None else [*by_bound(found)]
     if found.gap_share is not None and found.gap_share >= verdict.MANY_GAPS:
         advice += _fewer_launches(found)
     return tuple(dict.fromkeys(advice))
 
 
 def sentence(advice: Sequence[str]) -> str:
-    """Returns advice as one sentence; empty if there is none."""
+    """Return advice as one sentence; empty if there is none."""
     return f"Next: {'; '.join(advice)}" if advice else ""
 
 
-def _nothing(found: Findings) -> Iterator[str]:
-    yield from ()
-
-
-def _load_faster(found: Findings) -> Iterator[str]:
+def _load_faster(found: AdviceInputs) -> Iterator[str]:
     setup = found.setup
-    workers, cores = setup.num_workers, setup.cores
-    apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
     if setup.is_on_device:
         # Workers cannot use the device that the training process has begun to use.
         yield "whole batches by index, as the dataset's tensors are on the device already"
         return
-    if workers is None:
-        if not setup.has_loader and found.verdict.phases == (DATA,):
-            # Without parts nothing says that it is the loader.
-            yield "iterate over timer.steps(loader), so that `data` is the loader's time alone"
-        yield "cheaper transforms, or workers that load ahead"
-    elif workers == 0:
-        enough = min(_ENOUGH_WORKERS, cores or _ENOUGH_WORKERS)
-        yield f"num_workers={enough} (now 0){apart}"
-    elif cores is None or workers < cores:
-        of = f", of {cores} CPU cores" if cores is not None else ""
-        yield f"more workers (num_workers is {workers}{of}){apart}"
-        yield "cheaper transforms"
-    else:
-        yield f"cheaper transforms (num_workers is {workers}, of {cores} CPU cores)"
-    if workers and _is_uneven(found):
+    yield from _more_workers(found)
+    if setup.num_workers and _is_uneven(found):
         if setup.persistent_workers is False:
             yield "persistent_workers=True (now False), as few fetches take most of the time"
         if setup.prefetch_factor is not None:
@@ -137,14 +119,32 @@ def _load_faster(found: Findings) -> Iterator[str]:
         yield from _copy_faster(found)
 
 
-def _is_uneven(found: Findings) -> bool:
-    """Tells whether most steps hardly wait for the loader, but some for long."""
-    name = FETCH if FETCH in found.rows else DATA
-    row = found.rows.get(name)
+def _more_workers(found: AdviceInputs) -> Iterator[str]:
+    setup = found.setup
+    workers, cores = setup.num_workers, setup.cores
+    apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
+    if workers is None:
+        if not setup.has_loader and found.verdict.phases == (DATA,):
+            # Without parts nothing says that it is the loader.
+            yield "iterate over timer.steps(loader), so that `data` is the loader's time alone"
+        yield "cheaper transforms, or workers that load ahead"
+    elif workers == 0:
+        yield f"num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
+    elif cores is None or workers < cores:
+        of = f", of {cores} CPU cores" if cores is not None else ""
+        yield f"more workers (num_workers is {workers}{of}){apart}"
+        yield "cheaper transforms"
+    else:
+        yield f"cheaper transforms (num_workers is {workers}, of {cores} CPU cores)"
+
+
+def _is_uneven(found: AdviceInputs) -> bool:
+    """Return whether most steps hardly wait for the loader, but some for long."""
+    row = found.rows.get(FETCH if FETCH in found.rows else DATA)
     return row is not None and row.p50_ms < 0.5 * row.mean_ms
 
 
-def _copy_faster(found: Findings) -> Iterator[str]:
+def _copy_faster(found: AdviceInputs) -> Iterator[str]:
     if found.on_host_clock:
         return  # Nothing is copied to a device.
     if found.setup.pin_memory is False:
@@ -153,17 +153,17 @@ def _copy_faster(found: Findings) -> Iterator[str]:
         yield "copy less: smaller types (uint8, bfloat16), which the device converts"
 
 
-def _call_back_less(found: Findings) -> Iterator[str]:
-    took = {one: row for name, row in found.rows.items() if (one := of_one_callback(name))}
-    name, row = max(took.items(), key=lambda one: one[1].share, default=("", None))
-    if row is not None and row.share >= _WORTH_IT:
-        ms = row.share * found.step.mean_ms
-        yield f"run `{name}` less often, or make it cheaper ({duration(ms)} a step)"
+def _call_back_less(found: AdviceInputs) -> Iterator[str]:
+    shares = {one: row.share for name, row in found.rows.items() if (one := of_one_callback(name))}
+    name = max(shares, key=shares.__getitem__, default="")
+    if shares.get(name, 0.0) >= _WORTH_IT:
+        took = duration(shares[name] * found.step.mean_ms)
+        yield f"run `{name}` less often, or make it cheaper ({took} a step)"
     else:
         yield "log less often: a larger log_every_n_steps"
 
 
-def _meet_the_ranks(found: Findings) -> Iterator[str]:
+def _meet_the_ranks(found: AdviceInputs) -> Iterator[str]:
     ranks = found.ranks
     if ranks is not None and ranks.slowest is not None:
         yield f"look at rank {ranks.slowest} first, in `{ranks.phase}`: the others wait for it"
@@ -171,7 +171,7 @@ def _meet_the_ranks(found: Findings) -> Iterator[str]:
         yield "more work between collectives: larger batches, or accumulation under no_sync()"
 
 
-def _work_less(found: Findings) -> Iterator[str]:
+def _work_less(found: AdviceInputs) -> Iterator[str]:
     setup = found.setup
     compute = found.share(FORWARD) + found.share(BACKWARD)
     if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
@@ -180,7 +180,7 @@ def _work_less(found: Findings) -> Iterator[str]:
     yield from _look_inside(found)
 
 
-def _look_inside(found: Findings) -> Iterator[str]:
+def _look_inside(found: AdviceInputs) -> Iterator[str]:
     [longest] = found.verdict.phases or ("",)
     parts = {name: row.share for name, row in found.rows.items() if name.startswith(f"{longest}/")}
     parts = {name: share for name, share in parts.items() if not name.endswith("/comm")}
@@ -193,13 +193,13 @@ def _look_inside(found: Findings) -> Iterator[str]:
         yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
 
 
-def _fuse(found: Findings) -> Iterator[str]:
+def _fuse(found: AdviceInputs) -> Iterator[str]:
     share = found.share(OPTIMIZER)
     if found.setup.unfused and share >= _WORTH_IT:
         yield f"{found.setup.unfused}(fused=True), as `optimizer` is {share:.0%} of the step"
 
 
-def _fewer_launches(found: Findings) -> Iterator[str]:
+def _fewer_launches(found: AdviceInputs) -> Iterator[str]:
     setup = found.setup
     now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
     yield f"a larger batch{now}"
@@ -208,27 +208,28 @@ def _fewer_launches(found: Findings) -> Iterator[str]:
     yield from _fuse(found)
 
 
-def _launch_faster(found: Findings) -> Iterator[str]:
+def _launch_faster(found: AdviceInputs) -> Iterator[str]:
     yield from _fewer_launches(found)
     if found.gap_share is None:
         yield "probe_every_n_steps=100 tells how much there is to win"
 
 
-def _let_the_host_go(found: Findings) -> Iterator[str]:
+def _free_the_host(found: AdviceInputs) -> Iterator[str]:
+    others = []
     for name in found.verdict.phases:
         if name in (FETCH, DATA):
             yield from _load_faster(found)
         elif name == COPY:
             yield from _copy_faster(found)
-    others = [name for name in found.verdict.phases if name not in (FETCH, DATA, COPY)]
+        else:
+            others.append(f"`{name}`")
     if others:
-        named = ", ".join(f"`{name}`" for name in others)
         pinned = "copies from unpinned memory"
         waits = ".item() or prints" if found.setup.pin_memory else f".item(), prints or {pinned}"
-        yield f"no {waits} in {named}"
+        yield f"no {waits} in {', '.join(others)}"
 
 
-_BY_BOUND: Mapping[str, Callable[[Findings], Iterator[str]]] = {
+_BY_BOUND: Mapping[str, Callable[[AdviceInputs], Iterator[str]]] = {
     verdict.INPUT: _load_faster,
     verdict.COPIES: _copy_faster,
     verdict.CALLBACK: _call_back_less,
@@ -236,6 +237,6 @@ _BY_BOUND: Mapping[str, Callable[[Findings], Iterator[str]]] = {
     verdict.COMMUNICATION: _meet_the_ranks,
     verdict.GPU: _work_less,
     verdict.LAUNCH: _launch_faster,
-    verdict.MIXED: _let_the_host_go,
+    verdict.MIXED: _free_the_host,
     verdict.LONGEST: _look_inside,
 }

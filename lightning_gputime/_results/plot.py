@@ -1,4 +1,4 @@
-"""Pictures of what was measured, with matplotlib."""
+"""Figures of what was measured, with matplotlib."""
 
 import io
 import re
@@ -9,27 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._phases import PHASES, Timeline, in_order
+from lightning_gputime._phases import COLOURS, Timeline, in_order
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import in_notebook
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart.
-_COLOURS = {
-    "data": "#E69F00",
-    "forward": "#0072B2",
-    "loss": "#CC79A7",
-    "backward": "#56B4E9",
-    "optimizer": "#009E73",
-    "other": "#BBBBBB",
-}
 _MISSING = "plots need matplotlib: python -m pip install matplotlib"
-# Also on a dark page, where black is not seen.
-_USERS = ("#D55E00", "#F0E442", "#9467BD")
 
-_MOST_STEPS = 500
+_USERS_COLOURS = ("#D55E00", "#F0E442", "#9467BD")
+"""Of phases that a user has named. Readable on a dark page, too, where black is not."""
+
+_MAX_STEPS = 500
 """Of more, single steps cannot be seen: they are drawn in bins."""
 
 _BINS = 200
+
+_NO_PHASES = ("step", "host_wait")
+"""What stands beside the phases in a history."""
 
 
 class Drawing(NamedTuple):
@@ -45,54 +40,53 @@ class Drawing(NamedTuple):
 
 
 def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
-    """Draws the phases of each step, stacked; those of many steps in bins."""
+    """Draw the phases of each step, stacked; those of many steps in bins."""
     history, warmup = results.history_and_warmup()
-    fields = [name for name in history.dtype.names or () if name.endswith("_ms")]
-    known = [name.removesuffix("_ms") for name in fields]
-    names = in_order([name for name in known if name not in _WHOLE and "/" not in name])
     drawing, ax = _axes(ax)
     title = "Phases of each step"
     if len(history):
         bins = _bins(len(history), warmup)
-        edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
-        heights = [_medians(history[f"{name}_ms"], bins) for name in names]
-        colours = [colour(name, names) for name in names]
-        # The last is drawn as wide as the others, up to where a next one would begin.
-        drawn = [[*height, height[-1]] for height in heights]
-        ax.stackplot(edges, drawn, labels=map(_label, names), colors=colours, step="post")
-        tops = [*np.add.reduce(heights)]
         if len(bins) < len(history):
             title = f"Median phases of {bins[-1] - bins[-2]} steps each"
-            p95 = [np.percentile(part, 95) for part in np.split(history["step_ms"], bins[1:])]
-            line = [*p95, p95[-1]]
-            label = "step, 95th\npercentile"
-            ax.step(edges, line, where="post", color="#444444", linewidth=0.8, label=label)
-            tops += p95
-        if warmup:
-            end = edges[-1] if warmup >= len(history) else int(history["step"][warmup])
-            ax.axvspan(edges[0], end, color="#000000", alpha=0.12, linewidth=0, label="warm-up")
-        # A first step of a second would flatten all others.
-        usual = float(np.median(history["step_ms"]))
-        ax.set_ylim(0, 1.1 * min(max(tops), 3 * usual) or 1.0)
-        ax.set_xlim(edges[0], edges[-1])
+        _draw_steps(ax, history, bins, warmup)
+        handles, labels = ax.get_legend_handles_labels()
+        _add_legend(ax, handles[::-1], labels[::-1])
     ax.set(xlabel="step", ylabel="time per step (ms)", title=title)
-    handles, labels = ax.get_legend_handles_labels()
-    if len(history):
-        ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
     return drawing
 
 
-_WHOLE = ("step", "host_wait")
-"""What stands beside the phases in a history."""
+def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup: int) -> None:
+    fields = [name for name in history.dtype.names or () if name.endswith("_ms")]
+    known = [name.removesuffix("_ms") for name in fields]
+    names = in_order([name for name in known if name not in _NO_PHASES and "/" not in name])
+    edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
+    heights = [_medians(history[f"{name}_ms"], bins) for name in names]
+    # The last is drawn as wide as the others, up to where a next one would begin.
+    drawn = [[*height, height[-1]] for height in heights]
+    colours = [colour(name, names) for name in names]
+    ax.stackplot(edges, drawn, labels=map(_label, names), colors=colours, step="post")
+    tops = [*np.add.reduce(heights)]
+    if len(bins) < len(history):
+        p95 = [np.percentile(part, 95) for part in np.split(history["step_ms"], bins[1:])]
+        style = {"color": "#444444", "linewidth": 0.8, "label": "step, 95th\npercentile"}
+        ax.step(edges, [*p95, p95[-1]], where="post", **style)
+        tops += p95
+    if warmup:
+        end = edges[-1] if warmup >= len(history) else int(history["step"][warmup])
+        ax.axvspan(edges[0], end, color="#000000", alpha=0.12, linewidth=0, label="warm-up")
+    # A first step of a second would flatten all others.
+    median = float(np.median(history["step_ms"]))
+    ax.set_ylim(0, 1.1 * min(max(tops), 3 * median) or 1.0)
+    ax.set_xlim(edges[0], edges[-1])
 
 
 def _bins(steps: int, warmup: int) -> list[int]:
-    """Returns the first step of each bin, by its place; no bin has steps of the warm-up, too."""
-    if steps <= _MOST_STEPS:
+    """Return the index of the first step of each bin; no bin mixes the warm-up with others."""
+    if steps <= _MAX_STEPS:
         return [*range(steps)]
     each = -(-steps // _BINS)
-    warm = range(0, min(warmup, steps), each)
-    return [*warm, *range(min(warmup, steps), steps, each)]
+    first = min(warmup, steps)
+    return [*range(0, first, each), *range(first, steps, each)]
 
 
 def _medians(times_ms: npt.NDArray[Any], bins: Sequence[int]) -> list[float]:
@@ -102,7 +96,7 @@ def _medians(times_ms: npt.NDArray[Any], bins: Sequence[int]) -> list[float]:
 
 
 def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
-    """Draws one step, on the device's clock and on the host's.
+    """Draw one step, on the device's clock and on the host's.
 
     Raises:
         ValueError: If the history has no such step.
@@ -116,22 +110,15 @@ def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
         raise ValueError(f"step {step.step} has no timeline to draw")
     names = in_order([name for name in step.phase_ms if "/" not in name])
     drawing, ax = _axes(ax, height=2.4)
-    host_ms = [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns]
     device = "CPU" if results.on_host_clock else "GPU"
-    lanes = {device: list(accumulate(line.device_ms, initial=0.0)), "host": host_ms}
-    for y, times in enumerate(lanes.values()):
-        _draw_lane(ax, y, line, times, names)
-    ax.set_yticks(range(len(lanes)), list(lanes))
+    _draw_lane(ax, 0, line, list(accumulate(line.device_ms, initial=0.0)), names)
+    _draw_lane(ax, 1, line, [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns], names)
+    ax.set_yticks(range(2), [device, "host"])
     ax.invert_yaxis()
     ax.set(xlabel="time since the step began (ms)", title=f"Step {step.step}")
     handles = {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
     labels = [label for label in map(_label, names) if label in handles]
-    ax.legend(
-        [handles[label] for label in labels],
-        labels,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
+    _add_legend(ax, [handles[label] for label in labels], labels)
     return drawing
 
 
@@ -145,21 +132,25 @@ def _draw_lane(
             ax.barh(y, end - start, left=start, height=0.7, color=of_phase, label=label)
 
 
+def _add_legend(ax: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    ax.legend(handles, labels, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def _label(name: str) -> str:
-    """Returns a name as a legend shows it: no formula, and not hidden for a `_` at its begin."""
+    """Return a name as a legend shows it: no formula, and not hidden for a leading `_`."""
     return re.sub("^_", " _", name.replace("$", r"\$"))
 
 
 def colour(name: str, names: Sequence[str]) -> str:
-    """Returns the colour of a phase; those of a user's own go by their order in `names`."""
-    if name in _COLOURS:
-        return _COLOURS[name]
-    own = [other for other in names if other not in PHASES]
-    return _USERS[own.index(name) % len(_USERS)]
+    """Return the colour of a phase; those of a user's own go by their order in `names`."""
+    if name in COLOURS:
+        return COLOURS[name]
+    own = [other for other in names if other not in COLOURS]
+    return _USERS_COLOURS[own.index(name) % len(_USERS_COLOURS)]
 
 
 def new_axes() -> Any:
-    """Returns the axes of a figure that pyplot does not keep open.
+    """Return the axes of a figure that pyplot does not keep open.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -172,7 +163,7 @@ def new_axes() -> Any:
 
 
 def _axes(ax: Any, height: float = 4.0) -> tuple[tuple[Any, Any], Any]:
-    """Returns what a plot returns, and the axes to draw on.
+    """Return what a plot returns, and the axes to draw on.
 
     Raises:
         ImportError: If matplotlib is not installed.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.advice import Findings, Setup, advise
+from lightning_gputime._results.advice import AdviceInputs, Setup, advise
 from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.observers import ReadSteps, sections_of
@@ -187,7 +187,7 @@ class Results:
             ledger=self.books.ledger() if self.books is not None else None,
             memory=memory,
         )
-        found = Findings(
+        found = AdviceInputs(
             summary._judged(),
             summary.rows,
             summary.step,
