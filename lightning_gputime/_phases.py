@@ -176,7 +176,7 @@ class StepTimes:
 
 @lru_cache(maxsize=256)
 def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Decides which phases the time after each mark of a step counts under.
+    """Decide which phases the time after each mark of a step counts under.
 
     Between two model calls the time is `forward`, after the last one `loss` if a backward
     follows. After backward it is `optimizer` if an update follows. `torch.autograd.grad` is part of
@@ -207,7 +207,7 @@ def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the phase of each label, and which one a pipeline sends or receives for there."""
+    """Return the phase of each label, and which one a pipeline sends or receives for there."""
     # What follows decides, so from the last label to the first.
     phases = []
     following: str | None = None
@@ -247,19 +247,19 @@ def likely_phase(label: str) -> str:
 
 
 def without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the labels of a step whose waits for other ranks belong to no step."""
+    """Return the labels of a step whose waits for other ranks belong to no step."""
     return tuple(
         names[-1] if names and not is_wait(names[-1]) else EXCLUDED for names in settle(labels)
     )
 
 
 def is_wait(name: str) -> bool:
-    """Tells whether a phase is a wait for other ranks."""
+    """Return whether a phase is a wait for other ranks."""
     return name.endswith(f"/{COMM}")
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Sorts phases as a step runs them, the user's own last, sub-phases below their parent.
+    """Sort phases as a step runs them, the user's own last, sub-phases below their parent.
 
     The modules inside `forward` and `backward` come as they were first seen, in both alike.
     """
@@ -275,7 +275,7 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def of_one_callback(name: str) -> str:
-    """Returns the callback, and its hook, that a part of `data/callbacks` is; empty if it is none.
+    """Return the callback, and its hook, that a part of `data/callbacks` is; empty if it is none.
 
     These parts are for the verdict and for `history`: neither logged nor in the table.
     """
@@ -283,7 +283,7 @@ def of_one_callback(name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Returns `name` if a phase can be called so.
+    """Return `name` if a phase can be called so.
 
     Raises:
         ValueError: If it cannot; the message says why.

@@ -69,7 +69,7 @@ class PhaseTimeMetric(Metric):
             self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
 
     def update(self, times: StepTimes) -> None:
-        """Adds a step.
+        """Add a step.
 
         Args:
             times: Those of a step that a timer has read.
@@ -95,7 +95,7 @@ class PhaseTimeMetric(Metric):
         self.counts = self.counts + torch.tensor([int(name in ms) for name in self._names])
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns the means of the phases that ran, of `step`, and of `local`, as scalars.
+        """Return the means of the phases that ran, of `step`, and of `local`, as scalars.
 
         `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
         `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
@@ -140,7 +140,7 @@ class PhaseTimeMetric(Metric):
 
 
 def _gather(state: Tensor, group: Any) -> list[Tensor]:
-    """Gathers a state of all ranks, on the device that the group's backend works on."""
+    """Gather a state of all ranks, on the device that the group's backend works on."""
     device = torch.device("cpu")
     if torch.distributed.get_backend(group) not in ("gloo", "mpi"):
         device = torch.accelerator.current_accelerator() or device

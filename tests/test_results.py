@@ -3,13 +3,18 @@ import json
 import math
 import pickle
 import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_gpu import raw
 
+from lightning_gputime import Environment, Run, load
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.table import Section
+from lightning_gputime._runs import saved
 
 
 def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Results:
@@ -229,6 +234,18 @@ def test_a_notebook_shows_a_table_with_every_number() -> None:
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in text
     assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in text
     assert "GPU-bound" in text
+
+
+def test_what_an_observer_adds_is_printed_and_saved(tmp_path: Path) -> None:
+    results = Results(10, 0)
+    results.add([raw(0, forward=1.0)])
+    assert "sections" not in results.summary().to_dict()
+    section = Section("energy", ("3 J a step",), {"joules": 3.0})
+    summary = replace(results.summary(), sections=(section,))
+    assert str(summary).endswith("\n\n3 J a step")
+    assert "<p>3 J a step</p>" in summary._repr_html_()
+    saved.save(Run(Environment(), *results.history_and_warmup(), summary), tmp_path / "run.json")
+    assert load(tmp_path / "run.json").summary.sections == (section,)
 
 
 def test_rich_shows_the_same_table() -> None:

@@ -1,7 +1,8 @@
 """What to do next, as far as the numbers back it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_gputime._phases import (
     BACKWARD,
@@ -13,9 +14,9 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 from lightning_gputime._results import verdict
-from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.units import duration
+from lightning_gputime._results.verdict import Verdict
 
 _WORTH_IT = 0.1
 """From this fraction of the step on, something is worth an advice."""
@@ -61,48 +62,29 @@ class Setup:
     has_parts: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class AdviceInputs:
-    """What advice goes by.
+class _Found(NamedTuple):
+    """What advice goes by: the numbers, what they say, and how the training is set up."""
 
-    Attributes:
-        verdict: What bounds the training.
-        rows: The phases.
-        step: Whole steps.
-        gap_share: The fraction of the step in which the device waits for launches, if it is known.
-        ranks: All ranks beside each other, if there are several.
-        setup: How the training is set up.
-        on_host_clock: Whether there is no device.
-    """
-
-    verdict: verdict.Verdict
-    rows: Mapping[str, PhaseStats]
-    step: PhaseStats
-    gap_share: float | None
-    ranks: RankSummary | None
+    summary: PhaseSummary
+    verdict: Verdict
     setup: Setup
-    on_host_clock: bool = False
 
     def share(self, name: str) -> float:
         """Return the fraction of the step that a phase is, from 0 to 1."""
-        return self.rows[name].share if name in self.rows else 0.0
+        return self.summary.rows[name].share if name in self.summary.rows else 0.0
 
 
-def advise(found: AdviceInputs) -> tuple[str, ...]:
+def advise(summary: PhaseSummary, setup: Setup) -> tuple[str, ...]:
     """Return what to do next, the most promising first; nothing where nothing is known to help."""
+    found = _Found(summary, summary._judged(), setup)
     by_bound = _BY_BOUND.get(found.verdict.bound)
     advice = [] if by_bound is None else [*by_bound(found)]
-    if found.gap_share is not None and found.gap_share >= verdict.MANY_GAPS:
+    if summary.gap_share is not None and summary.gap_share >= verdict.MANY_GAPS:
         advice += _fewer_launches(found)
     return tuple(dict.fromkeys(advice))
 
 
-def sentence(advice: Sequence[str]) -> str:
-    """Return advice as one sentence; empty if there is none."""
-    return f"Next: {'; '.join(advice)}" if advice else ""
-
-
-def _load_faster(found: AdviceInputs) -> Iterator[str]:
+def _load_faster(found: _Found) -> Iterator[str]:
     setup = found.setup
     if setup.is_on_device:
         # Workers cannot use the device that the training process has begun to use.
@@ -119,7 +101,7 @@ def _load_faster(found: AdviceInputs) -> Iterator[str]:
         yield from _copy_faster(found)
 
 
-def _more_workers(found: AdviceInputs) -> Iterator[str]:
+def _more_workers(found: _Found) -> Iterator[str]:
     setup = found.setup
     workers, cores = setup.num_workers, setup.cores
     apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
@@ -138,14 +120,14 @@ def _more_workers(found: AdviceInputs) -> Iterator[str]:
         yield f"cheaper transforms (num_workers is {workers}, of {cores} CPU cores)"
 
 
-def _is_uneven(found: AdviceInputs) -> bool:
+def _is_uneven(found: _Found) -> bool:
     """Return whether most steps hardly wait for the loader, but some for long."""
-    row = found.rows.get(FETCH if FETCH in found.rows else DATA)
+    row = found.summary.rows.get(FETCH if FETCH in found.summary.rows else DATA)
     return row is not None and row.p50_ms < 0.5 * row.mean_ms
 
 
-def _copy_faster(found: AdviceInputs) -> Iterator[str]:
-    if found.on_host_clock:
+def _copy_faster(found: _Found) -> Iterator[str]:
+    if found.summary.on_host_clock:
         return  # Nothing is copied to a device.
     if found.setup.pin_memory is False:
         yield "pin_memory=True (now False)"
@@ -153,25 +135,27 @@ def _copy_faster(found: AdviceInputs) -> Iterator[str]:
         yield "copy less: smaller types (uint8, bfloat16), which the device converts"
 
 
-def _call_back_less(found: AdviceInputs) -> Iterator[str]:
-    shares = {one: row.share for name, row in found.rows.items() if (one := of_one_callback(name))}
+def _call_back_less(found: _Found) -> Iterator[str]:
+    shares = {
+        one: row.share for name, row in found.summary.rows.items() if (one := of_one_callback(name))
+    }
     name = max(shares, key=shares.__getitem__, default="")
     if shares.get(name, 0.0) >= _WORTH_IT:
-        took = duration(shares[name] * found.step.mean_ms)
+        took = duration(shares[name] * found.summary.step.mean_ms)
         yield f"run `{name}` less often, or make it cheaper ({took} a step)"
     else:
         yield "log less often: a larger log_every_n_steps"
 
 
-def _meet_the_ranks(found: AdviceInputs) -> Iterator[str]:
-    ranks = found.ranks
+def _meet_the_ranks(found: _Found) -> Iterator[str]:
+    ranks = found.summary.ranks
     if ranks is not None and ranks.slowest is not None:
         yield f"look at rank {ranks.slowest} first, in `{ranks.phase}`: the others wait for it"
     elif found.verdict.bound == verdict.COMMUNICATION:
         yield "more work between collectives: larger batches, or accumulation under no_sync()"
 
 
-def _work_less(found: AdviceInputs) -> Iterator[str]:
+def _work_less(found: _Found) -> Iterator[str]:
     setup = found.setup
     compute = found.share(FORWARD) + found.share(BACKWARD)
     if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
@@ -180,9 +164,13 @@ def _work_less(found: AdviceInputs) -> Iterator[str]:
     yield from _look_inside(found)
 
 
-def _look_inside(found: AdviceInputs) -> Iterator[str]:
+def _look_inside(found: _Found) -> Iterator[str]:
     [longest] = found.verdict.phases or ("",)
-    parts = {name: row.share for name, row in found.rows.items() if name.startswith(f"{longest}/")}
+    parts = {
+        name: row.share
+        for name, row in found.summary.rows.items()
+        if name.startswith(f"{longest}/")
+    }
     parts = {name: share for name, share in parts.items() if not name.endswith("/comm")}
     if parts:
         most = max(parts, key=parts.__getitem__)
@@ -193,13 +181,13 @@ def _look_inside(found: AdviceInputs) -> Iterator[str]:
         yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
 
 
-def _fuse(found: AdviceInputs) -> Iterator[str]:
+def _fuse(found: _Found) -> Iterator[str]:
     share = found.share(OPTIMIZER)
     if found.setup.unfused and share >= _WORTH_IT:
         yield f"{found.setup.unfused}(fused=True), as `optimizer` is {share:.0%} of the step"
 
 
-def _fewer_launches(found: AdviceInputs) -> Iterator[str]:
+def _fewer_launches(found: _Found) -> Iterator[str]:
     setup = found.setup
     now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
     yield f"a larger batch{now}"
@@ -208,13 +196,13 @@ def _fewer_launches(found: AdviceInputs) -> Iterator[str]:
     yield from _fuse(found)
 
 
-def _launch_faster(found: AdviceInputs) -> Iterator[str]:
+def _launch_faster(found: _Found) -> Iterator[str]:
     yield from _fewer_launches(found)
-    if found.gap_share is None:
+    if found.summary.gap_share is None:
         yield "probe_every_n_steps=100 tells how much there is to win"
 
 
-def _free_the_host(found: AdviceInputs) -> Iterator[str]:
+def _free_the_host(found: _Found) -> Iterator[str]:
     others = []
     for name in found.verdict.phases:
         if name in (FETCH, DATA):
@@ -229,7 +217,7 @@ def _free_the_host(found: AdviceInputs) -> Iterator[str]:
         yield f"no {waits} in {', '.join(others)}"
 
 
-_BY_BOUND: Mapping[str, Callable[[AdviceInputs], Iterator[str]]] = {
+_BY_BOUND: Mapping[str, Callable[[_Found], Iterator[str]]] = {
     verdict.INPUT: _load_faster,
     verdict.COPIES: _copy_faster,
     verdict.CALLBACK: _call_back_less,

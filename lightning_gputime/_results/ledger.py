@@ -15,8 +15,8 @@ REST = "the rest"
 
 ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
 
-# From this part of a fit on, an entry is told in the sentence.
 _LARGE = 0.02
+"""From this fraction of a fit on, the sentence names an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Ledger:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of each entry, from 0 to 1."""
+        """The fraction of each entry, from 0 to 1."""
         wall_s = self.wall_s
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def sentence(self) -> str:
-        """Says it in one sentence, of the steps first; empty if nothing was measured."""
+        """One sentence, the steps first; empty if nothing was measured."""
         shares = self.shares
         if STEPS not in shares or not self.wall_s:
             return ""
@@ -61,7 +61,7 @@ class Ledger:
         return f"steps were {shares[STEPS]:.0%} of the fit of {_time(self.wall_s)}{more}"
 
     def metrics(self) -> dict[str, float]:
-        """Returns what is logged: the part of each entry, and the wall time."""
+        """Return what is logged: the fraction of each entry, and the wall time."""
         keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
         shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
         return {**shares, "fit/wall_s": self.wall_s}
@@ -75,7 +75,7 @@ def _time(seconds: float) -> str:
 
 
 class Books:
-    """Keeps the ledger while a fit goes on: all time belongs to the entry that is open.
+    """Records where the time of a fit goes: all of it belongs to the entry that is open.
 
     Args:
         now_ns: Returns the host's time (in nanoseconds).
@@ -95,45 +95,45 @@ class Books:
         return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
 
     def turn(self, entry: str) -> None:
-        """Says that from here on the time belongs to another entry."""
+        """Attribute time to another entry from now on."""
         if entry != self._entry:
             self._settle()
             self._entry = entry
 
     def steps_go_on(self) -> None:
-        """Says that a batch is fetched, or trained on."""
+        """Attribute time to steps: a batch is fetched, or trained on."""
         # Every batch does so, twice.
         if self._entry is not STEPS:
             self.turn(STEPS if self._has_stepped else FIRST_STEP)
 
     def step_ends(self) -> None:
-        """Says that a step has ended."""
+        """Call where each step ends."""
         if not self._has_stepped:
             self._has_stepped = True
             self.steps_go_on()
 
     def epoch_turns(self) -> None:
-        """Says that an epoch has ended, or begins."""
+        """Call where an epoch has ended, or begins."""
         if self._has_stepped:
             self.turn(EPOCH_ENDS)
 
     def save_begins(self) -> None:
-        """Says that a checkpoint is saved, inside of whatever is open."""
+        """Attribute time to checkpoints until `save_ends`, inside of whatever is open."""
         self._settle()
         self._is_saving = True
 
     def save_ends(self) -> None:
-        """Says that it is saved."""
+        """End that."""
         self._settle()
         self._is_saving = False
 
     def close(self) -> None:
-        """Ends it: what follows belongs to nothing. Safe to call twice."""
+        """Stop: what follows belongs to nothing. Safe to call twice."""
         self._settle()
         self._now_ns = None
 
     def ledger(self) -> Ledger:
-        """Returns where the time went until now."""
+        """Return where the time went until now."""
         self._settle()
         return Ledger({name: ns / 1e9 for name, ns in self._ns.items() if ns})
 

@@ -12,7 +12,7 @@ class MetricsLogger(Protocol):
     """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
-        """Stores `metrics` under `step`."""
+        """Store `metrics` under `step`."""
 
 
 _GROUPS = (
@@ -26,7 +26,7 @@ _GROUPS = (
     (re.compile(rf".+/{COMM}_ms$"), "comm"),
     (re.compile(r".+/"), "parts"),
 )
-"""By the name of a value, the group that it stands in where it stands not among the phases."""
+"""By the name of a value, its group where that is not the one of the phases."""
 
 
 class Destination:
@@ -45,7 +45,7 @@ class Destination:
         self._logger, self._prefix, self._stage = logger, prefix, stage
 
     def begin(self) -> None:
-        """Says that training begins: TensorBoard gets its chart."""
+        """Begin training: TensorBoard gets its chart."""
         # Now, because of several layouts TensorBoard shows the last: one of the user's own may
         # come later.
         writer = _tensorboard_writer(self._logger)
@@ -53,7 +53,7 @@ class Destination:
             writer.add_custom_scalars(_layout(self._prefix))
 
     def send(self, values: Mapping[str, float], step: int, beside: Mapping[str, float]) -> None:
-        """Logs values.
+        """Log values.
 
         Args:
             values: They are logged under keys with the prefix.
@@ -81,19 +81,19 @@ class Destination:
 
 
 def key(prefix: str, stage: str, name: str) -> str:
-    """Returns the key of a value."""
+    """Return the key of a value."""
     return "/".join(part for part in (prefix, stage, name) if part)
 
 
 def _tensorboard_writer(logger: MetricsLogger) -> Any:
-    """Returns what writes TensorBoard's files, if the logger has one."""
+    """Return what writes TensorBoard's files, if the logger has one."""
     experiment = getattr(logger, "experiment", None)
     # Of the class: on ranks that log nothing an experiment has whatever one asks for.
     return experiment if hasattr(type(experiment), "add_custom_scalars") else None
 
 
 def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
-    """Returns TensorBoard's charts of all phases; it finds phases by regular expressions."""
+    """Return TensorBoard's charts of all phases; it finds phases by regular expressions."""
     own = re.escape(prefix)
     return {
         prefix: {
@@ -104,7 +104,7 @@ def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:
-    """Returns the loggers of an option that takes none, one or several.
+    """Return the loggers of an option that takes none, one or several.
 
     Raises:
         TypeError: If one of them is none.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.advice import AdviceInputs, Setup, advise
+from lightning_gputime._results.advice import Setup, advise
 from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
 from lightning_gputime._results.ledger import Books
 from lightning_gputime._results.observers import ReadSteps, sections_of
@@ -187,16 +187,7 @@ class Results:
             ledger=self.books.ledger() if self.books is not None else None,
             memory=memory,
         )
-        found = AdviceInputs(
-            summary._judged(),
-            summary.rows,
-            summary.step,
-            summary.gap_share,
-            summary.ranks,
-            self.setup,
-            self.on_host_clock,
-        )
-        return replace(summary, advice=advise(found))
+        return replace(summary, advice=advise(summary, self.setup))
 
     def in_short(self) -> str:
         """Returns the mean verdict so far in some words, for a progress bar; it costs little."""

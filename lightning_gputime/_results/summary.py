@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
-from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
@@ -15,7 +14,7 @@ from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.table import HasSentences, Section, Table, Tabular
 from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.units import unit_of
-from lightning_gputime._results.verdict import Verdict, judge, wait_sentence
+from lightning_gputime._results.verdict import Verdict, advice_sentence, judge, wait_sentence
 
 _LONG_CALLBACK = 0.1
 """From this fraction of a step on a callback is named."""
@@ -130,7 +129,7 @@ class PhaseSummary(Tabular):
     def _table(self) -> Table:
         if not self.steps:
             return Table(self._title(), [], [])
-        lead = [] if self.is_warmup else [self.verdict, sentence(self.advice)]
+        lead = [] if self.is_warmup else [self.verdict, advice_sentence(self.advice)]
         below = [] if self.is_warmup else [*filter(None, self._sentences())]
         return Table(self._title(), self._lines(), below, lead=[*filter(None, lead)], drops=_DROPS)
 

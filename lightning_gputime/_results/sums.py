@@ -16,11 +16,11 @@ class Sums:
     Attributes:
         phases: Of each phase that ran, see `PhaseSum`.
         step: Of the step.
-        wait_ms: Of how long the host waited (in milliseconds).
-        skipped_updates: How many updates were skipped.
-        work: Of what they have worked on.
-        each_ms: Device time of each step that it was made of (in milliseconds), in their order; not
-            of those that were merged.
+        wait_ms: How long the host waited (in milliseconds).
+        skipped_updates: Number of skipped updates.
+        work: The work of the steps.
+        each_ms: Device time of each step that was passed (in milliseconds), in their order; without
+            steps that were merged.
     """
 
     def __init__(self, steps: Iterable[StepRecord] = ()) -> None:
@@ -60,7 +60,7 @@ class Sums:
         self.skipped_updates += sum(skipped_updates)
 
     def merge(self, other: "Sums") -> None:
-        """Adds the sums over other steps."""
+        """Add the sums over other steps."""
         self.step.merge(other.step)
         for name, phase in other.phases.items():
             self._phase(name).merge(phase)
@@ -69,7 +69,7 @@ class Sums:
         self.work.merge(other.work)
 
     def copy(self) -> "Sums":
-        """Returns the sums as they are now."""
+        """Return the sums as they are now."""
         copied = Sums()
         copied.merge(self)
         return copied
@@ -98,7 +98,7 @@ class PhaseSum:
         self.device_ms = self.host_ms = self.max_ms = 0.0
 
     def add(self, n: int, device_ms: float, host_ms: float, max_ms: float) -> None:
-        """Adds `n` steps."""
+        """Add `n` steps."""
         self.n += n
         self.device_ms += device_ms
         self.host_ms += host_ms
@@ -106,13 +106,13 @@ class PhaseSum:
             self.max_ms = max_ms
 
     def merge(self, other: "PhaseSum") -> None:
-        """Adds the sums over other steps."""
+        """Add the sums over other steps."""
         self.add(other.n, other.device_ms, other.host_ms, other.max_ms)
 
 
 @lru_cache(maxsize=256)
 def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
-    """Returns which marks count for each phase that ran, and, with None, for the step."""
+    """Return which marks count for each phase that ran, and, with None, for the step."""
     settled = settle(labels)
     names = list(dict.fromkeys(name for of_mark in settled for name in of_mark))
     marks_of: list[tuple[str | None, Sequence[int]]] = [

@@ -12,7 +12,7 @@ _LANES = {1: "device", 2: "host"}
 
 
 def trace(steps: Sequence[StepTimes]) -> str:
-    """Returns a trace in the Trace Event Format, in JSON.
+    """Return a trace in the Trace Event Format, in JSON.
 
     A step is a slice with its phases inside, on one lane by the device's clock and on one by the
     host's; what no phase covers is `other`, and a validation inside it is `not timed`. Where the
@@ -41,7 +41,7 @@ def trace(steps: Sequence[StepTimes]) -> str:
 
 
 def _runs(steps: Sequence[StepTimes]) -> Iterator[list[tuple[StepTimes, Timeline]]]:
-    """Splits steps where one does not begin at the end of the one before."""
+    """Split steps where one does not begin at the end of the one before."""
     run: list[tuple[StepTimes, Timeline]] = []
     for step in steps:
         line = step.timeline
@@ -58,7 +58,7 @@ def _runs(steps: Sequence[StepTimes]) -> Iterator[list[tuple[StepTimes, Timeline
 def _placed(
     run: Sequence[tuple[StepTimes, Timeline]],
 ) -> Iterator[tuple[StepTimes, Timeline, list[float]]]:
-    """Yields the steps of a run with their device times on the host's clock (in us)."""
+    """Yield the steps of a run with their device times on the host's clock (in us)."""
     # Summed over the whole run, so that a step ends exactly where the next begins.
     times_ms = (ms for _, line in run for ms in line.device_ms)
     # A clock that is broken must not move all that follows out of sight.

@@ -1,6 +1,6 @@
 """What bounds a training, judged by the statistics of its phases."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait
@@ -145,6 +145,11 @@ def _part(name: str, rows: Rows) -> str:
     took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
     most = max(took, key=took.__getitem__, default=name)
     return most if 2 * took.get(most, 0.0) >= rows[name].n * rows[name].host_mean_ms else name
+
+
+def advice_sentence(advice: Sequence[str]) -> str:
+    """Return advice as one sentence; empty if there is none."""
+    return f"Next: {'; '.join(advice)}" if advice else ""
 
 
 def wait_sentence(rows: Rows, step: PhaseStats) -> str:

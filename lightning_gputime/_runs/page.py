@@ -10,9 +10,9 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
-from lightning_gputime._results.advice import sentence
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
+from lightning_gputime._results.verdict import advice_sentence
 from lightning_gputime._runs import charts
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.saved import Run
@@ -58,7 +58,7 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
     if run.summary.is_warmup:
         return f"{took}, of the warm-up", [ledger]
     verdict = run.summary.verdict or (took if run.summary.steps else "no step was timed")
-    return verdict, [sentence(run.summary.advice), ledger]
+    return verdict, [advice_sentence(run.summary.advice), ledger]
 
 
 def _sections(
