@@ -10,7 +10,7 @@ from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.ledger import REST, Books
+from lightning_gputime._results.ledger import REST, WallTimeRecorder
 
 # The action by which a Trainer says that it saves a checkpoint.
 _SAVES = "save_checkpoint"
@@ -26,7 +26,7 @@ class FitBooks:
     def __init__(self, clock: Clock | None) -> None:
         self._clock = clock
         self._trainer: _lightning.Trainer | None = None
-        self._books: Books | None = None
+        self._books: WallTimeRecorder | None = None
         self._saves: Actions | None = None
         self._save: Subscription | None = None
 
@@ -34,12 +34,12 @@ class FitBooks:
         # No copy needs the trainer.
         return {**self.__dict__, "_trainer": None, "_books": None, "_saves": None, "_save": None}
 
-    def open(self, trainer: _lightning.Trainer) -> Books:
+    def open(self, trainer: _lightning.Trainer) -> WallTimeRecorder:
         """Begin those of a trainer, or return them if they are open."""
         if self._books is None or trainer is not self._trainer:
             self.close()
             clock = self._clock
-            self._books = Books(time.perf_counter_ns if clock is None else clock.host_ns)
+            self._books = WallTimeRecorder(time.perf_counter_ns if clock is None else clock.host_ns)
             self._trainer = trainer
             profiler, is_idle = _lightning.profiler_of(trainer)
             calls = {_SAVES: self._save_begins}
@@ -47,16 +47,16 @@ class FitBooks:
         return self._books
 
     def turn(self, entry: str) -> None:
-        """Says that from here on the time belongs to another entry."""
+        """Attribute time to another entry from now on."""
         if self._books is not None:
-            self._books.turn(entry)
+            self._books.switch_to(entry)
 
     def training_ends(self, prefix: str, last: StepTimes | None) -> None:
-        """Says that training is over, and logs the share of each entry under the last step."""
+        """End the training, and log the fraction of each entry under the last step."""
         self.turn(REST)
         if self._books is not None and self._trainer is not None and last is not None:
             log = _lightning.mean_log_of(self._trainer, prefix)
-            log.log_values(self._books.ledger().metrics(), last.step)
+            log.log_values(self._books.metrics(), last.step)
 
     def _save_begins(self) -> None:
         if self._books is not None and self._trainer is not None and self._save is None:
@@ -80,8 +80,8 @@ class FitBooks:
             save.remove()
             self._books.save_ends()
 
-    def close(self, trainer: _lightning.Trainer | None = None) -> Books | None:
-        """Ends them, if they are of this trainer. Safe to call twice.
+    def close(self, trainer: _lightning.Trainer | None = None) -> WallTimeRecorder | None:
+        """End them, if they are of this trainer. Safe to call twice.
 
         Returns:
             Those that were open, if they were.
@@ -90,7 +90,7 @@ class FitBooks:
         if books is None or (trainer is not None and trainer is not self._trainer):
             return None
         self._save_ends()
-        books.close()
+        books.remove()
         if self._saves is not None:
             self._saves.remove()
         self._trainer = self._books = self._saves = None
@@ -102,7 +102,7 @@ def _tell(error: Exception) -> None:
 
 
 def turns(entry: str) -> Callable[..., None]:
-    """Returns a hook of a callback that turns its books to an entry."""
+    """Return a hook of a callback that attributes time to an entry."""
 
     @_lightning.never_raises
     def hook(self: Any, *_: Any) -> None:

@@ -9,7 +9,7 @@ from lightning_gputime._actions import Actions, Begins
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
-from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._run.session import Session
 from lightning_gputime._untraced import untraced
 
@@ -44,7 +44,7 @@ class Fit:
         model: _lightning.Module,
         session: Session,
         batch: Batch,
-        books: Books,
+        books: WallTimeRecorder,
         epochs: _lightning.Epochs,
         fail: Callable[[Exception], None],
     ) -> None:

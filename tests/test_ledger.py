@@ -14,7 +14,7 @@ from fake_gpu import FakeGPU
 from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
 
 from lightning_gputime import GPUPhaseTimer, Ledger, load
-from lightning_gputime._results.ledger import STEPS, VALIDATION, Books
+from lightning_gputime._results.ledger import STEPS, VALIDATION, WallTimeRecorder
 
 
 class HostWork(pl.Callback):
@@ -131,16 +131,16 @@ def test_a_plain_loop_has_no_ledger() -> None:
 
 
 def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
-    books = Books(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
-    books.turn(STEPS)
+    books = WallTimeRecorder(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
+    books.switch_to(STEPS)
     copy = pickle.loads(pickle.dumps(books))
-    books.turn(VALIDATION)
-    assert copy.ledger() == Ledger({"set-up": 2.0, "steps": 1.0})
-    copy.turn(VALIDATION)
-    assert copy.ledger() == Ledger({"set-up": 2.0, "steps": 1.0})
-    books.close()
-    books.close()
-    assert books.ledger() == Ledger({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
+    books.switch_to(VALIDATION)
+    assert copy.summary() == Ledger({"set-up": 2.0, "steps": 1.0})
+    copy.switch_to(VALIDATION)
+    assert copy.summary() == Ledger({"set-up": 2.0, "steps": 1.0})
+    books.remove()
+    books.remove()
+    assert books.summary() == Ledger({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
 
 
 def test_nothing_is_left_on_the_trainer() -> None:

@@ -16,7 +16,7 @@ from fake_loop import Loop, hooks
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
 from lightning_gputime._results import files
-from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
@@ -116,7 +116,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results.add([raw(0, forward=2.0)])
     stats = RankStats(1.0, 2.0, 3.0, 1)
     results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", None, "rank 1 is slow")
-    results.books = Books(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
+    results.books = WallTimeRecorder(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     run = run_of(
         results,
         slow_steps=[{"step": 7, "step_ms": 9.5, "causes": ({"name": "gc", "ms": math.nan},)}],

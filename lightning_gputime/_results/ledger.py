@@ -74,8 +74,10 @@ def _time(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class Books:
+class WallTimeRecorder:
     """Records where the time of a fit goes: all of it belongs to the entry that is open.
+
+    An observer of steps; a trainer tells it what else it does.
 
     Args:
         now_ns: Returns the host's time (in nanoseconds).
@@ -91,20 +93,20 @@ class Books:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of the time up to here: it has no clock.
-        self._settle()
+        self._add_elapsed()
         return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
 
-    def turn(self, entry: str) -> None:
+    def switch_to(self, entry: str) -> None:
         """Attribute time to another entry from now on."""
         if entry != self._entry:
-            self._settle()
+            self._add_elapsed()
             self._entry = entry
 
     def steps_go_on(self) -> None:
         """Attribute time to steps: a batch is fetched, or trained on."""
         # Every batch does so, twice.
         if self._entry is not STEPS:
-            self.turn(STEPS if self._has_stepped else FIRST_STEP)
+            self.switch_to(STEPS if self._has_stepped else FIRST_STEP)
 
     def step_ends(self) -> None:
         """Call where each step ends."""
@@ -115,29 +117,33 @@ class Books:
     def epoch_turns(self) -> None:
         """Call where an epoch has ended, or begins."""
         if self._has_stepped:
-            self.turn(EPOCH_ENDS)
+            self.switch_to(EPOCH_ENDS)
 
     def save_begins(self) -> None:
         """Attribute time to checkpoints until `save_ends`, inside of whatever is open."""
-        self._settle()
+        self._add_elapsed()
         self._is_saving = True
 
     def save_ends(self) -> None:
         """End that."""
-        self._settle()
+        self._add_elapsed()
         self._is_saving = False
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Stop: what follows belongs to nothing. Safe to call twice."""
-        self._settle()
+        self._add_elapsed()
         self._now_ns = None
 
-    def ledger(self) -> Ledger:
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged."""
+        return self.summary().metrics()
+
+    def summary(self) -> Ledger:
         """Return where the time went until now."""
-        self._settle()
+        self._add_elapsed()
         return Ledger({name: ns / 1e9 for name, ns in self._ns.items() if ns})
 
-    def _settle(self) -> None:
+    def _add_elapsed(self) -> None:
         if self._now_ns is not None:
             now_ns = self._now_ns()
             self._ns[CHECKPOINTS if self._is_saving else self._entry] += now_ns - self._since_ns

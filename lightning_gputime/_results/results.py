@@ -14,7 +14,7 @@ from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import Setup, advise
 from lightning_gputime._results.history import Newest, history, mean_run_ahead_ms
-from lightning_gputime._results.ledger import Books
+from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowSteps
@@ -56,7 +56,7 @@ class Results:
         """All ranks beside each other, as they were last compared."""
         self.newest_probed: StepRecord | None = None
         """The newest step that was probed, its work alone."""
-        self.books: Books | None = None
+        self.books: WallTimeRecorder | None = None
         """The ledger of a fit, where a trainer tells it."""
         self.peaks = PhaseMemory()
         """The memory of phases."""
@@ -184,7 +184,7 @@ class Results:
             hint="" if seen else self._hint,
             slow=self.slow.summary(steps, step_ms),
             work=self.yardstick.summary(sums.work, rows, step, busy.step.n > 0),
-            ledger=self.books.ledger() if self.books is not None else None,
+            ledger=self.books.summary() if self.books is not None else None,
             memory=memory,
         )
         return replace(summary, advice=advise(summary, self.setup))
