@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
-from lightning_gputime._guard import never_raises
+from lightning_gputime._guard import needs_instance, never_raises
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import OTHER
@@ -62,6 +62,7 @@ class FabricTimer(Timer):
 
     # Fabric's hooks
 
+    @needs_instance
     def on_after_setup(self, fabric: Any, module: nn.Module, *optimizers: Any) -> None:
         """Start a new measurement, of all that was set up since `remove`.
 

@@ -14,6 +14,18 @@ _NO_INSTANCE = (
 )
 
 
+def needs_instance(hook: Hook) -> Hook:
+    """Answer the class in place of a timer, for a hook that may raise before training."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(self, "_give_up"):
+            raise TypeError(_NO_INSTANCE)
+        hook(self, *args, **kwargs)
+
+    return cast("Hook", guarded)
+
+
 def never_raises(hook: Hook) -> Hook:
     """Ends the timing, and lets the training go on, when a hook of a timer's fails."""
 

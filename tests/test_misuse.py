@@ -166,12 +166,11 @@ def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) 
         trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
 
 
-def test_the_class_in_place_of_a_callback_of_fabric_is_told_at_the_first_update() -> None:
+def test_the_class_in_place_of_a_callback_of_fabric_is_told_at_setup() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[PhaseTimeCallback])
-    model, optimizer = fabric.setup(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters()))
-    fabric.backward(model(torch.ones(1, 2)).sum())
+    net = nn.Linear(2, 1)
     with pytest.raises(TypeError, match="must be instances, got the class of a timer"):
-        optimizer.step()
+        fabric.setup(net, torch.optim.SGD(net.parameters()))
 
 
 def test_a_timer_in_place_of_a_run_is_told_in_a_line() -> None:

@@ -146,8 +146,6 @@ class FunctionPatch:
             self.listeners.remove(listener)
         self.restore()
 
-    forget, come_off = remove_listener, restore  # The former names.
-
     def _set(self, value: object) -> None:
         owner, name = self._owner, self._name
         if not isinstance(owner, type):

@@ -177,13 +177,13 @@ REGISTER = (
         "no callback hears of a fetch, of where an evaluation begins, nor of an error",
     ),
     Replaced(
-        "`__iter__` of the loaders of Fabric, and `zero_grad` of the class of each optimizer",
+        "`__iter__` of the loaders of Fabric",
         CLASS,
-        frozenset({"__iter__", "zero_grad"}),
+        frozenset({"__iter__"}),
         "from `fabric.setup` to `timer.remove`",
         _CALL,
         _BOTH,
-        "Fabric has no hook for them",
+        "Fabric has no hook for it",
     ),
 )
 """All kinds. Hooks by an interface that is offered for them are not replaced functions."""
