@@ -56,6 +56,7 @@ class Fit:
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
         self._attachments = Attachments()
+        self._listens_while_off = False
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: _lightning.Trainer) -> bool:
@@ -84,12 +85,15 @@ class Fit:
     def batch_begins(self, batch: object) -> None:
         """Says that the model is about to be trained on a batch. Raises nothing."""
         try:
-            if self._session.thread == -1:
+            session = self._session
+            if session.thread == -1:
                 self.epoch_begins()
-            self._in_batch = self._batch.is_open = True
+            self._in_batch = True
             self._books.steps_go_on()
-            self._session.batch_begins()
-            self._session.takes(batch)
+            if not session.is_off:
+                self._batch.is_open = True
+                session.batch_begins()
+                session.work.add_batch(batch)
         except Exception as error:
             self._fail(error)
 
@@ -108,12 +112,9 @@ class Fit:
             self._in_batch = self._batch.is_open = False
             self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
-                session.batch_ends()
-                session.part_began(CALLBACKS)
+                session.batch_ends(CALLBACKS)
             else:
-                if session.end_step(_lightning.step_number(self._trainer)):
-                    session.part_began(CALLBACKS)
-                else:
+                if not session.end_step(_lightning.step_number(self._trainer), CALLBACKS):
                     self._attachments.suspend()
                 self._books.step_ends()
         except Exception as error:
@@ -123,15 +124,16 @@ class Fit:
         """End a batch while the hooks are off: by the trainer's count, where that was right."""
         session = self._session
         self._in_batch = False
-        self._attachments.suspend()
+        if self._listens_while_off:
+            self._listens_while_off = False
+            self._attachments.suspend()
         if session.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
             ends = _lightning.ends_update(self._trainer, batch_idx)
-        if ends and session.end_step(_lightning.step_number(self._trainer)):
+        if ends and session.end_step(_lightning.step_number(self._trainer), CALLBACKS):
             self._batch.is_open = False
             self._attachments.reattach()
-            session.part_began(CALLBACKS)
 
     def evaluation_ends(self) -> None:
         """Says that an evaluation is over.
@@ -147,6 +149,7 @@ class Fit:
     def _listen_while_off(self) -> None:
         # The next fetch ends what is no step in the wall time.
         if self._session.is_off:
+            self._listens_while_off = True
             self._attachments.reattach()
 
     def _ends_step(self, batch_idx: int) -> bool:

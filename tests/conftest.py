@@ -1,4 +1,5 @@
 import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,13 @@ def _nothing_stays_installed() -> Iterator[None]:
     assert AUTOGRAD._engine_run_backward is engine
     assert not optimizer._global_optimizer_pre_hooks
     assert not optimizer._global_optimizer_post_hooks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet() -> None:
+    # Where anything was compiled in the process, hooks stay on between timed steps.
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()
 
 
 @pytest.fixture(autouse=True)

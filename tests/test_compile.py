@@ -268,3 +268,19 @@ def test_a_timer_that_is_attached_ten_times_compiles_nothing_again(
     assert without == (1, 0)
     # A function is compiled once more where hooks inside it come or go, and never again.
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
+
+
+@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(net)", "net.compile()"])
+def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -> None:
+    def run(*callbacks: GPUPhaseTimer) -> tuple[int, int]:
+        def fit(count: Count) -> None:
+            model: Any = Compiled(gpu, how, count)
+            if how == "compile(LightningModule)":
+                model = torch.compile(model, backend=count)
+            trainer(*callbacks).fit(model, Loader(gpu, 300))
+
+        return compilations(fit)
+
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, every_n_steps=10)
+    assert run(timer) == run()
+    assert timer.summary().steps == 30

@@ -403,7 +403,9 @@ class Recorder:
         if self._pauses and self.state is OPEN:
             self.state = PAUSED
 
-    def end_step(self, number: int, skipped_update: bool = False, read: bool = False) -> None:
+    def end_step(
+        self, number: int, skipped_update: bool = False, read: bool = False, label: str = DATA
+    ) -> None:
         """End the open step under `number`, and begin the next.
 
         This is the only place where the host may wait in a training loop.
@@ -412,6 +414,7 @@ class Recorder:
             number: The number that it is logged under.
             skipped_update: Whether no optimizer ran its update.
             read: Whether to read the finished steps now.
+            label: What the next one starts with.
         """
         if get_ident() != self.thread:
             return
@@ -420,11 +423,11 @@ class Recorder:
         if self._sampler is not None and not is_sampled and self._sampler.is_due(self._index):
             self._keep_samples([])  # The end of this step is the first mark of the next.
         if self.state is OPEN and not self._is_spoiled:
-            self._base = DATA
-            self._record(self._named[-1] if self._named else DATA)
+            self._base = label
+            self._record(self._named[-1] if self._named else label)
         # Once more: that mark may have failed, or gone into a graph.
         if (self.state is not OPEN or self._is_spoiled) and not self._ends_paused():
-            self.begin()
+            self.begin(label)
             # A step that is dropped has ended all the same: else ranks would compare different
             # steps.
             self.end_untimed(read)

@@ -90,7 +90,9 @@ class Schedule:
     def next_timed(self, index: int) -> int:
         """Return the index of the first step from this one on that is timed without a probe."""
         to_end = -(index + self.offset + 1) % self.window
-        return index + max(to_end % self.period - self.block + 1, 0)
+        # A window that is no multiple of the period starts with more untimed steps.
+        beyond = max(to_end + 1 - self.window // self.period * self.period, 0)
+        return index + beyond + max((to_end - beyond) % self.period - self.block + 1, 0)
 
     def _is_probed(self, index: int) -> bool:
         n = self.probe_every_n_steps

@@ -108,6 +108,7 @@ class Session:
         # When, and with which index, the host's time was last looked at.
         self._looked = (0, 0)
         self._lag = options.lag
+        self._first_label = DATA
         # Observers, in the order in which they are told.
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._probe = probe
@@ -242,13 +243,22 @@ class Session:
         """Whether there are optimizers whose updates are seen."""
         return self._boundaries.has_optimizers
 
-    def batch_ends(self) -> None:
+    def batch_ends(self, label: str = DATA) -> None:
         """Note that a micro-batch is over, and that the step goes on with the next one."""
         self.work.end_batch()
-        self.recorder.resume_or_mark(DATA)  # A validation at the end of the body is over.
+        self.recorder.resume_or_mark(label)  # A validation at the end of the body is over.
 
-    def end_step(self, number: int) -> bool:
-        """End the open step under `number`, and start the next. Return whether hooks are on."""
+    def end_step(self, number: int, label: str = DATA) -> bool:
+        """End the open step, and start the next.
+
+        Args:
+            number: The number that it is logged under.
+            label: What the next one starts with.
+
+        Returns:
+            Whether hooks are on.
+        """
+        self._first_label = label
         if self.is_off:
             return self._end_step_off(number)
         self._newest = number
@@ -258,7 +268,7 @@ class Session:
         recorder.load = self.work.take_step_work()
         reads = self._dispatcher.end_step(number)
         if self.times_all:
-            recorder.end_step(number, self._boundaries.step_ended(), reads)
+            recorder.end_step(number, self._boundaries.step_ended(), reads, label)
         else:
             self._end_planned_step(number, reads)
         if self._comparison.due_step is not None or self.work.is_due:
@@ -266,7 +276,7 @@ class Session:
             recorder.pause()
             self._comparison.compare_if_due()
             self.work.measure()
-            recorder.resume()
+            recorder.resume(label)
         # A user's function may have removed the timer.
         if not self.times_all and self.is_attached:
             self._start_planned_step()
@@ -335,7 +345,7 @@ class Session:
         is_timed = kind in (TIMED, PROBED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
         if is_timed:
-            self.recorder.end_step(number, skipped_update, reads)
+            self.recorder.end_step(number, skipped_update, reads, self._first_label)
         else:
             self.recorder.end_untimed(reads)
         self._index += 1
@@ -355,7 +365,7 @@ class Session:
             if self._kind is UNTIMED and self._can_turn_off():
                 self._turn_off()
         elif before in (UNTIMED, UNREPRESENTATIVE):
-            self.recorder.begin()
+            self.recorder.begin(self._first_label)
         if self._probe is not None:
             self._is_early = self._waits_before_batch
             if not self._is_early:
@@ -451,7 +461,7 @@ class Session:
             self._auto.add_switch(self._now_ns() - begin_ns)
         self.work.reset()
         if self._kind is TIMED:
-            self.recorder.begin()
+            self.recorder.begin(self._first_label)
 
     # Steps that were read
 

@@ -1,0 +1,315 @@
+"""Steps between the timed ones: the timer is off, and knows as much as if it were on."""
+
+import gc
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
+from fake_lightning import Loader, Model, fit
+from fake_loop import Logger, Loop, hooks
+from processes import finish, start
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+EVERY, N = 5, 43
+AUTOGRAD: Any = torch.autograd
+ENGINE = AUTOGRAD._engine_run_backward
+HAS_COMPILED = "lightning_gputime._run.session.has_compiled"
+
+
+def installed(loop: Loop) -> list[bool]:
+    """Whether hooks and patches are on the model, on torch, and on the optimizer."""
+    return [
+        bool(loop.model._forward_hooks or loop.model._forward_pre_hooks),
+        AUTOGRAD._engine_run_backward is not ENGINE,
+        "zero_grad" in vars(loop.optimizer),
+    ]
+
+
+def test_between_timed_steps_nothing_is_installed(loop: Loop) -> None:
+    on = []
+    with hooks(loop, every_n_steps=10) as timer:
+        for step, x in enumerate(timer.steps(loop.batches(60))):
+            if any(is_on := installed(loop)):
+                assert all(is_on)
+                on.append(step)
+            loop.train(x)
+    # At first, while it is found out what the loop calls; then the timed steps, and one before
+    # each, which tells an evaluation from a part of every step.
+    assert on == [*range(20), 28, 29, 38, 39, 48, 49, 58, 59]
+    assert timer.history()["step"].tolist() == [9, 19, 29, 39, 49, 59]
+    assert {*timer.history()["backward_ms"].tolist()} == {8.0}
+
+
+def test_an_error_while_it_is_off_leaves_nothing(loop: Loop) -> None:
+    def fail(timer: GPUPhaseHooks) -> None:
+        with timer:
+            for step, x in enumerate(timer.steps(loop.batches(60))):
+                loop.train(x / (0 if step == 33 else 1))
+                if step == 33:
+                    raise ZeroDivisionError
+
+    timer = hooks(loop, every_n_steps=10)
+    with pytest.raises(ZeroDivisionError):
+        fail(timer)
+    assert not any(installed(loop))
+    assert timer.history()["step"].tolist() == [9, 19, 29]
+
+
+def test_hooks_stay_on_where_two_timers_are_attached(loop: Loop) -> None:
+    other = Loop(loop.gpu)
+    with hooks(loop, every_n_steps=10) as timer, hooks(other):
+        for step, x in enumerate(timer.steps(loop.batches(40))):
+            loop.train(x)
+            assert all(installed(loop)), step
+
+
+def test_a_lost_timer_that_was_off_leaves_nothing(loop: Loop) -> None:
+    timer = hooks(loop, every_n_steps=10).attach()
+    for x in timer.steps(loop.batches(35)):
+        loop.train(x)
+    del timer
+    gc.collect()
+    assert not any(installed(loop))
+
+
+# Loops of Lightning
+
+
+class Accumulates(Model):
+    """Updates by hand, after every second batch."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Skips(Model):
+    """Leaves every seventh update out."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if args[1] % 7:
+            super().optimizer_step(*args, **kwargs)
+        else:
+            args[-1]()
+
+
+class Samples(pl.Callback):
+    """Calls the model between the batches."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        if batch is not None:
+            pl_module(batch)
+
+
+class Validates(Model):
+    """Also validates, for a while."""
+
+    def val_dataloader(self) -> Any:
+        return Loader(self.gpu, 2)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.host_work(3.0)
+
+
+class Gaps(Model):
+    """Makes each eighth batch None, on which Lightning does not train."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.fetched = 0
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor | None:
+        self.fetched += 1
+        return batch if self.fetched % 8 else None
+
+
+class ValidatesInside(Validates):
+    """Also runs a validation by itself, inside of a batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 10 == 7:
+            validate(self.trainer)
+        return super().training_step(batch, batch_idx)
+
+
+def validate(trainer: Any) -> None:
+    connector = trainer._logger_connector
+    is_first, trainer.validating = connector._first_loop_iter, True
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    connector._first_loop_iter, trainer.training = is_first, True
+
+
+OPTIONS: list[tuple[type[Model], dict[str, Any]]] = [
+    (Model, {}),
+    (Model, {"max_epochs": 3}),
+    (Model, {"max_epochs": 3, "accumulate_grad_batches": 2}),
+    (Model, {"max_epochs": 2, "limit_train_batches": 7}),
+    (Validates, {"max_epochs": 2, "val_check_interval": 4}),
+    (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}),
+    (Accumulates, {"max_epochs": 2}),
+    (Skips, {"max_epochs": 2}),
+    (Gaps, {"max_epochs": 2}),
+    (Gaps, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    (ValidatesInside, {"max_epochs": 2}),
+]
+
+
+def found(
+    gpu: FakeGPU, model: type[Model], callback: Callable[[], pl.Callback] | None, **how: Any
+) -> Any:
+    """Trains, and returns all that the timer knows."""
+    options: dict[str, Any] = {"warmup_steps": 0, "every_n_steps": EVERY}
+    timer = GPUPhaseTimer(clock=gpu, summary=False, **options)
+    fit(gpu, model(gpu), N, timer=timer, callbacks=[callback()] if callback else [], **how)
+    summary = timer.summary()
+    assert summary.ledger is not None
+    return timer.history().tolist(), str(summary), summary.ledger.entries_s
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("callback", [None, Samples])
+@pytest.mark.parametrize(("model", "how"), OPTIONS)
+def test_it_knows_as_much_as_if_it_were_on(
+    model: type[Model],
+    how: dict[str, Any],
+    callback: Callable[[], pl.Callback] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    off = found(FakeGPU(), model, callback, **how)
+    monkeypatch.setattr(HAS_COMPILED, lambda: True)
+    assert off == found(FakeGPU(), model, callback, **how)
+    assert len(off[0]) > 1
+
+
+# As many as cost less than 1 %
+
+
+class DearGPU(FakeGPU):
+    """A fake GPU whose events cost the host a known time to record."""
+
+    def __init__(self, record_us: float) -> None:
+        super().__init__()
+        self.record_ns = round(record_us * 1000)
+
+    def event(self) -> FakeEvent:
+        self.created += 1
+        return DearEvent(self)
+
+
+class DearEvent(FakeEvent):
+    def record(self) -> None:
+        assert isinstance(self._gpu, DearGPU)
+        self._gpu.now += self._gpu.record_ns
+        super().record()
+
+
+def train(
+    gpu: FakeGPU, n: int, *, host_ms: float = 2.0, device_ms: float = 0.0, **options: Any
+) -> GPUPhaseHooks:
+    """Trains a loop whose steps take the host and the device known times."""
+    model = Layer(gpu, 0.0)
+    optimizer = Adder(model.parameters(), gpu, 0.0)
+    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0, **options) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * n):
+            gpu.work(device_ms, host_ms=host_ms)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return timer
+
+
+def numbers(timer: GPUPhaseHooks) -> list[int]:
+    return [int(step) for step in timer.history()["step"]]
+
+
+def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
+    gpu, bare = DearGPU(20.0), DearGPU(0.0)
+    timer = train(gpu, 2000)
+    train(bare, 2000)
+    timed = numbers(timer)
+    assert timed[:100] == [*range(100)]
+    share = timer.summary().max_overhead
+    assert share is not None
+    assert 0.05 < share < 0.08  # seven marks of 20 us in 2 ms
+    # Without the first steps, which are all timed, and those in which it was measured.
+    first = [gpu.now, bare.now]
+    longer = train(longer_gpu := DearGPU(20.0), 4000)
+    train(bare_longer := DearGPU(0.0), 4000)
+    with_timer, without = longer_gpu.now - first[0], bare_longer.now - first[1]
+    assert 0.003 < with_timer / without - 1 < 0.01
+    assert "timed 1 in " in str(longer.summary())
+    assert "timing each would take" in str(longer.summary())
+
+
+@pytest.mark.parametrize("window", [10, 50, 400])
+def test_each_window_between_two_logs_has_a_block(window: int) -> None:
+    logger = Logger()
+    timer = train(DearGPU(20.0), 2000, logger=logger, log_every_n_steps=window)
+    assert [step for step, _ in logger.calls] == [*range(window - 1, 2000, window)]
+    assert len(timer.history()) < 1000 if window > 10 else True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"on_step": lambda times: None}, {"lag": 0}, {"annotate": True}, {"log_every_n_steps": 1}],
+)
+def test_where_somebody_looks_at_each_step_all_are_timed(options: dict[str, Any]) -> None:
+    assert len(train(DearGPU(20.0), 400, **options).history()) == 400
+
+
+def test_where_the_gpu_sets_the_pace_all_steps_are_timed() -> None:
+    timer = train(DearGPU(20.0), 600, host_ms=1.0, device_ms=4.0)
+    assert numbers(timer) == [*range(600)]
+    assert timer.summary().one_in == 1
+
+
+def test_long_steps_are_all_timed() -> None:
+    assert numbers(train(DearGPU(20.0), 400, host_ms=60.0)) == [*range(400)]
+
+
+def test_where_timing_is_found_to_be_cheap_all_steps_are_timed_again() -> None:
+    timed = numbers(train(FakeGPU(), 600))
+    assert timed[:100] == [*range(100)]
+    assert timed[-300:] == [*range(300, 600)]
+
+
+def test_timed_steps_stand_in_blocks() -> None:
+    timed = numbers(train(DearGPU(20.0), 2000))[-60:]
+    gaps = [after - before for before, after in pairwise(timed)]
+    assert {*gaps} > {1}
+    assert max(gaps) <= 50
+
+
+@pytest.mark.slow
+def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "untimed_run.py"
+    printed = finish(*(start(script, rank, tmp_path / "store") for rank in range(2)))
+    mine, other = map(json.loads, printed)
+    assert mine == other
+    assert mine[1][:100] == [*range(100)]
+    assert mine[0] > 2
+
+
+def test_a_number_is_obeyed(loop: Loop) -> None:
+    assert numbers(train(DearGPU(20.0), 300, every_n_steps=1)) == [*range(300)]
+    with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
+        GPUPhaseHooks(nn.Linear(1, 1), every_n_steps=0)
+    with pytest.raises(TypeError, match=r"every_n_steps must be an integer .*auto"):
+        GPUPhaseTimer(every_n_steps="often")  # type: ignore[arg-type]

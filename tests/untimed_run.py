@@ -1,0 +1,39 @@
+"""Trains under DDP on fake GPUs of which that of rank 1 is dearer to time.
+
+python tests/untimed_run.py RANK FILE
+"""
+
+import json
+import sys
+
+import torch.distributed
+from fake_gpu import Adder, Layer, batches
+from test_untimed import DearGPU
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gputime import GPUPhaseHooks
+
+N = 1500
+
+
+def main(rank: int, file: str) -> None:
+    """Prints which steps were timed, and one in how many in the end."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
+    )
+    gpu = DearGPU(20.0 * (1 + rank))
+    net = DistributedDataParallel(Layer(gpu, 0.0))
+    optimizer = Adder(net.parameters(), gpu, 0.0)
+    timer = GPUPhaseHooks(net, optimizer, clock=gpu, warmup_steps=0)
+    with timer:
+        for x in timer.steps(batches(gpu, N, host_ms=2.0)):
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    timed = [int(step) for step in timer.history()["step"]]
+    print(json.dumps([timer.summary().one_in, timed]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
