@@ -1,9 +1,11 @@
+import importlib
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,12 @@ def files(tmp_path: Path) -> tuple[str, str]:
     for path, one in zip(paths, (run(1), run(2, more={"backward": 0.6})), strict=True):
         saved.save(one, path)
     return paths
+
+
+def test_the_console_script_is_the_command_line() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, _, name = project["project"]["scripts"]["lightning-gputime"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
 
 
 def test_the_command_prints_the_table_and_exits_above_the_bound(

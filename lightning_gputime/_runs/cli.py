@@ -1,6 +1,7 @@
 """The commands on saved runs: show, compare, report."""
 
 import argparse
+import io
 import json
 import os
 import re
@@ -48,12 +49,17 @@ whole interval lying above it; 2 if a file cannot be read, or the runs cannot be
 """
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code of the process.
 
     Args:
-        arguments: What stands behind `python -m lightning_gputime`. Without any, print the help.
+        arguments: By default those of the process. Without any, print the help.
     """
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # An encoding may have no bytes for "±", or for a name of the user's.
+            sys.stdout.reconfigure(errors="backslashreplace")
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
     try:
