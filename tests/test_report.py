@@ -18,9 +18,10 @@ from lightning_gputime import Ledger, Run, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.throughput import WorkSummary
-from lightning_gputime._runs import charts, saved
+from lightning_gputime._runs import saved
 from lightning_gputime._runs.cli import main
 from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.page import list_top_phases, page, phases_over_steps, thin_out
 
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"
@@ -70,8 +71,6 @@ def short(steps: int, warmup_steps: int = 0) -> Run:
 
 
 def made(*runs: Run) -> str:
-    from lightning_gputime._runs.page import page
-
     return page(runs, compare(*runs) if len(runs) == 2 else None)
 
 
@@ -163,7 +162,7 @@ def test_two_runs_are_side_by_side() -> None:
 def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     results = Results(5000, 0)
     results.add([raw(i, forward=float(i % 3), data=1.0) for i in range(5000)])
-    columns, every = charts.thin_out(results.history())
+    columns, every = thin_out(results.history())
     assert every == 3
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]
@@ -250,9 +249,9 @@ def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: P
 
 @needs_bokeh
 def test_the_charts_hold_the_steps_numbers() -> None:
-    figure = charts.phases_over_steps(run(1, n=30), 20.0)
+    figure = phases_over_steps(run(1, n=30), 20.0)
     [source] = {one.data_source for one in figure.renderers}
-    names = charts.list_top_phases(run(1, n=30))
+    names = list_top_phases(run(1, n=30))
     assert names == ["data", "forward", "backward"]
     whole: Any = source.data["whole"]
     assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)
@@ -261,10 +260,8 @@ def test_the_charts_hold_the_steps_numbers() -> None:
 
 @needs_bokeh
 def test_a_legend_is_no_higher_than_its_chart_and_no_line_of_it_is_long() -> None:
-    few = charts.phases_over_steps(run(1, n=30), 20.0)
-    many = charts.phases_over_steps(
-        run(1, n=30, more={f"{'a' * 60} {i}": 0.5 for i in range(9)}), 20.0
-    )
+    few = phases_over_steps(run(1, n=30), 20.0)
+    many = phases_over_steps(run(1, n=30, more={f"{'a' * 60} {i}": 0.5 for i in range(9)}), 20.0)
     assert few.height == 320
     [legend] = many.legend
     lines = [line for item in legend.items for line in item.label.value.split("\n")]

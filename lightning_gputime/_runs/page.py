@@ -1,26 +1,64 @@
 """The page of a run, or of two: one file that needs nothing else."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
+from lightning_gputime._phases import in_order
+from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._results.verdict import advice_sentence
-from lightning_gputime._runs import charts
 from lightning_gputime._runs.compare import RunComparison
-from lightning_gputime._runs.saved import Run
+from lightning_gputime._runs.saved import Run, list_phases
 
 _MAX_ROWS = 10
 
 _MAX_BAR = 25
 """The length of the bar of a whole (in characters)."""
+
+_MAX_POINTS = 2000
+"""A chart has no more points: of more steps it shows the means of neighbours."""
+
+_MAX_LINE = 20
+"""Lines of the legend have no more characters: what they take, the chart lacks."""
+
+_INK = "#808892"
+"""Readable on white and on black: a chart cannot ask which it is on."""
+
+_THEME = {
+    "Plot": {
+        "background_fill_alpha": 0.0,
+        "border_fill_alpha": 0.0,
+        "outline_line_alpha": 0.0,
+    },
+    "Axis": {
+        "axis_label_text_color": _INK,
+        "major_label_text_color": _INK,
+        "axis_line_color": _INK,
+        "major_tick_line_color": _INK,
+        "minor_tick_line_color": None,
+    },
+    "Grid": {"grid_line_color": _INK, "grid_line_alpha": 0.25},
+    "Legend": {
+        "background_fill_alpha": 0.0,
+        "border_line_alpha": 0.0,
+        "label_text_color": _INK,
+        "click_policy": "hide",
+        "spacing": 0,
+        "padding": 0,
+    },
+    "BasicTickFormatter": {"use_scientific": False},
+    "Toolbar": {"logo": None},
+}
 
 
 def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
@@ -28,14 +66,10 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
 
     Every name and text in it is escaped, and it loads nothing.
 
-    Args:
-        runs: One, or the one before and the one after.
-        comparison: Of the two.
-
     Raises:
         ImportError: If bokeh is not installed (extra `report`).
     """
-    resources = charts.bokeh().resources.Resources(mode="inline", components=["bokeh"])
+    resources = _bokeh().resources.Resources(mode="inline", components=["bokeh"])
     verdict, sentences = _verdict(runs, comparison)
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -47,6 +81,18 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         sections=[*_sections(runs, comparison)],
         library=Markup(resources.render_js()),
     )
+
+
+def _bokeh() -> Any:
+    try:
+        import bokeh.embed
+        import bokeh.models
+        import bokeh.plotting
+        import bokeh.resources
+        import bokeh.themes
+    except ImportError as error:
+        raise ImportError("the page of a run needs bokeh: python -m pip install bokeh") from error
+    return bokeh
 
 
 def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str, list[str]]:
@@ -65,7 +111,7 @@ def _sections(
     runs: Sequence[Run], comparison: RunComparison | None
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the headings, each with what stands below it: one thing, or one for each run."""
-    limit_ms = charts.axis_limit_ms(runs)
+    limit_ms = _axis_limit_ms(runs)
     versus = _scrolled(comparison._repr_html_()) if comparison is not None else ""
     found = {
         "Before and after": [versus],
@@ -83,41 +129,131 @@ def _sections(
     return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
 
 
+def list_top_phases(run: Run) -> list[str]:
+    """Return the phases that add up to the step."""
+    return in_order([name for name in list_phases(run.history) if "/" not in name])
+
+
+def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
+    """Return the columns of a history, and how many steps each point is the mean of.
+
+    The column `longest_ms` has the longest step of each point.
+    """
+    every = max(-(-len(history) // _MAX_POINTS), 1)
+    starts = np.arange(0, len(history), every)
+    counts = np.diff(np.append(starts, len(history)))
+    columns = {
+        name: np.add.reduceat(np.nan_to_num(history[name]), starts) / counts
+        for name in history.dtype.names or ()
+    }
+    longest = np.maximum.reduceat(history["step_ms"], starts)
+    return {**columns, "step": history["step"][starts], "longest_ms": longest}, every
+
+
+def _axis_limit_ms(runs: Sequence[Run]) -> float:
+    """Return up to where the charts of some runs go, so that they can be compared."""
+    # A first step of a second would flatten all others.
+    steps = [run.history["step_ms"] for run in runs if len(run.history)]
+    return max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
+
+
 def _steps(run: Run, limit_ms: float, named: bool) -> str:
     if not len(run.history):
         return ""
     heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
-    n, every = len(run.history), charts.thin_out(run.history)[1]
+    n, every = len(run.history), thin_out(run.history)[1]
     note = (
         f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
         " longest of them."
     )
-    chart = _drawn(charts.phases_over_steps(run, limit_ms))
+    chart = _drawn(phases_over_steps(run, limit_ms))
     return heading + chart + (_note(note) if every > 1 else "")
 
 
+def phases_over_steps(run: Run, limit_ms: float) -> Any:
+    """Draw the phases of each step, stacked, to zoom in and point at.
+
+    Args:
+        run: The run.
+        limit_ms: Where the axis ends (in milliseconds).
+    """
+    models, names = _bokeh().models, list_top_phases(run)
+    columns, every = thin_out(run.history)
+    # By numbers, because a name may have any character.
+    shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(names)}
+    shown |= {"step": "step", "whole": "step_ms", "wait": "host_wait_ms", "longest": "longest_ms"}
+    data = {key: np.round(columns[name], 4) for key, name in shown.items()}
+    source = models.ColumnDataSource(data)
+    figure = _new_figure("step", "time per step (ms)", "xpan,xwheel_zoom,box_zoom,reset")
+    figure.toolbar.active_scroll = figure.select_one(models.WheelZoomTool)
+    colours = [colour(name, names) for name in names]
+    stack = [f"p{i}" for i in range(len(names))]
+    areas = figure.varea_stack(stack, x="step", color=colours, source=source)
+    whole = figure.line("step", "whole", source=source, line_alpha=0.0)
+    items = [
+        ("\n".join(textwrap.wrap(name, _MAX_LINE) or [name]), [area])
+        for name, area in zip(names, areas, strict=True)
+    ]
+    tips = [("step", "@step"), ("whole (ms)", "@whole{0.000}")]
+    tips += [(f"{name} (ms)", f"@p{i}{{0.000}}") for i, name in enumerate(names)]
+    tips += [("host waited (ms)", "@wait{0.000}")]
+    if every > 1:
+        line = figure.line("step", "longest", source=source, color=_INK, line_width=0.7)
+        items.append((f"longest of {every} steps", [line]))
+        tips.append((f"longest of {every} (ms)", "@longest{0.000}"))
+    lines = sum(name.count("\n") + 1 for name, _ in items)
+    # A legend that is higher than its chart lies over what follows.
+    figure.height = max(figure.height, 90 + 19 * lines)
+    figure.add_layout(models.Legend(items=items[::-1]), "right")
+    figure.y_range = models.Range1d(0, 1.1 * limit_ms or 1.0)
+    figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
+    return figure
+
+
 def _distribution(runs: Sequence[Run]) -> str:
+    """Return how often a step took how long, of one run or two."""
+    times = [run.measured["step_ms"] for run in runs if len(run.measured)]
     # A figure with nothing in it is warned of.
-    if not any(len(run.measured) for run in runs):
+    if not times:
         return ""
-    note = _note("Without the warm-up, and without the slowest percent.")
-    return _drawn(charts.distribution(runs)) + note
+    figure = _new_figure("time per step (ms)", "part of the steps", "xpan,reset")
+    low, high = np.quantile(np.concatenate(times), (0.001, 0.99))
+    edges = np.linspace(low, high + 1e-6, 81)
+    for ms, name, fill in zip(times, ("before", "after"), ("#0072B2", "#D55E00"), strict=False):
+        counts, _ = np.histogram(ms, edges)
+        style = {"fill_color": fill, "fill_alpha": 0.6, "line_color": None}
+        label = {"legend_label": name} if len(times) > 1 else {}
+        figure.quad(
+            top=counts / len(ms), bottom=0, left=edges[:-1], right=edges[1:], **style, **label
+        )
+    return _drawn(figure) + _note("Without the warm-up, and without the slowest percent.")
+
+
+def _new_figure(x: str, y: str, tools: str) -> Any:
+    return _bokeh().plotting.figure(
+        height=320,
+        sizing_mode="stretch_width",
+        tools=tools,
+        toolbar_location="above",
+        x_axis_label=x,
+        y_axis_label=y,
+    )
+
+
+def _drawn(figure: Any) -> str:
+    bokeh = _bokeh()
+    theme = bokeh.themes.Theme(json={"attrs": _THEME})
+    return Markup("".join(bokeh.embed.components(figure, wrap_script=True, theme=theme)))
 
 
 def _slow(run: Run) -> str:
     """Return the slow steps of the file; where it has none, the longest of its history."""
     header = ("step", "took (ms)", "usually (ms)", "grew in", "causes")
+    names = ("step", "step_ms", "usual_ms", "phase")
     rows = [
-        (
-            str(one.get("step", "")),
-            _ms(one.get("step_ms")),
-            _ms(one.get("usual_ms")),
-            str(one.get("phase", "")),
-            _causes(one),
-        )
-        for one in run.slow_steps[:_MAX_ROWS]
+        (*(_cell(name, one) for name in names), _causes(one)) for one in run.slow_steps[:_MAX_ROWS]
     ]
-    return _table(header, rows or [*_longest(run)], left=(4,))
+    return _table(header, rows or [*_longest(run)], left=(3, 4))
 
 
 def _causes(step: Mapping[str, Any]) -> str:
@@ -131,7 +267,7 @@ def _causes(step: Mapping[str, Any]) -> str:
 
 
 def _longest(run: Run) -> Iterator[tuple[str, ...]]:
-    steps, names = run.measured, charts.list_top_phases(run)
+    steps, names = run.measured, list_top_phases(run)
     if not len(steps) or not names:
         return
     times = np.nan_to_num(np.stack([steps[f"{name}_ms"] for name in names], axis=1))
@@ -149,7 +285,7 @@ def _losses(run: Run) -> str:
         return ""
     lost = sorted(work.lost.items(), key=lambda one: -one[1])
     shares = [*((name, share) for name, share in lost if share), ("MFU", work.mfu)]
-    rows = [(name, f"{100 * share:.1f}", _bar(share)) for name, share in shares]
+    rows = [(name, f"{100 * share:.1f}", "█" * round(_MAX_BAR * share)) for name, share in shares]
     return _table(("", "points of the peak", ""), rows, left=(2,))
 
 
@@ -162,18 +298,12 @@ def _ranks(run: Run) -> str:
         (name, _ms(row.min_ms), _ms(row.mean_ms), _ms(row.max_ms), str(row.slowest))
         for name, row in ranks.rows.items()
     ]
-    return _table(header, rows, f"{len(ranks.ranks)} ranks", [ranks.sentence])
+    return _table(header, rows, f"{len(ranks.ranks)} ranks")
 
 
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
     names = tuple(dict.fromkeys(name for one in evaluations for name in one))
-    rows = [
-        tuple(
-            _ms(one.get(name)) if name.endswith(("_ms", "_per_s")) else str(one.get(name, ""))
-            for name in names
-        )
-        for one in evaluations[-_MAX_ROWS:]
-    ]
+    rows = [tuple(_cell(name, one) for name in names) for one in evaluations[-_MAX_ROWS:]]
     return _table(names, rows, "The newest")
 
 
@@ -188,18 +318,21 @@ def _gaps(run: Run) -> str:
 def _ledger(run: Run) -> str:
     if run.ledger is None:
         return ""
-    shares = run.ledger.shares
     rows = [
-        (name, f"{s:.3g} s", f"{100 * shares[name]:.1f} %", _bar(shares[name]))
-        for name, s in run.ledger.entries_s.items()
+        (
+            name,
+            f"{run.ledger.entries_s[name]:.3g} s",
+            f"{100 * share:.1f} %",
+            "█" * round(_MAX_BAR * share),
+        )
+        for name, share in run.ledger.shares.items()
     ]
     return _table(("", "time", "share", ""), rows, left=(3,))
 
 
 def _environment(run: Run) -> str:
     found = asdict(run.environment)
-    options = found.pop("options")
-    found |= {f"option {name}": value for name, value in options.items()}
+    found |= {f"option {name}": value for name, value in found.pop("options").items()}
     rows = [(name, str(value)) for name, value in found.items() if value not in ("", None, [])]
     return Markup('<div class="text">{}</div>').format(_table(("", ""), rows, left=(1,)))
 
@@ -208,16 +341,10 @@ def _table(
     header: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     title: str = "",
-    sentences: Sequence[str] = (),
     left: Sequence[int] = (),
 ) -> str:
-    if not rows:
-        return ""
-    return _scrolled(Table(title, [header, *rows], sentences, left=(0, *left)).html())
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_MAX_BAR * share)
+    table = Table(title, [header, *rows], (), left=(0, *left))
+    return _scrolled(table.html()) if rows else ""
 
 
 def _scrolled(table: str) -> str:
@@ -229,8 +356,9 @@ def _note(text: str) -> str:
     return Markup('<p class="note">{}</p>').format(text)
 
 
-def _drawn(figure: Any) -> str:
-    return Markup("".join(charts.bokeh().embed.components(figure, wrap_script=True)))
+def _cell(name: str, record: Mapping[str, Any]) -> str:
+    is_number = name.endswith(("_ms", "_per_s"))
+    return _ms(record.get(name)) if is_number else str(record.get(name, ""))
 
 
 def _ms(value: Any) -> str:
