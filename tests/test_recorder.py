@@ -1078,7 +1078,6 @@ def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
 def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
     gpu: FakeGPU, run: Recorded
 ) -> None:
-    assert run.recorder.begins == 1
     run.recorder.mark("forward")
     gpu.work(4.0)
     run.recorder.mark("<after update>")
@@ -1156,10 +1155,10 @@ def test_a_new_thread_with_the_number_of_the_timed_one_is_another(gpu: FakeGPU) 
     created = gpu.created
     if numbers[0] not in numbers[1:]:
         pytest.skip("the number was not used again")
-    assert (run.recorder.ended_steps, run.recorder.label) == (1, "data")
+    assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
     run.recorder.rest()
     run.recorder.flush()
     assert [times.step for times in run.emitted] == [0]
     train()
-    assert run.recorder.ended_steps == 2
+    assert run.recorder.pending.ended == 2
     assert gpu.created < created + 8

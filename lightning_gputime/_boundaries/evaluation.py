@@ -70,4 +70,4 @@ class EvaluationBoundary:
             return False  # Each step has them, now more and now fewer: a rollout, a generation.
         usual = max(counts, default=0)
         # With no step before it nothing is known of what a step has.
-        return self._recorder.ended_steps > 0 and self._calls >= usual + _MORE
+        return self._recorder.pending.ended > 0 and self._calls >= usual + _MORE

@@ -2,8 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,7 +34,11 @@ class TimingEvent(Protocol):
 
 
 class Clock(Protocol):
-    """A device's time beside the host's. The constructor argument `clock` of both timers."""
+    """A device's time beside the host's. The constructor argument `clock` of both timers.
+
+    It may have more: `spin(cycles)` keeps the device busy, for probes; `device` and `allocator` are
+    where counters are read; without `streams`, see `Streams`, all that is launched is timed.
+    """
 
     def event(self) -> TimingEvent:
         """Return a new event, not yet recorded."""
@@ -56,36 +60,8 @@ class Clock(Protocol):
         """
 
 
-@runtime_checkable
-class SupportsSpin(Protocol):
-    """A clock whose device can be kept busy; without it steps cannot be probed."""
-
-    def spin(self, cycles: int, /) -> None:
-        """Keep the device busy for this many cycles of some counter of its own."""
-
-
-@runtime_checkable
-class SupportsStreams(Protocol):
-    """A clock that knows the streams; without it all that is launched is taken for timed."""
-
-    streams: "Streams | None"
-
-
-@runtime_checkable
-class SupportsDevice(Protocol):
-    """A clock that knows its device, whose counters are read."""
-
-    device: torch.device | None
-
-
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
-
-
-def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
-    """Return the time from each event to the next (in milliseconds)."""
-    # Without a loop in Python: this runs at every step.
-    return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
 
 
 @untraced

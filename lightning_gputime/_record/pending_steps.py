@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from lightning_gputime._messages import TellOnce
-from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
-from lightning_gputime._record.graphs import Graphs
+from lightning_gputime._record.clock import Clock, Mark, TimingEvent
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
 
@@ -16,54 +17,34 @@ BATCH = 25
 It divides the 50 steps between the logs of a Trainer: no small batch is left over.
 """
 
-BLOCKED_NS = 20_000
-"""A wait shorter than this did not block: it found the step finished."""
-
 LEFT_OUT = "A step could not be timed and is left out: %r"
+
+# A wait shorter than this did not block: it found the step finished.
+_BLOCKED_NS = 20_000
 
 
 @untraced
+@dataclass(slots=True, eq=False)
 class PendingStep:
-    """The marks of a step from its end until it is read; then only its record is left.
+    """The marks of a step from its end until it is read; see `StepRecord` for the rest.
 
-    Args:
-        marks: All of them, in order; the last one is the end, and has no label of its own.
-        number: The number that the step is logged under.
-        skipped_update: As in `StepRecord`.
-        load: As in `StepRecord`.
+    The last mark is the end, and has no label of its own.
     """
 
-    __slots__ = (
-        "ended",
-        "filled",
-        "finished_ns",
-        "load",
-        "marks",
-        "memory",
-        "number",
-        "owns_end",
-        "post_spin_index",
-        "skipped_update",
-        "untimed",
-        "wait_ms",
-    )
-
-    def __init__(
-        self, marks: list[Mark], number: int, skipped_update: bool, load: tuple[float, ...]
-    ) -> None:
-        self.marks = marks
-        self.number = number
-        self.skipped_update = skipped_update
-        self.load = load
-        self.memory: tuple[tuple[int, int], ...] = ()
-        self.post_spin_index = 0
-        self.filled: bool | None = None
-        # How many steps had ended with it, timed or not, and how many without marks came before it:
-        # its wait makes up for them, too.
-        self.ended = self.untimed = 0
-        self.wait_ms, self.finished_ns = 0.0, 0
-        # Whether the last event is this step's alone, and not also the first of the next.
-        self.owns_end = False
+    marks: list[Mark]
+    number: int
+    skipped_update: bool
+    load: tuple[float, ...]
+    memory: tuple[tuple[int, int], ...] = ()
+    post_spin_index: int = 0
+    filled: bool | None = None
+    # How many steps had ended with it, timed or not, and how many without marks came before it.
+    ended: int = 0
+    untimed: int = 0
+    wait_ms: float = 0.0
+    finished_ns: int = 0
+    # Whether the last event is this step's alone, and not also the first of the next.
+    owns_end: bool = False
 
 
 @untraced
@@ -77,48 +58,39 @@ class PendingSteps:
     both lists are in the order in which the steps ended. No lock guards them: `Session` lets
     another thread than that of the loop in only when that one has ended, or is timed no more.
 
-    Args:
-        clock: Where host times come from.
-        graphs: Whose replays may fall into the steps.
-        lag: How many ended steps may be pending.
-        batch: How many finished steps are read together.
-        emit: Called with the steps that were read, in order.
-        tell_once: Logs that a step could not be read.
-        fail: Called with an error after which the pending steps are forgotten.
-        on_reading_start: Called just before steps are read.
+    Args are as those of `Recorder`; `fail` is called with an error that costs all pending steps.
     """
 
     def __init__(
         self,
         clock: Clock,
-        graphs: Graphs,
         *,
         lag: int,
         batch: int,
         emit: Callable[[list[StepRecord]], object],
-        tell_once: TellOnce,
         fail: Callable[[Exception], None],
-        on_reading_start: Callable[[], object] | None = None,
+        on_reading_start: Callable[[], object] | None,
     ) -> None:
-        self._host_ns = clock.host_ns
-        self._is_capturing = clock.is_capturing
-        self._graphs = graphs
-        self._lag = lag
-        self._batch = batch
-        self._emit = emit
-        self._tell_once = tell_once
-        self._fail = fail
+        self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
+        self._lag, self._batch = lag, batch
+        self._emit, self._fail = emit, fail
         self._on_reading_start = on_reading_start
+        self.tell_once = TellOnce()
         self.free: list[TimingEvent] = []
-        """Events that were read, to be used again."""
+        """Events that were read, to be used again. Never replaced: `Recorder` holds it, too."""
+        self.graphs: list[list[Mark]] = []
+        """The marks of each captured graph; any later step may replay one, so they stay."""
         self._pending: deque[PendingStep] = deque()
         self._finished: list[PendingStep] = []
-        self.blocked_ns = (0, 0)
-        """The host's time when it last waited for a step, and when that was over."""
         self.ended = 0
         """How many steps have ended, with marks or without."""
         # How many without since the last one that has some.
         self._untimed = 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether steps have ended that the device may still run."""
+        return bool(self._pending)
 
     def add(self, step: PendingStep, read: bool = False, *, may_wait: bool = True) -> None:
         """Take a step that has ended, and finish those that are due.
@@ -139,40 +111,30 @@ class PendingSteps:
             if step.post_spin_index:
                 # Before the wait, after which the device has passed this mark in any case.
                 step.filled = not step.marks[step.post_spin_index][1].query()
-                self._finish_all()
+                self._finish(0, read=True)
             else:
-                self._finish_due(read)
+                self._finish(self._lag, read)
         except Exception as error:
             self.give_up(error)
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether steps have ended that the device may still run."""
-        return bool(self._pending)
-
     def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
-        """Count steps that ended without times: the one wait may be due there.
-
-        Args:
-            read: Whether to read the finished steps now.
-            steps: Number of steps that have ended.
-        """
+        """Count steps that ended without times: the one wait may be due there."""
         self.ended += steps
         self._untimed += steps
         if self._pending or (read and self._finished):
-            self._unless_capturing(self._finish_due, read)
+            self._unless_capturing(self._finish, self._lag, read)
 
     def flush(self) -> None:
-        """Wait for all, and read them."""
-        self._unless_capturing(self._finish_all)
+        """Wait for all steps that have ended, and read them."""
+        self._unless_capturing(self._finish, 0, True)
 
     def drain(self) -> None:
-        """Read those that the device has finished, without waiting for the others."""
-        if self._pending or self._finished:
-            self._unless_capturing(self._read_finished)
+        """Read the steps that the device has finished, without waiting for the others."""
+        self._unless_capturing(self._read_finished)
 
-    def take_back(self, events: list[TimingEvent]) -> None:
-        """Take the events of an open step that is dropped."""
+    def take_back(self, marks: list[Mark]) -> None:
+        """Use the events of an open step that is dropped again."""
+        events = [event for _, event, _ in marks]
         last = [*self._finished[-1:], *self._pending][-1:]
         # The first event may be the end of the step before, which is not read yet and needs it.
         if events and last and last[0].marks[-1][1] is events[0]:
@@ -180,25 +142,18 @@ class PendingSteps:
             del events[0]
         self.free.extend(events)
 
-    def newest_ms(self) -> tuple[float, float] | None:
-        """Return how long the newest step took host and device; None if there is none unread."""
-        if not self._finished or self._is_capturing():
-            return None
-        (_, first, begun), *_, (_, last, ended) = self._finished[-1].marks
-        # A mark on another stream can lag behind the last one.
-        return ((ended - begun) / 1e6, first.elapsed_time(last)) if first.query() else None
-
     def forget(self) -> None:
-        """Forget all steps that are not read."""
+        """Forget all steps that are not read, and all events."""
         self._pending.clear()
         self._finished = []
+        self.free.clear()
 
     def give_up(self, error: Exception) -> None:
         """Forget the pending steps, whose events cannot be trusted; what is finished is read."""
         self._pending.clear()
         self._fail(error)
 
-    def _unless_capturing(self, call: Callable[..., None], *args: bool) -> None:
+    def _unless_capturing(self, call: Callable[..., None], *args: int) -> None:
         try:
             # Even the query of an event that is not in the graph breaks the capture.
             if not self._is_capturing():
@@ -206,48 +161,41 @@ class PendingSteps:
         except Exception as error:
             self.give_up(error)
 
-    def _finish_due(self, read: bool) -> None:
-        """Finish the step that ended `lag` steps ago, if it was timed, and read a batch."""
-        # The next replay records a graph's events again, so they must be read before.
-        # Counted in steps that have ended, with times or without: so all ranks leave the same ones
-        # out.
-        graphs = self._graphs.closed
-        due = self.ended if graphs else self.ended - self._lag
-        while self._pending and self._pending[0].ended <= due:
-            self._finish_oldest()
-        if self._finished and (read or graphs or len(self._finished) >= self._batch):
-            self._read()
+    def _finish(self, lag: int, read: bool) -> None:
+        """Finish the steps that ended `lag` steps ago or before, and read if a batch is full.
 
-    def _finish_all(self) -> None:
-        # In their order, so that each is told what it kept the host waiting for.
-        while self._pending:
-            self._finish_oldest()
-        self._read()
+        It counts the steps that have ended, timed or not: so all ranks leave the same ones out.
+        """
+        # The next replay records a graph's events again, so they must be read before.
+        due = self.ended if self.graphs else self.ended - lag
+        while self._pending and self._pending[0].ended <= due:
+            step = self._pending[0]
+            if not step.marks[-1][1].query():
+                self._wait_for(step)
+            self._finished.append(self._pending.popleft())
+        if self._finished and (read or self.graphs or len(self._finished) >= self._batch):
+            self._read()
 
     def _read_finished(self) -> None:
         while self._pending and self._pending[0].marks[-1][1].query():
-            self._finish_oldest()
-        self._read()
+            self._finished.append(self._pending.popleft())
+        if self._finished:
+            self._read()
 
-    def _finish_oldest(self) -> None:
-        """Take the oldest step off the pending ones, after the one wait if the device needs it."""
-        step = self._pending[0]
-        end = step.marks[-1][1]
-        if not end.query():
-            start = self._host_ns()
-            # For one event, never for the device: with `lag=1` a whole step is queued behind it,
-            # and the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
-            # long as untimed, and 1.1445 times with four `torch.cuda.synchronize`.
-            end.synchronize()
-            now = self._host_ns()
-            # The wait makes up for the steps without marks, too: else it would grow with
-            # `every_n_steps`.
-            step.wait_ms = (now - start) / 1e6 / (1 + step.untimed)
-            # Only a wait that has blocked ends in the moment in which the device is there.
-            if now - start >= BLOCKED_NS:
-                step.finished_ns = now
-                self.blocked_ns = start, now
-        self._finished.append(self._pending.popleft())
+    def _wait_for(self, step: PendingStep) -> None:
+        """Block the host until the device has finished a step: the one wait."""
+        start = self._host_ns()
+        # For one event, never for the device: with `lag=1` a whole step is queued behind it, and
+        # the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as long as
+        # untimed, and 1.1445 times with four `torch.cuda.synchronize`.
+        step.marks[-1][1].synchronize()
+        now = self._host_ns()
+        # The wait makes up for the steps without marks, too: else it would grow with
+        # `every_n_steps`.
+        step.wait_ms = (now - start) / 1e6 / (1 + step.untimed)
+        # Only a wait that has blocked ends in the moment in which the device is there.
+        if now - start >= _BLOCKED_NS:
+            step.finished_ns = now
 
     def _read(self) -> None:
         # First: who takes the steps may remove the timer, which reads again.
@@ -256,62 +204,71 @@ class PendingSteps:
             self._on_reading_start()
         records = []
         for step in finished:
-            marks = step.marks
             try:
-                if self._graphs.closed:
-                    marks = self._graphs.with_replays(marks)
-                record, events = _read_step(step, marks)
+                records.append(self._read_step(step))
             except Exception as error:
                 # The others are finished, and an error in one costs none of them.
-                self._tell_once(LEFT_OUT, error)
-                continue
-            records.append(record)
-            if marks is not step.marks:
-                # Those of a graph stay the graph's: its next replay records them again.
-                events = [event for _, event, _ in step.marks]
-            # The last event is also the first of the next step, which still needs it.
-            self.free.extend(events if step.owns_end else events[:-1])
+                self.tell_once(LEFT_OUT, error)
         if records:
             self._emit(records)
 
-
-def _read_step(
-    step: PendingStep, marks: Sequence[Mark]
-) -> tuple[StepRecord, Sequence[TimingEvent]]:
-    """Read the events of a step that the device has finished.
-
-    Args:
-        step: The step, whose last event the device has reached.
-        marks: Its marks, and between them those of graphs that were replayed in it.
-
-    Returns:
-        The record of the step, and the events of these marks.
-    """
-    labels, events, host_ns = zip(*marks, strict=True)
-    try:
-        device_ms = elapsed_ms(events)
-    except RuntimeError:
-        # A mark that was recorded on another stream can lag behind the last one.
-        for event in events:
-            event.synchronize()
-        device_ms = elapsed_ms(events)
-    record = StepRecord(
-        step.number,
-        _the_same(labels[:-1]),
-        device_ms,
-        host_ns,
-        step.wait_ms,
-        step.finished_ns,
-        step.skipped_update,
-        step.filled,
-        step.post_spin_index,
-        step.load,
-        step.memory,
-    )
-    return record, events
+    def _read_step(self, step: PendingStep) -> StepRecord:
+        marks = step.marks
+        for graph in self.graphs:
+            marks = _with_replay(marks, graph)
+        labels, events, host_ns = zip(*marks, strict=True)
+        # Without a loop in Python: this runs at every step.
+        elapsed_ms = type(events[0]).elapsed_time
+        try:
+            device_ms = tuple(map(elapsed_ms, events, events[1:]))
+        except RuntimeError:
+            # A mark that was recorded on another stream can lag behind the last one.
+            for event in events:
+                event.synchronize()
+            device_ms = tuple(map(elapsed_ms, events, events[1:]))
+        if marks is not step.marks:
+            # Those of a graph stay the graph's: its next replay records them again.
+            events = tuple(event for _, event, _ in step.marks)
+        # The last event is also the first of the next step, which still needs it.
+        self.free.extend(events if step.owns_end else events[:-1])
+        return StepRecord(
+            step.number,
+            _the_same(labels[:-1]),
+            device_ms,
+            host_ns,
+            step.wait_ms,
+            step.finished_ns,
+            step.skipped_update,
+            step.filled,
+            step.post_spin_index,
+            step.load,
+            step.memory,
+        )
 
 
 @lru_cache(maxsize=256)
 def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels of the first step that had these: the history holds them once."""
     return labels
+
+
+def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
+    """Put the marks of a graph between a step's own, if it was replayed in that step."""
+    events = [event for _, event, _ in marks]
+    replayed = [event for _, event, _ in graph]
+    first, last = replayed[0], replayed[-1]
+    try:
+        lies_inside = (
+            events[0].elapsed_time(first) >= 0
+            and last.elapsed_time(events[-1]) >= 0
+            # Else it is two graphs, replayed in turn.
+            and all(one.elapsed_time(other) >= 0 for one, other in pairwise(replayed))
+        )
+    except (RuntimeError, ValueError):
+        return marks  # Not replayed yet.
+    if not lies_inside:
+        return marks
+    i = sum(event.elapsed_time(first) >= 0 for event in events[:-1])
+    # The host launches a graph as a whole: its phases take none of the host's time.
+    host_ns = marks[i][2]
+    return [*marks[:i], *((label, event, host_ns) for label, event, _ in graph), *marks[i:]]

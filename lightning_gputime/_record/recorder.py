@@ -4,12 +4,11 @@ from collections.abc import Callable
 from enum import Enum
 from itertools import groupby
 from threading import get_ident, local
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 from torch._C import _current_graph_task_id
 
-from lightning_gputime._messages import TellOnce
 from lightning_gputime._phases import (
     BACKWARD,
     COMM,
@@ -25,8 +24,7 @@ from lightning_gputime._phases import (
     RECEIVES,
     WAITS,
 )
-from lightning_gputime._record.clock import Clock, Mark, Streams, SupportsStreams, TimingEvent
-from lightning_gputime._record.graphs import Graphs
+from lightning_gputime._record.clock import Clock, Mark, TimingEvent
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
@@ -40,9 +38,6 @@ MOST_EVENTS = 100_000
 # What the time goes to while a backward runs; an optimizer may run its updates there.
 _IN_BACKWARD = (BACKWARD, OPTIMIZER)
 
-# No thread has this number: the timed one has ended, and a new thread may get its number.
-_ENDED_THREAD = 0
-
 _NEVER_ENDS = (
     "A step has %d boundaries and has not ended; with %d it is dropped. If no step ends, call"
     " step() at the end of the loop's body or iterate over steps(loader), and remove() a timer"
@@ -52,20 +47,17 @@ _NEVER_ENDS = (
 
 
 class State(Enum):
-    """What a recorder does with the time.
+    """What a recorder does with the time."""
 
-    ======= ============================== =====================================================
-    state   the time belongs to            leaves it by
-    ======= ============================== =====================================================
-    AT_REST nobody                         `begin`; `starts_in_capture`
-    OPEN    `label`                        `pause`, `enter_pause`; `rest`; an error
-    PAUSED  no step                        `resume`, `leave_pause`; `end_step`, which drops a step
-                                           that has nothing else; `rest`
-    LOST    nobody, after an error         `end_step`, which drops the step; `rest`
-    ======= ============================== =====================================================
-    """
-
-    AT_REST, OPEN, PAUSED, LOST = range(4)
+    # It belongs to nobody, until `begin` or `starts_in_capture`.
+    AT_REST = 0
+    # It belongs to `label`, until `pause`, `enter_pause`, `rest` or an error.
+    OPEN = 1
+    # It belongs to no step, until `resume`, `leave_pause`, `rest`, or `end_step`, which drops a
+    # step that has nothing else.
+    PAUSED = 2
+    # After an error it belongs to nobody, until `rest`, or `end_step`, which drops the step.
+    LOST = 3
 
 
 # As globals: they are looked up at every mark.
@@ -123,26 +115,27 @@ class Recorder:
         on_reading_start: Callable[[], object] | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        self._host_ns = clock.host_ns
-        self._is_capturing = clock.is_capturing
-        self.streams: Streams | None = clock.streams if isinstance(clock, SupportsStreams) else None
-        """The streams of the device, if it has some."""
-        self.tell_once = TellOnce()
-        self._graphs = Graphs(clock)
-        self._captured = self._graphs.open
-        self._pending = PendingSteps(
+        self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
+        self.streams: Any = getattr(clock, "streams", None)
+        """The `Streams` of the device, if it has some."""
+        # Where events come from: those that a graph holds can be compared with their own kind only.
+        self._clock = clock
+        # The marks of the graph that is being captured.
+        self._captured: list[Mark] = []
+        self.pending = PendingSteps(
             clock,
-            self._graphs,
             lag=lag,
             batch=batch,
             emit=emit,
-            tell_once=self.tell_once,
             fail=self._fail,
             on_reading_start=on_reading_start,
         )
-        self._free = self._pending.free
+        """The steps that have ended."""
         # Bound, not wrapped: it is all that a step without times calls.
-        self.end_untimed = self._pending.end_untimed
+        self.end_untimed = self.pending.end_untimed
+        self.flush, self.drain = self.pending.flush, self.pending.drain
+        self.tell_once = self.pending.tell_once
+        self._free = self.pending.free
         # How many events there are: those in use, and those to be used again.
         self._events = 0
         self._annotate = annotate
@@ -157,8 +150,6 @@ class Recorder:
         self._thread_end: ref[_Alive] | None = None
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
-        self.begins = 0
-        """How often `begin` was called."""
         self.load: tuple[float, ...] = ()
         """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
@@ -178,9 +169,8 @@ class Recorder:
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
-        # How many pauses by hand are not left yet, and the label before them, if time had one.
-        self._pauses = 0
-        self._paused: str | None = None
+        # Pauses by hand that are not left yet: for each the label before it, if time had one.
+        self._pauses: list[str | None] = []
 
     # Marks
 
@@ -314,9 +304,9 @@ class Recorder:
         """Begin a pause by hand, which lasts until `leave_pause`, whatever else resumes."""
         if get_ident() != self._home:
             return
-        self._pauses += 1
-        if self._pauses == 1 and self.state is OPEN:
-            self._paused = self.label
+        is_outermost = self.state is OPEN and not self._pauses
+        self._pauses.append(self.label if is_outermost else None)
+        if is_outermost:
             self._record(EXCLUDED, annotate=False)
             self.pause()
 
@@ -324,12 +314,10 @@ class Recorder:
         """End what `enter_pause` began: time goes back to where it went before."""
         if get_ident() != self._home or not self._pauses:
             return
-        self._pauses -= 1
-        if not self._pauses and self._paused is not None:
-            label, self._paused = self._paused, None
-            if self.state is PAUSED:
-                self.state = OPEN
-                self._record(self._named[-1] if self._named else label)
+        label = self._pauses.pop()
+        if label is not None and self.state is PAUSED:
+            self.state = OPEN
+            self._record(self._named[-1] if self._named else label)
 
     # Waits
 
@@ -389,16 +377,17 @@ class Recorder:
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
         if get_ident() != self._home:
-            self._watch_thread()
+            # When it has ended a new thread may get its number.
+            self._local.alive = _Alive()
+            self._thread_end = ref(self._local.alive, self._lose_thread)
         self.thread = self._home = get_ident()
         self._drop()
-        self.begins += 1
         self.state = OPEN
         if self._sampler is not None and self._sampler.is_due(self._index):
             self._keep_samples([])
         first = self._first_label(label)
         if self._pauses:
-            self._paused, first = first, EXCLUDED
+            self._pauses[0], first = first, EXCLUDED
         self._record(first)
         if self._pauses and self.state is OPEN:
             self.state = PAUSED
@@ -435,13 +424,13 @@ class Recorder:
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
         # A replay calls no hook of the optimizer.
-        skipped_update = skipped_update and not self._graphs.closed
+        skipped_update = skipped_update and not self.pending.graphs
         step = PendingStep(marks, number, skipped_update, self.load)
         if self._samples is not None:
             step.memory = self._take_samples() if is_sampled else ()
         if self._post_spin_index:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
-        self._pending.add(step, read)
+        self.pending.add(step, read)
 
     def end_at(self, label: str, number: int) -> bool:
         """End the open step at its last mark of `label`, without a wait, and begin the next.
@@ -462,13 +451,8 @@ class Recorder:
         step = PendingStep(marks, number, False, self.load)
         step.memory = tuple(self._samples or ())
         self._keep_samples(None)
-        self._pending.add(step, may_wait=False)
+        self.pending.add(step, may_wait=False)
         return True
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether steps have ended that the device may still run."""
-        return self._pending.has_pending
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
@@ -502,32 +486,7 @@ class Recorder:
         """End all recording, in a process that was forked off: the events are not its own."""
         self.state, self.thread, self._home = AT_REST, -1, -1
         self._forget_open()
-        self._free.clear()
-        self._pending.forget()
-
-    # Steps that have ended
-
-    def flush(self) -> None:
-        """Wait for all steps that have ended, and read them."""
-        self._pending.flush()
-
-    def drain(self) -> None:
-        """Read the steps that the device has finished, without waiting for the others."""
-        self._pending.drain()
-
-    def newest_ms(self) -> tuple[float, float] | None:
-        """Return how long the newest step took host and device; None if there is none unread."""
-        return self._pending.newest_ms()
-
-    @property
-    def ended_steps(self) -> int:
-        """How many steps have ended, timed or not."""
-        return self._pending.ended
-
-    @property
-    def blocked_ns(self) -> tuple[int, int]:
-        """The host's time when it last waited for a step, and when that was over."""
-        return self._pending.blocked_ns
+        self.pending.forget()
 
     # How a mark is recorded
 
@@ -562,7 +521,7 @@ class Recorder:
                 return self._free.pop()
             raise TooManyEventsError(f"it has {len(self._open)} boundaries")
         self._events += 1
-        return self._graphs.clock.event()
+        return self._clock.event()
 
     def _look_whether_it_ends(self) -> None:
         # A step may wait often for other ranks, or have many modules, and end all the same.
@@ -576,17 +535,23 @@ class Recorder:
         """Record a mark into the graph that is being captured. The step itself is not timed."""
         self._is_spoiled = True
         self.label = label
-        if not self._graphs.capture(label):
+        clock = self._clock.for_graphs()
+        if clock is None:
             self.tell_once("What runs inside a captured graph is not timed.")
+            return
+        event = clock.event()
+        event.record()
+        # No host time: it is not known before a replay.
+        self._captured.append((label, event, 0))
+        self._clock = clock
 
     def _end_capture(self) -> None:
         """Keep the marks of a graph for its replays."""
         # First: from here on events are of the other kind, and cannot be compared with these.
         self.flush()
-        self._graphs.close()
-        self._open = []
+        self.pending.graphs.append(self._captured)
+        self._captured, self._open = [], []
         self._keep_samples(None)
-        # Emptied, not replaced: events that were read are put into the same list.
         self._free.clear()
         self._events = 0
 
@@ -657,7 +622,7 @@ class Recorder:
         if {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}:
             return False
         if self._pauses:
-            self._paused = DATA
+            self._pauses[0] = DATA
             self._record(EXCLUDED, annotate=False)
         else:
             self.state = OPEN
@@ -683,9 +648,9 @@ class Recorder:
 
     def _drop(self) -> None:
         """Forget the open step, and use its events again."""
-        events = [event for _, event, _ in self._open]
+        marks = self._open
         self._forget_open()
-        self._pending.take_back(events)
+        self.pending.take_back(marks)
 
     def _forget_open(self) -> None:
         self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
@@ -695,7 +660,7 @@ class Recorder:
         if isinstance(error, TooManyEventsError):
             self._fail(error)  # Those of the pending steps can be trusted.
         else:
-            self._pending.give_up(error)
+            self.pending.give_up(error)
 
     def _fail(self, error: Exception) -> None:
         """Lose the open step."""
@@ -706,10 +671,5 @@ class Recorder:
         if self.state is not AT_REST:
             self.state = LOST
 
-    def _watch_thread(self) -> None:
-        """Notice the end of the calling thread, whose number a new thread may get."""
-        self._local.alive = _Alive()
-        self._thread_end = ref(self._local.alive, self._lose_thread)
-
     def _lose_thread(self, _: object) -> None:
-        self.thread = self._home = _ENDED_THREAD
+        self.thread = self._home = 0  # No thread has this number.

@@ -418,7 +418,7 @@ class Session:
         self._off_at = self._index
         self._on_at = self._schedule.next_timed(self._index) - self._lead_in
         # The wait for the last timed steps may be due before.
-        is_pending = self.recorder.has_pending
+        is_pending = self.recorder.pending.has_pending
         end_ns = self._now_ns()
         if self._auto is not None:
             self._auto.add_switch(end_ns - begin_ns)
