@@ -2,22 +2,25 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy.typing as npt
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase, Paused
 from lightning_gputime._messages import HOMES, messages
-from lightning_gputime._options import AUTO, Options
+from lightning_gputime._options import AUTO, Options, check_int
 from lightning_gputime._phases import StepTimes
-from lightning_gputime._readings import Readings
 from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow import SlowSteps
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.session import NEVER_ATTACHED, REMOVED, Session
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
@@ -28,8 +31,48 @@ from lightning_gputime._runs.environment import (
 )
 from lightning_gputime._runs.saved import Run
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
-class Timer(Readings):
+
+T = TypeVar("T")
+
+
+class Steps(Generic[T]):
+    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has.
+
+    Args:
+        iterate: Begins to yield the items. A `for` runs over that itself, at no further cost.
+        loader: What has the length and all other attributes.
+    """
+
+    def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
+        self._iterate, self._loader = iterate, loader
+        self._begun: Iterator[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        begun, self._begun = self._begun, None
+        return self._iterate() if begun is None else begun
+
+    def __next__(self) -> T:
+        # A `for` goes on with what this begins.
+        if self._begun is None:
+            self._begun = self._iterate()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # says so itself
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy asks before it has a loader, and must not copy that instead.
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+
+class Timer:
     """The part that all timers share.
 
     A front end says where a loop begins and ends its steps, in the words of `Session`: it calls
@@ -180,6 +223,112 @@ class Timer(Readings):
     def flush(self) -> None:
         """Waits for the steps that have ended and are unread, and reads them."""
         self._session.flush()
+
+    @property
+    def last(self) -> StepTimes | None:
+        """The newest step that the device has finished, or None."""
+        return self._read().last
+
+    def history(self) -> npt.NDArray[Any]:
+        """Returns the newest steps, as a structured array of shape (steps,).
+
+        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
+        NaN where a phase did not run. Warm-up steps are included.
+        """
+        return self._read().history()
+
+    def summary(self) -> PhaseSummary:
+        """Returns the statistics of the steps read so far, warm-up left out."""
+        return self._read().summary()
+
+    def _repr_html_(self) -> str:
+        """Returns the table of the summary, for a notebook."""
+        return self._read().summary_to_print()._repr_html_()
+
+    def slowest(self, n: int = 10) -> SlowSteps:
+        """Returns the slowest steps since the warm-up, and why they were slow.
+
+        A step is slow that takes longer than the median of the 50 steps before it (taken anew every
+        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no detector has
+        seen the cause of is unexplained.
+
+        Args:
+            n: How many, those first that exceed the usual step most; 1,000 are kept.
+
+        Returns:
+            A sequence of `SlowStep`; `print` shows it as a table.
+
+        Raises:
+            TypeError: If `n` is no integer.
+            ValueError: If `n` is below 1.
+        """
+        check_int("n", n, 1, "the number of slow steps to return")
+        return self._read().slowest(n)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the history as CSV: a row a step, empty where a phase did not run.
+
+        Args:
+            path: The file; it is replaced whole.
+
+        Raises:
+            OSError: If it cannot be written. No measurement is lost.
+        """
+        files.write(path, files.csv_text(self.history()))
+
+    def to_pandas(self) -> "DataFrame":
+        """Returns the history as a `pandas.DataFrame`, with the number of the step as its index.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: python -m pip install pandas") from error
+        return pandas.DataFrame.from_records(self.history(), index="step")
+
+    def plot(self, step: int | None = None, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draws the phases of each step, stacked, or one step with its GPU and its host lane.
+
+        More than 500 steps are drawn in bins: the medians of their phases, stacked, and a line for
+        the 95th percentile of their steps.
+
+        Args:
+            step: The number of one step in the history; by default all are drawn.
+            ax: The matplotlib axes to draw on; by default of a new figure.
+
+        Returns:
+            The matplotlib figure and axes. A notebook shows what is returned, once.
+
+        Raises:
+            ImportError: If matplotlib is not installed (extra `plot`).
+            ValueError: If the history has no such step.
+        """
+        from lightning_gputime._results import plot
+
+        results = self._read()
+        return plot.plot_steps(results, ax) if step is None else plot.plot_step(results, step, ax)
+
+    def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
+        """Writes the newest steps as a trace that Perfetto and chrome://tracing open.
+
+        It has a lane for the device and one for the host. A step takes about 1 kB, and as much
+        again for each of the timer's `modules`.
+
+        Args:
+            path: The file, such as "trace.json"; it is replaced whole.
+            steps: How many of the newest steps.
+
+        Raises:
+            OSError: If it cannot be written. No measurement is lost.
+            TypeError: If `steps` is no integer.
+            ValueError: If `steps` is below 1.
+        """
+        from lightning_gputime._results.trace import trace
+
+        check_int("steps", steps, 1, "the number of newest steps to write")
+        files.write(path, trace(self._read().newest()[-steps:]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what was measured to one file, which `lightning_gputime.load` reads.

@@ -1,9 +1,26 @@
-"""The timer for a loop with Lightning's Fabric."""
+"""The timer for a loop with Lightning's Fabric: its hooks and its loaders tell where steps end."""
 
-from typing import Unpack
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from types import FrameType
+from typing import Any, TypeVar, Unpack
 
-from lightning_gputime._fabric import FabricTimer
-from lightning_gputime._options import Options, TimerOptions, takes_options
+import torch
+from lightning.fabric import wrappers
+from torch import nn
+
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._guard import needs_instance, never_raises
+from lightning_gputime._messages import TellOnce
+from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
+from lightning_gputime._phases import OTHER
+from lightning_gputime._record.clock import clock_for
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._timer import Steps, Timer
+
+T = TypeVar("T")
 
 _ELSEWHERE = {
     "model": "fabric.setup tells it the model",
@@ -18,9 +35,14 @@ _ELSEWHERE = {
 }
 """Options of the other timers."""
 
+_NOT_SET_UP = (
+    "No step is timed: Fabric tells of setup() alone. After setup_module() and setup_optimizers()"
+    " call timer.on_after_setup(fabric, model, optimizer)."
+)
+
 
 @takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
-class PhaseTimeCallback(FabricTimer):
+class PhaseTimeCallback(Timer):
     """Logs how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
     It starts with `fabric.setup(model, optimizer)`, and times all models that are set up and have
@@ -50,13 +72,232 @@ class PhaseTimeCallback(FabricTimer):
         >>> print(timer.summary())
     """
 
+    _USE = "Nothing was set up: give it to Fabric(callbacks=[...]), and call fabric.setup()."
+
     def __init__(
         self,
         *,
         log_every_n_steps: int = 50,
         **options: Unpack[TimerOptions],
     ) -> None:
-        super().__init__(
-            Options(**options),
-            log_every_n_steps=log_every_n_steps,
+        super().__init__(Options(**options))
+        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        self._log_every_n_steps = log_every_n_steps
+        self._tell_once = TellOnce()
+        self._patch: Subscription | None = None
+        self._models: list[nn.Module] = []
+        # Those that were set up, and those that have updated, in the order of their first update.
+        self._optimizers: list[Any] = []
+        self._updated: list[Any] = []
+        self._step = 0
+        # Whether the open step has an update, and whether it has any batch.
+        self._has_updated = self._has_batches = False
+        # How many loaders of training batches are read now.
+        self._loaders = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
+        empty: dict[str, Any] = {"_patch": None, "_models": [], "_optimizers": [], "_updated": []}
+        return {**super().__getstate__(), **empty}
+
+    # Fabric's hooks
+
+    @needs_instance
+    def on_after_setup(self, fabric: Any, module: nn.Module, *optimizers: Any) -> None:
+        """Start a new measurement, of all that was set up since `remove`.
+
+        Fabric calls it in `setup`. After `setup_module` and `setup_optimizers` call it yourself.
+
+        Args:
+            fabric: Who has set it up.
+            module: The model, as Fabric returns it.
+            *optimizers: The optimizers, as Fabric returns them.
+
+        Raises:
+            ValueError: If the model has none of the `modules` of a name or a pattern.
+        """
+        # One that is not trained is a part of the loss, say.
+        if any(one.requires_grad for one in module.parameters()):
+            self._models.append(module)
+        self._optimizers += optimizers or _optimizers_of(fabric)
+        if self._models:
+            # Raises, before training, if a name is wrong.
+            submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
+            self._attach(fabric, submodules)
+
+    @never_raises
+    def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
+        self._abort()
+        self._step, self._loaders = 0, 0
+        self._has_updated = self._has_batches = False
+        one, *others = self._models
+        self._start(
+            self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
+            Loop(
+                nn.ModuleList(self._models) if others else one,
+                [one.optimizer for one in self._optimizers],
+                # Their classes, one each: an optimizer of Fabric's holds its callbacks, and so what
+                # is put on it would hold the timer.
+                [type(one) for one in self._optimizers],
+                pause_evaluation=True,
+                submodules=submodules,
+            ),
+            MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
+        if self._patch is None:
+            self._patch = patch_function(
+                wrappers._FabricDataLoader, "__iter__", weakref.ref(self), _followed
+            )
+            weakref.finalize(self, self._patch.remove).atexit = False
+        self._session.begin(0)
+
+    @never_raises
+    def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
+        """End a step, if no loader does."""
+        if not self._session.was_attached:
+            self._tell_once(_NOT_SET_UP)
+        if all(one is not optimizer for one in self._updated):
+            self._updated.append(optimizer)
+        self._has_updated = True
+        if not self._loaders and optimizer is self._updated[-1]:
+            self._end_step()
+
+    # For users
+
+    def steps(self, loader: Iterable[T]) -> Steps[T]:
+        """Yield the items of a loader that is none of Fabric's, and end the steps.
+
+        Args:
+            loader: The loader.
+
+        Returns:
+            What can be iterated as often as the loader, and has its length and attributes.
+        """
+        if isinstance(loader, wrappers._FabricDataLoader):
+            return Steps(lambda: iter(loader), loader)  # It is followed.
+        return Steps(lambda: self.follow(iter(loader), loader), loader)
+
+    def remove(self) -> None:
+        """End the measurement: read and log the last steps, and take all hooks off."""
+        if self._session.is_attached:
+            if self._has_updated:
+                self._end_step()
+            self._finish()
+        self._forget()
+
+    # What a loader tells
+
+    def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
+        """Yield the batches of a loader, and tell the session where each begins."""
+        trains = self._loader_begins(loader)
+        try:
+            while True:
+                self._fetch_begins()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                self._batch_begins(item)
+                yield item
+        finally:
+            self._loader_ends(trains)
+
+    def _loader_begins(self, loader: object) -> bool:
+        trains = self._trains()
+        if trains:
+            try:
+                self._begin_epoch(loader)
+            except Exception as error:
+                self._give_up(error)
+        self._loaders += trains
+        return trains
+
+    def _begin_epoch(self, loader: object) -> None:
+        session = self._session
+        if self._has_updated:
+            self._end_step()
+        session.loads(loader, in_data=False)
+        self._know_batch(loader)
+        if self._has_batches and not self._loaders:
+            # Gradients accumulate from one epoch to the next; what lies between is no step's.
+            session.pause()
+            session.resume()
+        elif not self._loaders:
+            session.begin(self._step)
+
+    @never_raises
+    def _fetch_begins(self) -> None:
+        if self._trains():
+            if self._has_updated:
+                self._end_step()
+            elif self._has_batches:
+                self._session.batch_ends()
+            self._session.fetch_begins()
+        else:
+            # A mark of its own: the one before may be the end of an update.
+            self._session.part_begins(OTHER)
+            self._session.pause()
+
+    @never_raises
+    def _batch_begins(self, batch: object) -> None:
+        if self._trains():
+            self._has_batches = True
+            self._session.batch_begins()
+            self._session.takes(batch)
+
+    @never_raises
+    def _loader_ends(self, trains: bool) -> None:
+        # A loader may be given up after another measurement has begun.
+        self._loaders = max(self._loaders - trains, 0)
+        if trains:
+            if self._has_updated and self._session.is_left(self._step):
+                self._step += 1
+                self._has_updated = self._has_batches = False
+            self._session.compare_ranks()
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(one.training for one in self._models)
+
+    def _end_step(self) -> None:
+        self._has_updated = self._has_batches = False
+        self._session.end_step(self._step)
+        self._step += 1
+
+    # The end
+
+    def _forget(self) -> None:
+        for several in (self._models, self._optimizers, self._updated):
+            several.clear()
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None
+
+    def _detach(self) -> None:
+        self._abort()
+        self._forget()
+
+
+def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], Any]:
+    """Return what takes the place of `__iter__` of Fabric's loaders."""
+
+    def followed(loader: Any) -> Any:
+        items = call(loader)
+        for timer in [one() for one in timers]:
+            if timer is not None:
+                items = timer.follow(items, loader)
+        return items
+
+    return followed
+
+
+def _optimizers_of(fabric: Any) -> list[Any]:
+    """Return the optimizers that `fabric.setup` has at hand: its hook is given the model alone."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        known = frame.f_locals
+        if known.get("self") is fabric and "optimizers" in known:
+            return [
+                one for one in known["optimizers"] if isinstance(one, wrappers._FabricOptimizer)
+            ]
+        frame = frame.f_back
+    return []

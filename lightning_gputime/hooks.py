@@ -1,14 +1,37 @@
-"""The timer for a plain PyTorch loop."""
+"""The timer for a plain PyTorch loop: a loader or the loop's body tells it where steps end."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from functools import partial
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from lightning_gputime._options import Options, TimerOptions, takes_options
-from lightning_gputime._plain import PlainTimer
-from lightning_gputime._results.loggers import MetricsLogger
+from lightning_gputime._boundaries.arguments import (
+    check_loader,
+    check_model,
+    check_optimizers,
+    tell_devices,
+    tell_what_is_odd,
+)
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._messages import HOMES, messages
+from lightning_gputime._options import (
+    Options,
+    TimerOptions,
+    check_bools,
+    check_int,
+    takes_options,
+)
+from lightning_gputime._record.clock import check_device, clock_for, device_of
+from lightning_gputime._results.loggers import MetricsLogger, check_loggers
+from lightning_gputime._results.means import MeanLog
+from lightning_gputime._timer import Steps, Timer
+
+T = TypeVar("T")
 
 _ELSEWHERE = {
     "loader": "write for batch in timer.steps(loader)",
@@ -19,11 +42,16 @@ _ELSEWHERE = {
 }
 """Options of the other timers."""
 
+_NO_OPTIMIZER = (
+    "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
+    " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+)
+
 
 @takes_options(
     2, "give several optimizers as a list, and the loader to timer.steps(loader)", _ELSEWHERE
 )
-class GPUPhaseHooks(PlainTimer):
+class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 
     While it is attached it has hooks on the model and the optimizers, and stands in for what runs
@@ -64,6 +92,10 @@ class GPUPhaseHooks(PlainTimer):
         >>> print(timer.summary())
     """
 
+    _USE = (
+        "The timer was never attached: call attach(), or use 'with GPUPhaseHooks(...) as timer:'."
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -77,14 +109,180 @@ class GPUPhaseHooks(PlainTimer):
         wrap_backward: bool = True,
         **options: Unpack[TimerOptions],
     ) -> None:
-        super().__init__(
-            Options(**options),
-            model,
-            optimizers,
-            device=device,
-            accumulate_grad_batches=accumulate_grad_batches,
-            logger=logger,
-            log_every_n_steps=log_every_n_steps,
-            first_step=first_step,
+        super().__init__(Options(**options))
+        check_bools(wrap_backward=wrap_backward)
+        check_int("first_step", first_step, 0, "the number of the first step after attach()")
+        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        self._loop = Loop(
+            check_model(model, optimizers),
+            check_optimizers(optimizers),
+            pause_evaluation=optimizers is not None,
+            submodules=self._submodules(model),
             wrap_backward=wrap_backward,
+            needs_updates=accumulate_grad_batches != 1,
         )
+        tell_what_is_odd(model, self._loop.optimizers)
+        self._loggers = check_loggers(logger)
+        self._device = None if device is None else check_device(device)
+        if self._device is not None and self._options.clock is None:
+            clock_for(self._device)
+        self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
+        states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
+        # Of accelerate's optimizers: whether this batch is the last of an update.
+        self._gradient_state = next((one for one in states if one is not None), None)
+        self._may_accumulate = self._accumulate_grad_batches > 1 or self._gradient_state is not None
+        self._log_every_n_steps = log_every_n_steps
+        self._first_step = self._step = first_step
+        self._micro_batches = 0
+        # The step and the micro-batch in whose body a loop over `steps` is; None outside.
+        self._body: tuple[int, int] | None = None
+
+    def attach(self) -> Self:
+        """Puts the hooks on and starts a new measurement. Safe to call twice."""
+        if not self._session.is_attached:
+            device = self._device or device_of(self._loop.model)
+            if self._device is None:
+                tell_devices(self._loop.model, device)
+            clock = self._options.clock or clock_for(device, tell=True)
+            means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
+            self._step, self._micro_batches = self._first_step, 0
+            self._body = None
+            every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
+            self._start(clock, self._loop, means, accumulate_grad_batches=every)
+            self._session.begin(self._step)
+        return self
+
+    def remove(self) -> None:
+        """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
+        if self._session.is_attached:
+            self._leave_body()
+            if self._session.sees_updates and not self._loop.optimizers:
+                messages.warning(_NO_OPTIMIZER)
+            self._finish()
+            if self._step == self._first_step:
+                messages.warning(
+                    "No step has ended: iterate over steps(loader), or call step() at the end of"
+                    " the loop's body. %s",
+                    HOMES,
+                )
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.remove()
+        else:
+            self._abort()
+
+    def steps(self, iterable: Iterable[T]) -> Steps[T]:
+        """Yields the items of a loader, and ends a step (or a micro-batch) after each.
+
+        The time between two calls, such as a validation between epochs, belongs to no step. A loop
+        that is left (`break`, `islice`, `zip`, `remove`) has a last step if nothing but the end of
+        the body was left to run: no model is called after the last update. That step ends with the
+        update; in inference, with the last call of the model. Steps are counted on from one call
+        to the next, until `attach`. Where the body calls `step`, or runs another `steps` of this
+        timer, no further step is ended.
+
+        Args:
+            iterable: The loader.
+
+        Returns:
+            What can be iterated as often as the loader, and has its length and attributes.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
+            TypeError: If it is no loader, but the model, say.
+        """
+        check_loader(iterable)
+        return Steps(partial(self._iterate, iterable), iterable)
+
+    def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        self._begin("steps()")
+        self._session.loads(iterable, in_data=True)
+        self._know_batch(iterable)
+        for item in iterable:
+            self._session.batch_begins()
+            self._session.takes(item)
+            self._body = body = self._step, self._micro_batches
+            try:
+                yield item
+            except GeneratorExit:
+                self._body = body
+                self._leave_body()
+                raise
+            self._body = None
+            if body == (self._step, self._micro_batches) and self._session.is_attached:
+                self.step()
+            self._session.loader_is_asked()
+        self._session.compare_ranks()
+
+    def _leave_body(self) -> None:
+        """Ends the step in whose body the loop is left, if it was over."""
+        body, self._body = self._body, None
+        if body == (self._step, self._micro_batches) and self._session.is_left(self._step):
+            self._step += 1
+            self._micro_batches = 0
+
+    def step(self) -> None:
+        """Ends a step (or a micro-batch). Call it at the end of the loop's body.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` this does nothing.
+        """
+        session = self._session
+        if get_ident() != session.thread:
+            # The loop runs in another thread than the one that attached the timer.
+            self._begin("step()")
+            return
+        self._micro_batches += 1
+        if self._may_accumulate and self._accumulates and not session.has_updated:
+            session.batch_ends()
+            return
+        session.end_step(self._step)
+        self._step += 1
+        self._micro_batches = 0
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether the newest micro-batch is not the last of its step, as far as is known."""
+        if self._accumulate_grad_batches > 1:
+            return self._micro_batches < self._accumulate_grad_batches
+        return self._gradient_state is not None and not self._gradient_state.sync_gradients
+
+    def _begin(self, call: str) -> None:
+        if not self._session.was_attached:
+            raise RuntimeError(
+                f"{call} needs an attached timer: call attach() first, or use"
+                " 'with GPUPhaseHooks(...) as timer:'"
+            )
+        session = self._session
+        goes_on = self._micro_batches and self._accumulate_grad_batches == 1
+        if goes_on and self._accumulates and session.thread == get_ident():
+            # Accelerate goes on with a group that an epoch left incomplete.
+            session.pause()
+            session.resume()
+            return
+        if session.is_attached:
+            session.begin(self._step)
+        self._micro_batches = 0
+
+
+def _check_accumulation(batches: int | str, loop: Loop) -> int:
+    if batches != "auto":
+        meaning = "micro-batches in one update, or 'auto' to end a step with the update"
+        check_int("accumulate_grad_batches", batches, 1, meaning)
+        return int(batches)
+    if not loop.optimizers:
+        raise ValueError(
+            "accumulate_grad_batches must be a number where there are no optimizers, whose update"
+            " could end a step; got 'auto'"
+        )
+    # No loop has so many micro-batches: only an update ends a step.
+    return sys.maxsize

@@ -144,6 +144,23 @@ def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_l
     assert [one["optimizer"] for one in steps(timer)] == [2.0, 2.0, 4.0, 4.0]
 
 
+@pytest.mark.parametrize("of_fabric", [True, False])
+def test_loaders_are_followed_by_steps_in_every_epoch(
+    of_fabric: bool, loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    own = new_loader(fabric, loop.gpu, 3)
+    loader = timer.steps(own if of_fabric else own._dataloader)
+    assert (len(loader), loader.dataset) == (3, own.dataset)
+    for _ in range(2):
+        for x in loader:
+            train(fabric, loop.gpu, model, optimizer, x)
+        loop.gpu.work(100.0)  # It belongs to no step.
+    timer.remove()
+    assert steps(timer) == [STEP] * 6
+
+
 def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallback) -> None:
     fabric = new_fabric(timer)
     model, optimizer = fabric.setup(loop.model, loop.optimizer)

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import pickle
 import sys
 import threading
@@ -10,6 +11,7 @@ from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
@@ -731,3 +733,74 @@ def test_a_timer_at_rest_takes_no_evaluation_for_a_call_of_the_model(
             with torch.no_grad():
                 other(torch.ones(1))
     assert "No call of the model was seen" in caplog.text
+
+
+class Epochs(DataLoader[Any]):
+    """A loader whose fetches take 1 ms, and which shuffles as an epoch is set."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(TensorDataset(torch.ones(3, 2)), batch_size=1)
+        self.gpu, self.epoch = gpu, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return batches(self.gpu, 3, copy_ms=1.0)
+
+
+def test_the_steps_of_a_loader_are_iterated_in_every_epoch(loop: Loop) -> None:
+    own = Epochs(loop.gpu)
+    with hooks(loop, warmup_steps=0) as timer:
+        loader = timer.steps(own)
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            assert (len(loader), own.epoch) == (3, epoch)
+            for x in loader:
+                loop.train(x)
+            loop.gpu.work(100.0)  # Belongs to no step.
+    assert timer.history()["step"].tolist() == [*range(9)]
+    assert steps(timer) == [STEP_MS] * 9
+
+
+def test_a_loop_that_is_left_is_begun_anew_by_the_next(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        loader = timer.steps(Epochs(loop.gpu))
+        for x in loader:
+            loop.train(x)
+            break
+        for x in loader:
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 4
+
+
+def test_steps_have_all_that_their_loader_has(loop: Loop) -> None:
+    own = Epochs(loop.gpu)
+    with hooks(loop) as timer:
+        loader = timer.steps(own)
+        assert loader.dataset is own.dataset
+        assert loader.sampler is own.sampler
+        assert copy.copy(loader).batch_size == 1
+        with pytest.raises(AttributeError, match="no attribute 'samplers'"):
+            _ = loader.samplers
+        with pytest.raises(TypeError, match="has no len"):
+            len(timer.steps(iter(own)))
+
+
+def test_a_loop_goes_on_with_what_next_has_begun_and_is_over_with_an_iterator(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        loader = timer.steps(Epochs(loop.gpu).__iter__())
+        loop.train(next(loader))
+        for _ in range(2):
+            for x in loader:
+                loop.train(x)
+    assert steps(timer) == [STEP_MS] * 3
+    with pytest.raises(RuntimeError, match="attach"):
+        next(iter(GPUPhaseHooks(loop.model, loop.optimizer, clock=loop.gpu).steps([1])))
+
+
+def test_a_for_runs_over_the_generator_itself(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        items = iter(timer.steps([1, 2]))
+        assert inspect.isgenerator(items)
+        assert items is iter(items)
