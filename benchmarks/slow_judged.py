@@ -11,6 +11,7 @@ from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
+from lightning_gputime._results.slow import SlowLog
 
 
 def main_kind(slow: SlowStep) -> str:
@@ -65,7 +66,7 @@ def score(steps: dict[int, str], found: list[SlowStep], next_too: set[str]) -> d
 
 def cost_us() -> dict[str, float]:
     """Returns what a step pays for that somebody looks, and a slow one for the answer."""
-    analyzer = SlowStepAnalyzer(HostClock())
+    analyzer = SlowStepAnalyzer(HostClock(), SlowLog())
     analyzer.attach()
     analyzer.loop_begins()
     labels = ("data", "other", "forward", "<after forward>", "backward", "optimizer", "other")

@@ -30,7 +30,7 @@ from record import environment, new_parser, save
 from slow_judged import main_kind
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
-from lightning_gputime._causes.counters import clocks_of
+from lightning_gputime._causes.detectors import clocks_of
 
 DELAYS_MS = (1.0, 5.0, 20.0, 60.0)
 CYCLES_PER_MS = 1_900_000

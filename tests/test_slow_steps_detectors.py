@@ -18,18 +18,21 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
-from lightning_gputime._causes import counters
+from lightning_gputime._causes import detectors
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._causes.counters import (
+from lightning_gputime._causes.detectors import (
     Allocator,
+    CauseDetector,
     Clocks,
+    Loader,
+    Phases,
     Preemption,
     allocator_of,
     clocks_of,
 )
-from lightning_gputime._causes.detectors import Callbacks, CauseDetector, Loader, Ranks
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
+from lightning_gputime._results.slow import SlowLog
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
 """A usual step, which takes the host as long."""
@@ -40,11 +43,11 @@ SLOW = 30
 class Bench:
     """Records that are as long as a test says, and the detector that is asked about them."""
 
-    def __init__(self, gpu: FakeGPU, *detectors: CauseDetector) -> None:
+    def __init__(self, gpu: FakeGPU, *asked: CauseDetector) -> None:
         self.gpu = gpu
-        self.analyzer = SlowStepAnalyzer(gpu)
-        self.analyzer.detectors = [*detectors]
-        self.loaders = [one for one in detectors if isinstance(one, Loader)]
+        self.analyzer = SlowStepAnalyzer(gpu, SlowLog())
+        self.analyzer.detectors = [*asked]
+        self.loaders = [one for one in asked if isinstance(one, Loader)]
         self.analyzer.attach()
         self.analyzer.loop_begins()
         self.found: list[SlowStep] = []
@@ -152,7 +155,7 @@ def test_the_scheduler_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) ->
 def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counters, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(detectors, "_WORTH_MS", 1e3)
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
     bench.usual()
@@ -171,7 +174,7 @@ def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_
     detector, loader = Scheduler(gpu).detector(), Loader(gpu.host_ns)
     bench = Bench(gpu, detector, loader)
     bench.usual()
-    monkeypatch.setattr(counters, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(detectors, "_WORTH_MS", 1e3)
 
     def fetch_starts() -> None:
         # The steps before are read while it is open.
@@ -219,7 +222,7 @@ def test_linux_counts_for_the_thread_of_the_loop() -> None:
         for _ in range(2):
             sum(range(200_000))
             with contextlib.suppress(OSError):
-                reads.append([time.thread_time_ns(), *counters.read_scheduler()])
+                reads.append([time.thread_time_ns(), *detectors.read_scheduler()])
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -233,7 +236,7 @@ def test_linux_counts_for_the_thread_of_the_loop() -> None:
 
 
 def test_a_wait_for_other_ranks_is_told_whatever_the_host_did(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Ranks()).slow({}, {"backward/comm": 20.0})
+    causes = Bench(gpu, Phases()).slow({}, {"backward/comm": 20.0})
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
@@ -326,7 +329,7 @@ def test_full_clocks_explain_nothing(gpu: FakeGPU) -> None:
 
 
 def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Callbacks(), Ranks()).slow({}, {"forward": 40.0, "backward/comm": 2.0})
+    causes = Bench(gpu, Phases()).slow({}, {"forward": 40.0, "backward/comm": 2.0})
     assert causes == ()
 
 

@@ -8,26 +8,23 @@ from typing import Any
 
 from lightning_gputime._causes.attribution import ExcessAttribution
 from lightning_gputime._causes.baseline import Baseline
-from lightning_gputime._causes.counters import (
-    Allocator,
-    Clocks,
-    Preemption,
-    allocator_of,
-    clocks_of,
-)
 from lightning_gputime._causes.detectors import (
-    Callbacks,
+    Allocator,
     CauseDetector,
+    Clocks,
     Compilation,
     Garbage,
     Loader,
-    Ranks,
+    Phases,
+    Preemption,
     Spans,
+    allocator_of,
+    clocks_of,
 )
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.observers import ReadSteps
+from lightning_gputime._results.observers import ReadSteps, methods
 from lightning_gputime._results.slow import SlowLog, SlowStep
 from lightning_gputime._untraced import untraced
 
@@ -37,26 +34,20 @@ _TOGETHER = 25
 
 @untraced
 class SlowStepAnalyzer:
-    """Judges each step by a baseline of those before, and explains the slow ones.
+    """Judges each step by a baseline of those before, and explains the slow ones, for a log.
 
     Nothing here raises: after an error no detector is asked any more.
-
-    Args:
-        clock: That of the steps.
-        log: Gets the slow steps.
     """
 
-    def __init__(self, clock: Clock, log: SlowLog | None = None) -> None:
-        now_ns, device = clock.host_ns, getattr(clock, "device", None)
-        allocator = allocator_of(device)
-        self._now_ns = now_ns
-        self.log = SlowLog() if log is None else log
-        """The slow steps: `metrics` and `summary` are its methods."""
-        self.metrics, self.summary = self.log.metrics, self.log.summary
+    def __init__(self, clock: Clock, log: SlowLog) -> None:
+        self._log = log
+        now_ns = self._now_ns = clock.host_ns
         loader = Loader(now_ns)
         self.own_calls = Spans("callback", now_ns)
         """When the timer called loggers, and functions of the user's."""
         self.set_loader, self.fetch_starts = loader.set_loader, loader.fetch_starts
+        device = getattr(clock, "device", None)
+        allocator, clocks = allocator_of(device), clocks_of(device)
         # First those that know when; then those that know how much; then those that know where.
         self.detectors: list[CauseDetector] = [
             Garbage(now_ns),
@@ -65,22 +56,19 @@ class SlowStepAnalyzer:
             # Its times are of the system's clock.
             *([Preemption()] if now_ns is perf_counter_ns else []),
             loader,
-            Callbacks(),
-            Ranks(),
+            Phases(),
             *([Allocator(allocator)] if allocator is not None else []),
-            Clocks(clocks_of(device)),
+            *([Clocks(clocks)] if clocks is not None else []),
         ]
         """In the order in which they are asked."""
-        self._step_ends: list[Callable[[int], None]] = []
-        self._counters: list[Callable[[int], None]] = []
+        self._is_attached = False
+        self._step_ends: list[Callable[..., Any]] = []
+        self._counters: list[Callable[..., Any]] = []
         # The end of the last step, and how long after it the end of a slow one is at least.
         self._ended_ns = 0
         self._host_threshold_ns = inf
         self._reads_counters = False
         self._baseline = Baseline()
-        # The first steps, until there are enough for a baseline.
-        self._first: list[StepRecord] = []
-        self._first_ms: list[float] = []
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
@@ -91,34 +79,35 @@ class SlowStepAnalyzer:
 
     def attach(self) -> None:
         """Let the detectors look."""
-        try:
-            self._call_all("attach")
-        except Exception as error:
-            self._give_up(error)
-        self._step_ends = self._methods("step_ends")
-        self._counters = self._methods("read_counters")
+        self._is_attached = True
+        self._call_all("attach")
+        self._step_ends = methods(self.detectors, "step_ends")
+        self._counters = methods(self.detectors, "read_counters")
 
     def remove(self) -> None:
         """Take everything off. Safe to call twice, and in a process that was forked."""
+        self._is_attached = False
         self._step_ends, self._counters = [], []
-        self._call_all("remove")
-
-    def _methods(self, name: str) -> list[Any]:
-        return [getattr(one, name) for one in self.detectors if hasattr(one, name)]
+        for remove in methods(self.detectors, "remove"):
+            remove()
 
     def _call_all(self, name: str, *args: Any) -> None:
-        for method in self._methods(name):
-            method(*args)
+        try:
+            for method in methods(self.detectors, name):
+                method(*args)
+        except Exception as error:
+            self._give_up(error)
 
     def loop_begins(self) -> None:
         """Call where a loop begins, in its thread."""
+        self._call_all("loop_begins", self._now_ns())
+        self.timing_resumes()
+
+    def timing_resumes(self) -> None:
+        """Call where a step starts after some that were not timed."""
         now_ns = self._ended_ns = self._now_ns()
-        try:
-            self._call_all("loop_begins", now_ns)
-            self._call_all("step_ends", now_ns)
-            self._call_all("read_counters", now_ns)
-        except Exception as error:
-            self._give_up(error)
+        self._call_all("step_ends", now_ns)
+        self._call_all("read_counters", now_ns)
 
     def step_ends(self, now_ns: int) -> None:
         """Call just before the end of a timed step is marked, and the start of one."""
@@ -134,21 +123,8 @@ class SlowStepAnalyzer:
         """Call where the timer begins to read steps."""
         self._reads_since = self._now_ns()
 
-    def reading_ends(self) -> None:
-        """Call where it has, just before it calls loggers: there a span of its own calls starts."""
-        now_ns = self._now_ns()
-        self._readings.append((self._reads_since, now_ns))
-        # What is read together may be handed over in parts.
-        self._reads_since = self.own_calls.started_ns = now_ns
-
-    def timing_resumes(self) -> None:
-        """Call where a step starts after some that were not timed."""
-        now_ns = self._ended_ns = self._now_ns()
-        self._call_all("step_ends", now_ns)
-        self._call_all("read_counters", now_ns)
-
     def steps_read(self, read: ReadSteps) -> None:
-        """Judge the next steps but those of the warm-up."""
+        """Judge the next steps but those of the warm-up; loggers are called next."""
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowStep] = []
         try:
@@ -158,9 +134,12 @@ class SlowStepAnalyzer:
         except Exception as error:
             found = []
             self._give_up(error)
-        self.log.add(found, is_known=self._baseline.is_known)
+        self._log.add(found, is_known=self._baseline.is_known)
         self.newest = found
-        self.reading_ends()
+        now_ns = self._now_ns()
+        self._readings.append((self._reads_since, now_ns))
+        # What is read together may be handed over in parts; and a span of own calls starts.
+        self._reads_since = self.own_calls.started_ns = now_ns
 
     def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         baseline, found = self._baseline, []
@@ -170,33 +149,35 @@ class SlowStepAnalyzer:
             if one.finished_ns
         ]
         was_known = baseline.is_known
-        if not was_known:
-            self._first += steps
-            self._first_ms += each_ms
-        elif max(each_ms) > baseline.slow_threshold_ms:
+        if was_known and max(each_ms) > baseline.slow_threshold_ms:
             found = self._judge(steps, each_ms)
         if baseline.add(steps, each_ms):
-            if not was_known:
-                found = self._judge(self._first, self._first_ms)
-                self._first, self._first_ms = [], []
+            if not was_known:  # It is made of the first steps, all of which it still has.
+                found = self._judge(baseline.steps, baseline.each_ms)
             self._baseline_changed()
         return found
 
     def _baseline_changed(self) -> None:
         self._host_threshold_ns = self._baseline.host_threshold_ms * 1e6
-        self._call_all("baseline_changed", self._baseline)
+        if self._is_attached:
+            self._call_all("baseline_changed", self._baseline)
         # To read them takes some 70 us.
         self._reads_counters = not self._reads_counters
         if self._reads_counters:
             self._call_all("read_counters", self._now_ns())
 
-    def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
+    def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
         threshold_ms = self._baseline.slow_threshold_ms
         return [
             self._explain(step, ms)
             for step, ms in zip(steps, each_ms, strict=True)
-            if ms > threshold_ms and ms - _shared_ms(step, self._readings) > threshold_ms
+            if ms > threshold_ms and ms - self._reading_ms(step) > threshold_ms
         ]
+
+    def _reading_ms(self, step: StepRecord) -> float:
+        """Return for how long the timer read steps in a step."""
+        start, end = step.host_ns[0], step.host_ns[-1]
+        return sum(max(min(end, b) - max(start, a), 0) for a, b in self._readings) / 1e6
 
     def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
         attribution = ExcessAttribution(step, step_ms, self._baseline, [*self._waits])
@@ -216,9 +197,3 @@ class SlowStepAnalyzer:
         self.remove()
         # Slow steps are still found, and unexplained.
         self.detectors = []
-
-
-def _shared_ms(step: StepRecord, times: Iterable[tuple[int, int]]) -> float:
-    """Return how much of some host times is in a step (in milliseconds)."""
-    start, end = step.host_ns[0], step.host_ns[-1]
-    return sum(max(min(end, b) - max(start, a), 0) for a, b in times) / 1e6

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
 
 from lightning_gputime._causes.baseline import Baseline, leaves
 from lightning_gputime._phases import of_one_callback
@@ -16,39 +15,24 @@ _LEAST = 0.05
 _Causes = dict[tuple[Kind, str], float]
 
 
-class Span(NamedTuple):
-    """Something that held up the host.
-
-    Attributes:
-        start_ns: The host time at its start (in nanoseconds).
-        end_ns: The host time at its end (in nanoseconds).
-        detail: What it was.
-    """
-
-    start_ns: int
-    end_ns: int
-    detail: str
+Span = tuple[int, int, str]
+"""When something that held up the host started and ended (in nanoseconds), and what it was."""
 
 
 class PartExcess:
-    """The excess of a part of a slow step.
-
-    Attributes:
-        name: The smallest phase that it is.
-        device_excess_ms: Device time beyond the baseline (in milliseconds).
-        idle_ms: How much of that the device may have waited for the host (in milliseconds).
-        unattributed_host_ms: Host time beyond the baseline that no cause has yet (in
-            milliseconds); 0 if it may be chance.
-        intervals: When the host was in it (in nanoseconds).
-        free: The intervals of these that no span has yet (in nanoseconds).
-    """
+    """The excess of a part of a slow step: of its smallest phases one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.device_excess_ms = self.idle_ms = self.unattributed_host_ms = 0.0
-        self.device_ms = self.host_ms = self.baseline_host_ms = 0.0
+        self.device_ms = self.host_ms = 0.0
+        # When the host was in it, and when no span was yet.
         self.intervals: list[tuple[int, int]] = []
         self.free: list[tuple[int, int]] = []
+        self.device_excess_ms = 0.0
+        # How much of that the device may have waited for the host.
+        self.idle_ms = 0.0
+        # Host time beyond the baseline without a cause; 0 if it may be chance.
+        self.unattributed_host_ms = 0.0
         self.host_causes: _Causes = {}
         self.device_causes: _Causes = {}
 
@@ -57,7 +41,6 @@ class PartExcess:
         usual = baseline.part(self.name)
         self.device_excess_ms = max(self.device_ms - usual.device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
-        self.baseline_host_ms = usual.host_ms
         waited_ms = sum(self.take(*wait) for wait in waits)
         host_ms = self.host_ms - usual.host_ms - max(waited_ms - baseline.wait_ms, 0.0)
         self.unattributed_host_ms = host_ms if host_ms > usual.host_noise_ms else 0.0
@@ -83,13 +66,8 @@ class ExcessAttribution:
     by what was queued. So the part that reached it is the device's excess there, at most the delay.
     It is nothing where the device had not even come there when the host went on. That is known
     where the host waited for the end of the step, where the two clocks meet. Several causes share
-    it. No time is attributed twice.
-
-    Args:
-        step: The step as it was read.
-        step_ms: How long it took (in milliseconds).
-        baseline: That of the step.
-        waits: When the timer itself made the host wait, which explains nothing (in nanoseconds).
+    it. No time is attributed twice. When the timer itself made the host wait (`waits`, in
+    nanoseconds) explains nothing.
     """
 
     def __init__(
@@ -100,17 +78,10 @@ class ExcessAttribution:
         waits: Sequence[tuple[int, int]],
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
-        """The host time at its start and at its end (in nanoseconds)."""
         self.step_ms = step_ms
         self.baseline = baseline
         self.excess_ms = step_ms - baseline.step_ms
-        """How much longer than the baseline it took (in milliseconds)."""
         self._parts: dict[str, PartExcess] = {}
-        self._sort_out(step)
-        for part in self._parts.values():
-            part.compare(baseline, waits)
-
-    def _sort_out(self, step: StepRecord) -> None:
         # Without a wait of the host's it was hardly ahead.
         met_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
         arrives_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
@@ -124,6 +95,8 @@ class ExcessAttribution:
                 part.host_ms += (interval[1] - interval[0]) / 1e6
                 part.intervals.append(interval)
                 part.free.append(interval)
+        for part in self._parts.values():
+            part.compare(baseline, waits)
 
     @property
     def parts(self) -> list[PartExcess]:
@@ -155,24 +128,17 @@ class ExcessAttribution:
 
     def attribute_spans(self, kind: Kind, spans: Iterable[Span]) -> None:
         """Attribute host time to something whose start and end are known."""
-        for span in spans:
+        for start_ns, end_ns, detail in spans:
             for part in self._parts.values():
-                ms = part.take(span.start_ns, span.end_ns)
+                ms = part.take(start_ns, end_ns)
                 if ms:
-                    _attribute(part.host_causes, kind, span.detail, ms)
+                    _attribute(part.host_causes, kind, detail, ms)
                     part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
 
     def attribute_host_excess(
         self, kind: Kind, detail: str, most_ms: float, is_there: Callable[[str], bool]
     ) -> None:
-        """Attribute the unattributed host excess of some parts to a cause.
-
-        Args:
-            kind: What it was.
-            detail: More on that.
-            most_ms: For how long it held up the host at most (in milliseconds).
-            is_there: Returns whether a part, by its name, is one of them.
-        """
+        """Attribute the host excess of the parts where it `is_there`, `most_ms` in all."""
         for part in self.parts:
             ms = min(part.unattributed_host_ms, most_ms)
             if ms > 0.0 and is_there(part.name):
@@ -185,12 +151,7 @@ class ExcessAttribution:
         _attribute(part.device_causes, kind, detail, part.device_excess_ms)
 
     def host_excess_since(self, name: str, starts_ns: Iterable[int]) -> float:
-        """Return the host's excess in what came last in a part, at least 0 (in milliseconds).
-
-        Args:
-            name: The part.
-            starts_ns: When that started, once or more often (in nanoseconds).
-        """
+        """Return the host's excess in what came last in a part, and started then; at least 0."""
         part = self._parts.get(name)
         if part is None:
             return 0.0
@@ -200,7 +161,7 @@ class ExcessAttribution:
             for start, end in part.intervals
             if start <= started < end
         )
-        return max(took_ns / 1e6 - part.baseline_host_ms, 0.0)
+        return max(took_ns / 1e6 - self.baseline.part(name).host_ms, 0.0)
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, those first of which most reached the device."""

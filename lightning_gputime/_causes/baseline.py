@@ -27,13 +27,7 @@ deviation, a fraction of the median, and a time (in milliseconds)."""
 
 
 class PartBaseline(NamedTuple):
-    """The baseline of a part of the step.
-
-    Attributes:
-        device_ms: Median device time (in milliseconds).
-        host_ms: Median host time (in milliseconds).
-        host_noise_ms: A larger deviation of the host time is not chance (in milliseconds).
-    """
+    """The medians of a part of the step; a host time that deviates by more is not chance."""
 
     device_ms: float = 0.0
     host_ms: float = 0.0
@@ -46,18 +40,16 @@ class Baseline:
     Median and median absolute deviation are robust to slow steps.
     """
 
-    step_ms = 0.0
-    """How long a step takes (in milliseconds)."""
+    step_ms = host_ms = 0.0
+    """How long a step takes, and how long the host takes for it (in milliseconds)."""
     slow_threshold_ms = inf
     """A step that takes longer is slow (in milliseconds)."""
-    host_ms = 0.0
-    """How long the host takes for a step (in milliseconds)."""
     wait_ms = 0.0
     """How long the timer itself makes the host wait in a step (in milliseconds)."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepRecord] = deque(maxlen=_SIZE)
-        self._each_ms: deque[float] = deque(maxlen=_SIZE)
+        self.steps: deque[StepRecord] = deque(maxlen=_SIZE)
+        self.each_ms: deque[float] = deque(maxlen=_SIZE)
         self._n_new = 0
         self._parts: dict[str, PartBaseline] | None = None
 
@@ -74,20 +66,20 @@ class Baseline:
     @property
     def each_host_ns(self) -> list[tuple[int, int]]:
         """The host time at the start and at the end of each step (in nanoseconds)."""
-        return [(step.host_ns[0], step.host_ns[-1]) for step in self._steps]
+        return [(step.host_ns[0], step.host_ns[-1]) for step in self.steps]
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Take the next steps; return whether the baseline was taken anew."""
-        self._steps.extend(steps)
-        self._each_ms.extend(each_ms)
+        self.steps.extend(steps)
+        self.each_ms.extend(each_ms)
         self._n_new += len(steps)
-        if len(self._steps) < _FEWEST or (self._n_new < _EVERY and self.is_known):
+        if len(self.steps) < _FEWEST or (self._n_new < _EVERY and self.is_known):
             return False
         self._n_new = 0
         self._parts = None
-        self.step_ms = median(self._each_ms)
+        self.step_ms = median(self.each_ms)
         self.host_ms = median([end - start for start, end in self.each_host_ns]) / 1e6
-        noise_ms = _MADS * _deviation(self._each_ms, self.step_ms)
+        noise_ms = _MADS * _deviation(self.each_ms, self.step_ms)
         self.slow_threshold_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True
 
@@ -95,8 +87,8 @@ class Baseline:
         """Return the baseline of a part; one that most steps do not have takes no time."""
         if self._parts is None:
             # Only where a step was slow: most blocks of steps have none.
-            self._parts = _parts_of([*self._steps])
-            self.wait_ms = median([step.wait_ms for step in self._steps])
+            self._parts = _parts_of([*self.steps])
+            self.wait_ms = median([step.wait_ms for step in self.steps])
         return self._parts.get(name, PartBaseline())
 
 
@@ -135,7 +127,6 @@ def _part(device_ms: list[float], host_ns: list[int], n: int) -> PartBaseline:
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of some values."""
     # Not that of `statistics`, which takes twice as long: this runs every few steps.
     ordered = sorted(values)
     n = len(ordered)
