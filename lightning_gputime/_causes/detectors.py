@@ -6,7 +6,6 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from operator import itemgetter
 from time import thread_time_ns
 from typing import Any, Protocol
@@ -48,6 +47,9 @@ _MAX_SAMPLES = 1_000
 """Number of samples to remember: of the steps that are not judged yet, and of the baseline."""
 
 Counts = Sequence[int]
+
+Growth = tuple[int, int, Counts]
+"""When counters were read, when they were read next, and by how much they grew in between."""
 
 
 class CauseDetector(Protocol):
@@ -130,19 +132,17 @@ class Compilation:
         self._spans = Spans("compilation", now_ns)
         self.detect = self._spans.detect
 
+    def attach(self, baseline: Baseline | None = None) -> None:
+        for callbacks, own in self._callbacks():
+            if own not in callbacks:
+                callbacks.append(own)
+
+    baseline_changed = attach  # Dynamo may have been loaded, or reset, since.
+
     def remove(self) -> None:
         for callbacks, own in self._callbacks():
             if own in callbacks:
                 callbacks.remove(own)
-
-    def baseline_changed(self, baseline: Baseline) -> None:
-        """Register again: dynamo may have been loaded, or reset, since."""
-        self.attach()
-
-    def attach(self) -> None:
-        for callbacks, own in self._callbacks():
-            if own not in callbacks:
-                callbacks.append(own)
 
     def _callbacks(self) -> list[tuple[list[Any], Any]]:
         """Return dynamo's lists of callbacks, each with the one of ours."""
@@ -199,7 +199,7 @@ class Loader:
         attribution.attribute_host_excess("loader", detail, most_ms, self._phase.__eq__)
 
     def _detail(self, attribution: ExcessAttribution) -> str:
-        start_ns, end_ns = attribution.start_ns - 1_000_000, attribution.end_ns
+        start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
         if any(start_ns <= ns <= end_ns for ns in self._loops_ns):
             return "its first batch, for which its workers start" if self._workers else "its start"
         if self._workers:
@@ -238,31 +238,34 @@ def attribute(one: object, name: str) -> Any:
 
 @untraced
 class Counters:
-    """The newest readings of counters that only grow; after an error they are read no more."""
+    """The newest growths of counters from one reading to the next; none after an error."""
 
     def __init__(self, read: Callable[[], Counts]) -> None:
         self._read = read
-        self._newest: deque[tuple[int, Counts]] = deque(maxlen=200)
+        self._last: tuple[int, Counts] | None = None
+        self._newest: deque[Growth] = deque(maxlen=200)
         self.is_there = True
 
     def read(self, now_ns: int) -> None:
         """Read the counters now."""
         if self.is_there:
             try:
-                self._newest.append((now_ns, self._read()))
+                counts = self._read()
             except Exception:  # A device without counters says so in an error of its own.
                 self.is_there = False
+                return
+            if self._last is not None:
+                before_ns, before = self._last
+                growth = [now - then for then, now in zip(before, counts, strict=True)]
+                self._newest.append((before_ns, now_ns, growth))
+            self._last = now_ns, counts
 
-    def until(self, end_ns: int) -> list[tuple[int, Counts]]:
-        """Return the readings up to that at the end of a step; none where there is none."""
+    def until(self, end_ns: int) -> list[Growth]:
+        """Return the growths up to that at the end of a step; none where there is none."""
         newest = [*self._newest]
-        # The one at its end is just before the mark there.
-        near = [i for i, (ns, _) in enumerate(newest) if abs(ns - end_ns) <= _NEAR_NS]
+        # The one at its end was read just before the mark there.
+        near = [i for i, (_, ns, _) in enumerate(newest) if abs(ns - end_ns) <= _NEAR_NS]
         return newest[: near[0] + 1] if near else []
-
-
-def _growth(before: tuple[int, Counts], after: tuple[int, Counts]) -> list[int]:
-    return [now - then for then, now in zip(before[1], after[1], strict=True)]
 
 
 def read_scheduler() -> Counts:
@@ -316,10 +319,10 @@ class Preemption:
         """Attribute the time in which others ran, and that in which it was stopped."""
         start_ns, end_ns = attribution.start_ns, attribution.end_ns
         off_cpu_ms = self._off_cpu_ms(start_ns, end_ns)
-        readings = self._counters.until(end_ns)
-        if off_cpu_ms is None or len(readings) < 2:
+        growths = self._counters.until(end_ns)
+        if off_cpu_ms is None or not growths:
             return
-        queued_ns, slices = _beyond_usual(readings, start_ns)
+        queued_ns, slices = _beyond_usual(growths, start_ns)
         queued_ms = min(queued_ns / 1e6, off_cpu_ms)
         # All of it, though some is usual on a busy machine: it may have fallen elsewhere than it
         # usually does, and must not count for what runs there.
@@ -349,14 +352,14 @@ class Preemption:
         return (after_ns - before_ns - (after_cpu_ns - before_cpu_ns)) / 1e6
 
 
-def _beyond_usual(readings: Sequence[tuple[int, Counts]], start_ns: int) -> list[float]:
+def _beyond_usual(growths: Sequence[Growth], start_ns: int) -> list[float]:
     """Return the growth in a step, less what is usual for the time from a reading to its start."""
-    *others, (before, after) = pairwise(readings)
-    rates = [[grown / (b[0] - a[0]) for grown in _growth(a, b)] for a, b in others if b[0] > a[0]]
+    *others, (before_ns, _, growth) = growths
+    rates = [[grown / (end - start) for grown in one] for start, end, one in others if end > start]
     usual = map(median, zip(*rates, strict=True)) if rates else (0.0, 0.0)
-    rest_ns = max(start_ns - before[0], 0)
-    growth = zip(_growth(before, after), usual, strict=True)
-    return [max(grown - rate * rest_ns, 0.0) for grown, rate in growth]
+    rest_ns = max(start_ns - before_ns, 0)
+    of_each = zip(growth, usual, strict=True)
+    return [max(grown - rate * rest_ns, 0.0) for grown, rate in of_each]
 
 
 def _is_at_work(name: str) -> bool:
@@ -385,11 +388,10 @@ class Allocator:
 
     def detect(self, attribution: ExcessAttribution) -> None:
         """Attribute what is left of the host's excess, if the counters grew."""
-        readings = self._counters.until(attribution.end_ns)[-2:]
-        if len(readings) < 2:
-            return
-        words = zip(_growth(*readings), _COUNTERS.values(), strict=True)
-        if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
+        for _, _, growth in self._counters.until(attribution.end_ns)[-1:]:
+            words = zip(growth, _COUNTERS.values(), strict=True)
+            if not (detail := ", ".join(f"{word} {n}" for n, word in words if n > 0)):
+                return
             attribution.attribute_host_excess(
                 "allocator", detail, math.inf, lambda name: not is_wait(name)
             )

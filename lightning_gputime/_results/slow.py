@@ -8,14 +8,7 @@ from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 
 Kind = Literal[
-    "garbage",
-    "compilation",
-    "allocator",
-    "preemption",
-    "loader",
-    "callback",
-    "ranks",
-    "clocks",
+    "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks", "clocks"
 ]
 
 _WORDS: Mapping[str, str] = {
@@ -81,7 +74,7 @@ class SlowStep:
     unexplained_ms: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested dicts, ready for JSON, with the names of the causes and the sentence."""
+        """Return nested dicts, ready for JSON, with the names of the causes and the sentence."""
         causes = [{**asdict(cause), "name": cause.name} for cause in self.causes]
         return {**asdict(self), "causes": causes, "text": str(self)}
 
@@ -107,12 +100,7 @@ def _of_cause(cause: Cause, unit: Unit) -> str:
 
 
 class SlowSteps(Tabular, Sequence[SlowStep]):
-    """Slow steps, which `print` shows as a table.
-
-    Args:
-        steps: The steps, in the order in which they are shown.
-        hint: Why there are none, where that is known.
-    """
+    """Slow steps, which `print` shows as a table; without any it shows the hint."""
 
     def __init__(self, steps: Sequence[SlowStep], hint: str = "") -> None:
         self._steps = tuple(steps)
@@ -149,7 +137,7 @@ class SlowSteps(Tabular, Sequence[SlowStep]):
 
 
 def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
-    """Returns a line for each cause of a step, and one for what has none."""
+    """Return a line for each cause of a step, and one for what has none."""
     first = (str(step.step), f"{step.step_ms:.3f}", f"{step.usual_ms:.3f}", step.phase)
     for cause in step.causes:
         yield (*first, cause.kind, f"{cause.host_ms:.3f}", f"{cause.reached_ms:.3f}", cause.detail)
@@ -194,14 +182,7 @@ class SlowSummary:
 
 
 class _Sums(NamedTuple):
-    """Sums over slow steps (in milliseconds).
-
-    Attributes:
-        n: Number of steps.
-        excess_ms: Their excess.
-        unexplained_ms: How much of that has no known cause.
-        cause_ms: How much of that each cause has, by its kind and its name.
-    """
+    """Sums over slow steps (in milliseconds): those of a cause by its kind and its name."""
 
     n: int = 0
     excess_ms: float = 0.0
@@ -221,12 +202,11 @@ class _Sums(NamedTuple):
             cause_ms,
         )
 
-    def by(self, field: Literal["kind", "name"]) -> dict[str, float]:
-        """Return how much each kind of cause, or each name, has (in milliseconds)."""
+    def by(self, at: Literal[0, 1]) -> dict[str, float]:
+        """Return how much each kind of cause (0), or each name (1), has."""
         found: dict[str, float] = {}
-        for (kind, name), ms in self.cause_ms.items():
-            key = kind if field == "kind" else name
-            found[key] = found.get(key, 0.0) + ms
+        for key, ms in self.cause_ms.items():
+            found[key[at]] = found.get(key[at], 0.0) + ms
         return found
 
 
@@ -242,8 +222,8 @@ class SlowLog:
         """Whether any step was judged yet."""
         self._worst: tuple[SlowStep, ...] = ()
         self._sums = _Sums()
-        # Those that are not logged yet: the newest, and the sums over those before.
-        self._pending: tuple[SlowStep, ...] = ()
+        # Those that are not logged yet: those that were added last, and the sums over the others.
+        self._pending: Sequence[SlowStep] = ()
         self._before = _Sums()
         # The number of the last step that is in a log.
         self._logged = -1
@@ -251,61 +231,43 @@ class SlowLog:
         self._kinds: tuple[str, ...] = ()
 
     def add(self, steps: Sequence[SlowStep], *, is_known: bool) -> None:
-        """Take slow steps.
-
-        Args:
-            steps: The steps, in order.
-            is_known: Whether any step was judged yet.
-        """
+        """Take the next slow steps, and whether any step was judged yet."""
         self.is_known = is_known
         if not steps:
             return
         worst = (*self._worst, *steps)
         self._worst = worst if len(worst) <= 2 * _MOST else (*_largest(worst)[:_MOST],)
         self._sums = self._sums.plus(steps)
+        # A log that ends inside them is asked for before the next are added.
+        self._before = self._before.plus(self._pending)
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
-        self._pending += tuple(step for step in steps if step.step >= self._logged)
-        if len(self._pending) > _MOST:
-            half = _MOST // 2
-            self._before = self._before.plus(self._pending[:half])
-            self._pending = self._pending[half:]
+        self._pending = [step for step in steps if step.step >= self._logged]
 
     def slowest(self, n: int) -> list[SlowStep]:
         """Return those with the largest excess, the largest first."""
         return _largest(self._worst)[: min(n, _MOST)]
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
-        """Return their excess per step since the last log, and how much of it each kind has.
-
-        Args:
-            newest: The number of the last step of the log.
-            n: Number of timed steps in it.
-            keep: Whether the next log has them, too.
-        """
+        """Return their excess per step since the last log, of `n` timed steps, and by kind."""
         if not keep:
             self._logged = newest
         if not self.is_known:
             return {}
         sums = self._before.plus([step for step in self._pending if step.step <= newest])
         if not keep:
-            self._pending = tuple(step for step in self._pending if step.step > newest)
+            self._pending = [step for step in self._pending if step.step > newest]
             self._before = _Sums()
-        kind_ms = sums.by("kind")
+        kind_ms = sums.by(0)
         self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
         kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}
         return {"slow": sums.excess_ms / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
-        """Return what they cost a run; None if there are none.
-
-        Args:
-            steps: Number of timed steps.
-            all_ms: What these took together (in milliseconds).
-        """
+        """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
         sums = self._sums
         if not sums.n or not all_ms:
             return None
-        causes = sorted(sums.by("name").items(), key=lambda one: one[1], reverse=True)
+        causes = sorted(sums.by(1).items(), key=lambda one: one[1], reverse=True)
         return SlowSummary(
             n=sums.n,
             steps=steps,
