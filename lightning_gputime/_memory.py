@@ -72,12 +72,7 @@ class AllocatorCounters:
 
 
 def torch_counters(device: torch.device) -> AllocatorCounters:
-    """Return the counters of torch's allocator of an accelerator.
-
-    Raises:
-        LookupError: If torch has no functions for it.
-        Exception: If they fail.
-    """
+    """Return the counters of torch's allocator of an accelerator, or raise if there are none."""
     kind = device.type
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     names = [
@@ -89,10 +84,8 @@ def torch_counters(device: torch.device) -> AllocatorCounters:
     if not found:
         raise LookupError("this torch has no functions for that")
     read, reset = (partial(getattr(torch._C, name), index) for name in found[0])
-    total: int | None = None
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if properties is not None:
-        total = getattr(properties(device), "total_memory", None)
+    total = getattr(properties(device), "total_memory", None) if properties else None
     if kind == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         messages.warning(_DRIVERS)
     return AllocatorCounters(index, total, read, reset)
@@ -105,14 +98,7 @@ _last_reset: dict[int, int] = {}
 
 @untraced
 class MemorySampler:
-    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there.
-
-    Args:
-        counters: Those of the timed device.
-
-    Raises:
-        Exception: If they cannot be read.
-    """
+    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there."""
 
     def __init__(self, counters: AllocatorCounters) -> None:
         self.total = counters.total
@@ -217,11 +203,7 @@ class MemorySummary:
 
 
 class PhaseMemory:
-    """The peaks of the steps that were sampled.
-
-    Args:
-        total: The memory of the device (in bytes); None if it is not known.
-    """
+    """The peaks of the steps that were sampled, on a device with `total` bytes."""
 
     def __init__(self, total: int | None = None) -> None:
         self._total = total
@@ -273,11 +255,9 @@ class PhaseMemory:
         )
 
     def metrics(self, newest: int, *, keep: bool = False) -> dict[str, float]:
-        """Return the highest peaks since the last log.
+        """Return the highest peaks since the last log, up to the step `newest`.
 
-        Args:
-            newest: The number of the last step of the window.
-            keep: Whether the next window has them, too.
+        With `keep` the next log has them, too.
         """
         due: dict[str, float] = {}
         for number, peaks in [*self._window]:

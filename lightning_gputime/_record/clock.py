@@ -66,11 +66,7 @@ Mark = tuple[str, TimingEvent, int]
 
 @untraced
 class Streams:
-    """The streams of an accelerator.
-
-    Args:
-        device: The accelerator.
-    """
+    """The streams of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
@@ -94,16 +90,12 @@ class DeviceClock:
     `torch.Event` rather than `torch.cuda.Event`: it works on every backend, and its `record` takes
     a quarter of the time, because it does not look the current stream up in Python.
 
-    Args:
-        device: The accelerator.
-
     Raises:
         ValueError: If the device is not here or has no timing events.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = self._device = device
-        """The accelerator."""
+        self.device = device
         try:
             module = torch.get_device_module(device)
             if device.index is not None and device.index >= module.device_count():
@@ -131,13 +123,12 @@ class DeviceClock:
             torch.mps.synchronize()
 
     def event(self) -> TimingEvent:
-        """Return a new event, not yet recorded."""
-        event = torch.Event(device=self._device, enable_timing=True)
-        return event if self._is_current else _EventOnOtherDevice(event, self._device)
+        event = torch.Event(device=self.device, enable_timing=True)
+        return event if self._is_current else _EventOnOtherDevice(event, self.device)
 
     def for_graphs(self) -> "Clock | None":
         """Return the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
-        if self._device.type != "cuda" or not self._is_current:
+        if self.device.type != "cuda" or not self._is_current:
             return None
         try:
             torch.cuda.Event(enable_timing=True, external=True)
@@ -187,11 +178,10 @@ class HostClock:
         self.is_capturing = _never
 
     def event(self) -> TimingEvent:
-        """Return a new event, not yet recorded."""
         return _HostEvent()
 
     def for_graphs(self) -> None:
-        """Return None: nothing is captured on the CPU."""
+        pass  # Nothing is captured on the CPU.
 
 
 @untraced
@@ -219,11 +209,7 @@ class _HostEvent:
 
 
 def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
-    """Return the clock that work on `device` is timed with.
-
-    Args:
-        device: Where the model is.
-        tell: Whether to log, once, that there is no device to time, if so.
+    """Return the clock of a device. If that is the CPU, log so once, if `tell` is given.
 
     Raises:
         ValueError: If the device is not here or has no timing events.

@@ -93,14 +93,9 @@ class PendingSteps:
         return bool(self._pending)
 
     def add(self, step: PendingStep, read: bool = False, *, may_wait: bool = True) -> None:
-        """Take a step that has ended, and finish those that are due.
+        """Take a step that has ended, and finish those that are due, if the host may wait.
 
         A step behind a spin is waited for, and all are read.
-
-        Args:
-            step: The step.
-            read: Whether to read the finished steps now.
-            may_wait: Whether the host may wait or read at all.
         """
         self.ended += 1
         step.ended, step.untimed, self._untimed = self.ended, self._untimed, 0

@@ -154,9 +154,8 @@ class Recorder:
         """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
-        # The open step: its place among the timed ones; its marks; what was sampled at these, if
-        # it is; whether a mark went into a graph, whose events are of another kind; the index of
-        # the mark behind a spin.
+        # The open step: its place among the timed ones; its marks; what was sampled at these;
+        # whether a mark went into a graph instead; the index of the mark behind a spin.
         self._index = 0
         self._open: list[Mark] = []
         self._samples: list[tuple[int, int]] | None = None
@@ -263,11 +262,9 @@ class Recorder:
     # Pauses
 
     def pause(self, since: str | None = None) -> None:
-        """Exclude the time from the last mark until `resume`.
+        """Exclude the time from the last mark, or from the first one of `since`, until `resume`.
 
-        Args:
-            since: Exclude it from the first mark of this label on. If only the fetch was before
-                that, it was not the fetch of this step, and is excluded, too.
+        If only the fetch was before that, it was not the fetch of this step: it is excluded, too.
         """
         if self.state is not OPEN or get_ident() != self.thread:
             return
@@ -324,13 +321,8 @@ class Recorder:
     def wait_begins(self, label: str = WAITS) -> bool:
         """Interrupt the label that time goes to by a wait for other ranks, until `wait_ends`.
 
-        It is part of that label, whatever that is renamed to later.
-
-        Args:
-            label: `WAITS`, or `RECEIVES` where it is for what follows.
-
-        Returns:
-            Whether it does: not where time goes to a wait already, or to no step.
+        It is part of that label, whatever that is renamed to later; with `RECEIVES` it is for what
+        follows. Return False where time goes to a wait already, or to no step.
         """
         if self.state is not OPEN or not self.is_here() or self.is_waiting:
             return False
@@ -397,13 +389,8 @@ class Recorder:
     ) -> None:
         """End the open step under `number`, and begin the next.
 
-        This is the only place where the host may wait in a training loop.
-
-        Args:
-            number: The number that it is logged under.
-            skipped_update: Whether no optimizer ran its update.
-            read: Whether to read the finished steps now.
-            label: What the next one starts with.
+        This is the only place where the host may wait in a training loop. With `read` the finished
+        steps are read now. The next one starts with `label`.
         """
         if get_ident() != self.thread:
             return
@@ -435,21 +422,19 @@ class Recorder:
     def end_at(self, label: str, number: int) -> bool:
         """End the open step at its last mark of `label`, without a wait, and begin the next.
 
-        Returns:
-            Whether it did: not if there is no such mark, or a model or a backward after it.
+        Return False if there is no such mark, or a model or a backward after it.
         """
         is_open = self.state in (OPEN, PAUSED) and not self._is_spoiled
         if not is_open or get_ident() != self.thread or not self._cut_after(label):
             return False
         self.state = OPEN
-        self._record(self._first_label(DATA))
+        self._record(self._first_label())
         if self.state is not OPEN:
             return False
         self._index += 1
         marks, self._open = self._open, self._open[-1:]
         self._post_spin_index = 0
-        step = PendingStep(marks, number, False, self.load)
-        step.memory = tuple(self._samples or ())
+        step = PendingStep(marks, number, False, self.load, tuple(self._samples or ()))
         self._keep_samples(None)
         self.pending.add(step, may_wait=False)
         return True
@@ -548,9 +533,10 @@ class Recorder:
     def _end_capture(self) -> None:
         """Keep the marks of a graph for its replays."""
         # First: from here on events are of the other kind, and cannot be compared with these.
+        captured, self._captured = self._captured, []
         self.flush()
-        self.pending.graphs.append(self._captured)
-        self._captured, self._open = [], []
+        self.pending.graphs.append(captured)
+        self._open = []
         self._keep_samples(None)
         self._free.clear()
         self._events = 0
@@ -578,8 +564,8 @@ class Recorder:
         self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
         self.label = EXCLUDED
 
-    def _first_label(self, label: str) -> str:
-        """Return the label that a step begins with: a phase named by hand reaches across steps."""
+    def _first_label(self, label: str = DATA) -> str:
+        """Return what a step begins with: a phase named by hand reaches across steps."""
         self._base = label
         return self._named[-1] if self._named else label
 
@@ -626,15 +612,11 @@ class Recorder:
             self._record(EXCLUDED, annotate=False)
         else:
             self.state = OPEN
-            self._record(self._first_label(DATA))
+            self._record(self._first_label())
         return self.state in (OPEN, PAUSED) and not self._is_spoiled
 
     def _cut_after(self, label: str) -> bool:
-        """Exclude what follows the last mark of `label`, if it is no more work.
-
-        Returns:
-            Whether there is such a mark, and no model was called since, and no backward.
-        """
+        """Exclude what follows the last mark of `label`. Return False if that is more work."""
         labels = [name for name, *_ in self._open]
         if label not in labels:
             return False
