@@ -89,9 +89,7 @@ def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
         "Slowest steps",
         "70.250 ms garbage collection",
         "5.250 ms unexplained",
-        "Ranks",
         "Evaluation",
-        "Launch gaps",
         "Where the whole fit went",
         "71.0 %",
         "Environment",
@@ -117,7 +115,7 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
     body = without_library(
         made(Run(Environment(), *results.history_and_warmup(), results.summary()))
     )
-    for absent in ("Ranks", "Evaluation", "Launch gaps", "Where the whole fit went"):
+    for absent in ("Evaluation", "Where the whole fit went"):
         assert absent not in body
     # Without causes in the file, the longest steps are shown.
     assert ">1.000</td>" in body

@@ -1,6 +1,5 @@
 """The page of a run, or of two: one file that needs nothing else."""
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -35,11 +34,7 @@ _INK = "#808892"
 """Readable on white and on black: a chart cannot ask which it is on."""
 
 _THEME = {
-    "Plot": {
-        "background_fill_alpha": 0.0,
-        "border_fill_alpha": 0.0,
-        "outline_line_alpha": 0.0,
-    },
+    "Plot": {"background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_alpha": 0.0},
     "Axis": {
         "axis_label_text_color": _INK,
         "major_label_text_color": _INK,
@@ -120,9 +115,7 @@ def _sections(
         "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
         "What the peak is lost to": [_losses(run) for run in runs],
-        "Ranks": [_ranks(run) for run in runs],
         "Evaluation": [_evaluations(run.evaluations) for run in runs],
-        "Launch gaps": [_gaps(run) for run in runs],
         "Where the whole fit went": [_ledger(run) for run in runs],
         "Environment": [_environment(run) for run in runs],
     }
@@ -161,22 +154,21 @@ def _steps(run: Run, limit_ms: float, named: bool) -> str:
     if not len(run.history):
         return ""
     heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
+    chart = heading + _drawn(phases_over_steps(run, limit_ms))
     n, every = len(run.history), thin_out(run.history)[1]
-    note = (
-        f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
-        " longest of them."
+    return (
+        chart
+        if every == 1
+        else chart
+        + _note(
+            f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
+            " longest of them."
+        )
     )
-    chart = _drawn(phases_over_steps(run, limit_ms))
-    return heading + chart + (_note(note) if every > 1 else "")
 
 
 def phases_over_steps(run: Run, limit_ms: float) -> Any:
-    """Draw the phases of each step, stacked, to zoom in and point at.
-
-    Args:
-        run: The run.
-        limit_ms: Where the axis ends (in milliseconds).
-    """
+    """Draw the phases of each step, stacked, to zoom in and point at."""
     models, names = _bokeh().models, list_top_phases(run)
     columns, every = thin_out(run.history)
     # By numbers, because a name may have any character.
@@ -230,20 +222,13 @@ def _distribution(runs: Sequence[Run]) -> str:
 
 
 def _new_figure(x: str, y: str, tools: str) -> Any:
-    return _bokeh().plotting.figure(
-        height=320,
-        sizing_mode="stretch_width",
-        tools=tools,
-        toolbar_location="above",
-        x_axis_label=x,
-        y_axis_label=y,
-    )
+    wide = {"height": 320, "sizing_mode": "stretch_width", "toolbar_location": "above"}
+    return _bokeh().plotting.figure(tools=tools, x_axis_label=x, y_axis_label=y, **wide)
 
 
 def _drawn(figure: Any) -> str:
-    bokeh = _bokeh()
-    theme = bokeh.themes.Theme(json={"attrs": _THEME})
-    return Markup("".join(bokeh.embed.components(figure, wrap_script=True, theme=theme)))
+    theme = _bokeh().themes.Theme(json={"attrs": _THEME})
+    return Markup("".join(_bokeh().embed.components(figure, wrap_script=True, theme=theme)))
 
 
 def _slow(run: Run) -> str:
@@ -289,30 +274,10 @@ def _losses(run: Run) -> str:
     return _table(("", "points of the peak", ""), rows, left=(2,))
 
 
-def _ranks(run: Run) -> str:
-    ranks = run.summary.ranks
-    if ranks is None:
-        return ""
-    header = ("phase", "shortest (ms)", "mean (ms)", "longest (ms)", "of rank")
-    rows = [
-        (name, _ms(row.min_ms), _ms(row.mean_ms), _ms(row.max_ms), str(row.slowest))
-        for name, row in ranks.rows.items()
-    ]
-    return _table(header, rows, f"{len(ranks.ranks)} ranks")
-
-
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
     names = tuple(dict.fromkeys(name for one in evaluations for name in one))
     rows = [tuple(_cell(name, one) for name in names) for one in evaluations[-_MAX_ROWS:]]
     return _table(names, rows, "The newest")
-
-
-def _gaps(run: Run) -> str:
-    share = run.summary.gap_share
-    if share is None or math.isnan(share):
-        return run.summary.probe_failure
-    steps = run.summary.probed_steps
-    return f"{share:.0%} of a step is launch gaps ({steps} steps were probed)"
 
 
 def _ledger(run: Run) -> str:
@@ -343,8 +308,7 @@ def _table(
     title: str = "",
     left: Sequence[int] = (),
 ) -> str:
-    table = Table(title, [header, *rows], (), left=(0, *left))
-    return _scrolled(table.html()) if rows else ""
+    return _scrolled(Table(title, [header, *rows], (), (0, *left)).html()) if rows else ""
 
 
 def _scrolled(table: str) -> str:
