@@ -6,14 +6,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_gputime._results import files
+from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Tabular
 from lightning_gputime._results.table import show as print_table
-from lightning_gputime._runs.compare import compare
+from lightning_gputime._runs.compare import RunComparison, compare
 from lightning_gputime._runs.page import page
 from lightning_gputime._runs.saved import Run, load, plain
 
@@ -28,6 +29,7 @@ GPUPhaseTimer(save="run.json.gz").
   python -m lightning_gputime compare before.json.gz after.json.gz --fail-above 2%
   python -m lightning_gputime report run.json.gz -o report.html
 """
+_SHOW = "Print the table of a run again."
 _COMPARE = """\
 Tell whether a step takes longer after a change, by how much, how sure that is, and which phase
 explains it. The times are those of a typical step (the mean over the middle half of the steps),
@@ -49,6 +51,9 @@ whole interval lying above it; 2 if a file cannot be read, or the runs cannot be
 """
 
 
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code of the process.
 
@@ -64,28 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments or ["--help"])
     try:
         code: int = args.command(args)
+        return code
     except (ImportError, OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return BAD
+        why = str(error)
     except Exception as error:
         # Never 1, which means that the step is slower.
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"{parser.prog}: the runs cannot be read or compared: {what}", file=sys.stderr)
-        return BAD
-    return code
+        why = f"the runs cannot be read or compared: {what}"
+    print(f"{parser.prog}: {why}", file=sys.stderr)
+    return BAD
 
 
 def _new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning_gputime",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="lightning_gputime", description=_ABOUT, formatter_class=_RAW
     )
     version = sys.modules["lightning_gputime"].__version__
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    show = _command(commands, _show, "show", "print the table of a run again")
+    show = _command(commands, _show, "show", "print the table of a run again", _SHOW)
     show.add_argument("run", help="the file of a run")
     show.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -111,13 +114,10 @@ def _new_parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, run: Callable[[argparse.Namespace], int], name: str, what: str, about: str = ""
+    commands: Any, run: Callable[[argparse.Namespace], int], name: str, what: str, about: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=about or f"{what[0].upper()}{what[1:]}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=what, description=about, formatter_class=_RAW
     )
     parser.set_defaults(command=run)
     return parser
@@ -133,7 +133,7 @@ def _percentage(text: str) -> float:
 def _show(args: argparse.Namespace) -> int:
     run = load(args.run)
     if args.json:
-        _print(_json(run.summary.to_dict()))
+        _print_json(run.summary)
     else:
         told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
         _print(run.summary, *(f"\n{one}" for one in told if one))
@@ -144,7 +144,7 @@ def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
     found = compare(before, after, anyway=args.anyway)
     if args.json:
-        _print(_json(found.to_dict()))
+        _print_json(found)
     else:
         _print(found.markdown() if args.markdown else found)
     if args.fail_above is None or not found.is_above(args.fail_above):
@@ -190,8 +190,8 @@ def _print(*parts: Tabular | str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _json(found: Mapping[str, Any]) -> str:
-    return json.dumps(plain(found), indent=2, allow_nan=False)
+def _print_json(found: PhaseSummary | RunComparison) -> None:
+    _print(json.dumps(plain(found.to_dict()), indent=2, allow_nan=False))
 
 
 def _about(run: Run) -> str:

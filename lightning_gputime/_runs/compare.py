@@ -118,8 +118,7 @@ class RunComparison(Tabular):
         if not self.step.is_certain:
             return f"no difference is certain: {_amount(self.step, sign=True)}"
         explains = self.explains
-        name = max(explains, key=explains.__getitem__)
-        most = name
+        most = name = max(explains, key=explains.__getitem__)
         for part, row in self.rows.items():
             if part.startswith(f"{name}/") and row.change_ms / self.rows[name].change_ms >= _MOST:
                 most = part
@@ -243,16 +242,16 @@ def compare(
                 f" {statistics.MIN_STEPS} are needed to tell a difference from noise"
             )
     names = _phases_of([*sides[0], *sides[1]])
-    times = [[_times(run, names) for run in side] for side in sides]
-    wholes = [[one[:, :1] for one in side] for side in times]
-    step, *rows = _differences(statistics.typical_difference(*times))
-    [mean] = _differences(statistics.mean_difference(*wholes))
+    before_times, after_times = ([_times(run, names) for run in side] for side in sides)
+    typical = statistics.typical_difference(before_times, after_times)
+    wholes = ([one[:, :1] for one in side] for side in (before_times, after_times))
+    step, *rows = [Difference(*row) for row in typical.tolist()]
     return RunComparison(
         rows=dict(zip(names, rows, strict=True)),
         step=step,
-        mean=mean,
+        mean=Difference(*statistics.mean_difference(*wholes)[0].tolist()),
         runs=(len(sides[0]), len(sides[1])),
-        steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
+        steps=(sum(map(len, before_times)), sum(map(len, after_times))),
         notes=tuple(notes.values()),
     )
 
@@ -264,10 +263,8 @@ def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
     runs = []
     for one in several:
         if not isinstance(one, Run | str | os.PathLike):
-            raise TypeError(
-                f"{name} must be a run as load() returns it, its file, or a list of these, got"
-                f" {shown(one)}"
-            )
+            what = "a run as load() returns it, its file, or a list of these"
+            raise TypeError(f"{name} must be {what}, got {shown(one)}")
         runs.append(one if isinstance(one, Run) else load(one))
     return runs
 
@@ -275,18 +272,18 @@ def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
 def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
     """Return a sentence on each field in which the environments differ."""
     found = {}
-    for name in (field.name for field in fields(Environment)):
-        sides = [_values(runs, name) for runs in (before, after)]
+    for name in (field.name for field in fields(Environment) if field.name not in _OWN):
+        first, second = (
+            {getattr(run.environment, name) for run in side} for side in (before, after)
+        )
         # What is not known of one run is no difference.
-        if name not in _OWN and len(sides[0] | sides[1]) > 1:
-            first, second = (" and ".join(sorted(side)) or "unknown" for side in sides)
-            found[name] = f"{name} is {first} before and {second} after"
+        if len((first | second) - {"", None}) > 1:
+            found[name] = f"{name} is {_listed(first)} before and {_listed(second)} after"
     return found
 
 
-def _values(runs: Iterable[Run], name: str) -> set[str]:
-    values: list[Any] = [getattr(run.environment, name) for run in runs]
-    return {str(value) for value in values if value not in ("", None)}
+def _listed(values: Iterable[Any]) -> str:
+    return " and ".join(sorted(str(one) for one in values if one not in ("", None))) or "unknown"
 
 
 def _phases_of(runs: Iterable[Run]) -> list[str]:
@@ -303,7 +300,3 @@ def _times(run: Run, names: Sequence[str]) -> statistics.Floats:
     phases = [measured[f"{name}_ms"] if name in known else absent for name in names]
     times: statistics.Floats = np.nan_to_num(np.stack([measured["step_ms"], *phases], axis=1))
     return times
-
-
-def _differences(columns: statistics.Floats) -> list[Difference]:
-    return [Difference(*row) for row in columns.tolist()]

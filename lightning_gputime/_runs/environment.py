@@ -80,10 +80,7 @@ class Environment:
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     """Return what a measurement begins on; an empty one, with a warning, if that fails.
 
-    Args:
-        loop: What is timed.
-        options: Those of the timer.
-        known: Fields that the front end knows better; None if it does not.
+    What is `known` are fields that the front end knows better; None if it does not.
     """
     try:
         found = _found(loop, options)
@@ -100,12 +97,12 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
     device = parameters[0].device if parameters else torch.device("cpu")
     shared = is_distributed()
     return {
-        "device": _name_of(device),
+        "device": _processor() if device.type == "cpu" else _name_of(device),
         "device_type": device.type,
         "driver": _driver() if device.type == "cuda" else "",
         "cuda": torch.version.cuda or "",
         "torch": torch.__version__,
-        "lightning": _lightning_version(),
+        "lightning": version("lightning"),
         "python": platform.python_version(),
         "package": sys.modules["lightning_gputime"].__version__,
         "world_size": torch.distributed.get_world_size() if shared else 1,
@@ -121,16 +118,14 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 
 def _options_to_save(options: Options) -> dict[str, Any]:
     """Return the options that JSON has a type for."""
-    values = {one.name: getattr(options, one.name) for one in fields(options)}
-    if isinstance(values.get("modules"), Mapping):
-        values["modules"] = [*values["modules"]]
-    simple = (bool, int, float, str)
-    return {
-        name: list(value) if isinstance(value, list | tuple) else value
-        for name, value in values.items()
-        if isinstance(value, simple)
-        or (isinstance(value, list | tuple) and all(isinstance(one, simple) for one in value))
-    }
+    found = {}
+    for name in (one.name for one in fields(options)):
+        value = getattr(options, name)
+        several = isinstance(value, Mapping | list | tuple)
+        parts = [*value] if several else [value]
+        if all(isinstance(one, bool | int | float | str) for one in parts):
+            found[name] = parts if several else value
+    return found
 
 
 def _size(parameter: nn.Parameter) -> int:
@@ -139,38 +134,31 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _name_of(device: torch.device) -> str:
-    if device.type == "cpu":
-        return _processor()
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(get_name(device)) if get_name is not None else device.type
 
 
-@lru_cache(maxsize=1)
-def _lightning_version() -> str:
-    return version("lightning")
-
-
-@lru_cache(maxsize=1)
 def _processor() -> str:
-    text = _text("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    found = _search(r"^model name\s*: (.+)$", "/proc/cpuinfo")
+    return found or platform.processor() or platform.machine()
 
 
 def _driver() -> str:
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
-    return found[1] if found else ""
+    return _search(r"\s(\d+\.\d+(?:\.\d+)?)\s", "/proc/driver/nvidia/version")
 
 
-def _text(path: str) -> str:
+@lru_cache
+def _search(pattern: str, path: str) -> str:
     try:
-        return Path(path).read_text(errors="replace")
+        text = Path(path).read_text(errors="replace")
     except OSError:
         return ""
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 # Once in a process: what runs is what was there when it began.
-@lru_cache(maxsize=1)
+@lru_cache
 def _commit() -> str:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(program).resolve().parent if program else Path.cwd()
@@ -185,11 +173,7 @@ def _commit() -> str:
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
     """Return what advice needs to know, as far as it is known before a loader is seen.
 
-    Args:
-        environment: What the run runs on.
-        loop: What is timed.
-        told_precision: Whether a trainer has set the precision. That of the parameters does not
-            show autocast.
+    The precision counts only if a trainer told it: that of the parameters shows no autocast.
     """
     is_cuda = environment.device_type == "cuda"
     try:
@@ -209,19 +193,16 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setu
 def known_of_loader(loader: object) -> dict[str, Any]:
     """Return the fields of a `Setup` that a loader shows: any iterable, or several."""
     loaders = _several(loader)
-    kinds = {
-        "num_workers": int,
-        "pin_memory": bool,
-        "persistent_workers": bool,
-        "prefetch_factor": int,
-        "batch_size": int,
-    }
     datasets = [_dataset(one) for one in loaders]
     return {
         "has_loader": True,
         "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
         "is_on_device": any(map(_is_on_device, datasets)),
-        **{name: _common(loaders, name, kind) for name, kind in kinds.items()},
+        "num_workers": _common(loaders, "num_workers", int),
+        "pin_memory": _common(loaders, "pin_memory", bool),
+        "persistent_workers": _common(loaders, "persistent_workers", bool),
+        "prefetch_factor": _common(loaders, "prefetch_factor", int),
+        "batch_size": _common(loaders, "batch_size", int),
     }
 
 
@@ -259,11 +240,7 @@ def _is_on_device(dataset: object) -> bool:
 
 
 def cores_of_rank(world_size: int) -> int | None:
-    """Return the number of CPU cores for each rank of this host.
-
-    Args:
-        world_size: The number of ranks on all hosts.
-    """
+    """Return the number of CPU cores for each rank of this host."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):

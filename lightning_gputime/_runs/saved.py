@@ -1,11 +1,11 @@
 """A saved run: a versioned JSON file of a few bytes per step and phase."""
 
 import gzip
+import io
 import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from types import UnionType
@@ -37,18 +37,6 @@ _MAX_BYTES = 2**30
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a terminal may take for commands, other than line feeds and tabs."""
-
-_DAMAGE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    RecursionError,
-    EOFError,
-    zlib.error,
-    gzip.BadGzipFile,
-)
-"""Errors of reading a file that is damaged, or not ours."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -129,15 +117,15 @@ def load(path: str | os.PathLike[str]) -> Run:
         ValueError: If it is damaged, of another program, or of another version of this one.
     """
     name = os.path.expanduser(path)
-    try:
-        content = _parse(_decompress(name))
-        content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
-        run: Run = _read(Run, content, "run")
-    except _DAMAGE as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"{name} is not a saved run: write one with timer.save(path) ({reason})"
-        ) from error
+    with open(name, "rb") as file:
+        try:
+            content = _parse(_decompress(file))
+            content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
+            run: Run = _read(Run, content, "run")
+        except Exception as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            message = f"{name} is not a saved run: write one with timer.save(path) ({reason})"
+            raise ValueError(message) from error
     return run
 
 
@@ -193,10 +181,9 @@ def _from_units(units: Any, unit_ms: float) -> Floats:
     return np.where(whole < 0, np.nan, whole * unit_ms)
 
 
-def _decompress(path: str) -> bytes:
-    with open(path, "rb") as file:
-        is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-        data = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(_MAX_BYTES + 1)
+def _decompress(file: io.BufferedReader) -> bytes:
+    is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
+    data = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it unpacks to more than {_MAX_BYTES} bytes")
     return data

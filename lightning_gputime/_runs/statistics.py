@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -17,15 +16,14 @@ MIN_STEPS = 24
 _TRIMMED = 0.25
 """The fraction of the steps left out at each end: what is left is the interquartile mean."""
 
-BLOCKS = 12
+_BLOCKS = 12
 """The number of blocks of neighbouring steps that a run is cut into."""
 
 _FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
 """Fractions of a block whose lengths have few periods in common."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
+class Estimate(NamedTuple):
     """The estimate of each column of one run, and by how much each step moves it.
 
     Attributes:
@@ -39,11 +37,7 @@ class Estimate:
 
 
 def mean(times: Floats) -> Estimate:
-    """Return the mean of each column.
-
-    Args:
-        times: Of shape (steps, columns).
-    """
+    """Return the mean of each column of times, of shape (steps, columns)."""
     values = times.mean(axis=0)
     return Estimate(values, times - values)
 
@@ -53,9 +47,6 @@ def typical(times: Floats) -> Estimate:
 
     The first column, the whole step, decides which steps these are: so the others add up to it as
     they do in each step. A step of a second moves it no more than one that is a little slow.
-
-    Args:
-        times: Of shape (steps, columns).
     """
     n = len(times)
     cut = int(n * _TRIMMED)
@@ -80,24 +71,21 @@ def variance(influence: Floats) -> Floats:
     the mean of drawn blocks is that of all blocks, divided by their number: nothing must be drawn.
     The blocks are as long as they can be, because what slows steps down may last for hundreds of
     them; the interval is wider for their small number, see `quantile_of_t`.
-
-    Args:
-        influence: Of shape (steps, columns), in the order of the steps.
     """
-    block = len(influence) // BLOCKS
+    block = len(influence) // _BLOCKS
     whole, half = _variance_of(influence, block), _variance_of(influence, block // 2)
     # What longer blocks show more than shorter ones, still longer ones would show again.
     return whole + np.maximum(whole - half, 0)
 
 
-def variance_of_mean(influence: Floats) -> Floats:
+def _variance_of_mean(influence: Floats) -> Floats:
     """As `variance`, for the mean of all steps, in which single steps may weigh much.
 
     Blocks as long as some periods of slow steps have all the same number of them, and so no
     variance: the largest variance of blocks of several lengths counts. And it is never less than
     one more, or one fewer, of the longest steps makes.
     """
-    block = len(influence) // BLOCKS
+    block = len(influence) // _BLOCKS
     lengths = [max(block * times // of, 1) for times, of in _FRACTIONS]
     one = np.abs(influence).max(axis=0) / len(influence)
     found = [variance(influence), one**2, *(_variance_of(influence, n) for n in lengths)]
@@ -113,22 +101,6 @@ def _variance_of(influence: Floats, block: int) -> Floats:
     return variances
 
 
-class _Side(NamedTuple):
-    """The mean of the estimates of several runs.
-
-    Attributes:
-        runs: Their number.
-        mean: The mean of each column.
-        variance: The variance of each mean that the noise of the steps makes.
-        squares: For each column the squared distances of the runs from their mean, added up.
-    """
-
-    runs: int
-    mean: Floats
-    variance: Floats
-    squares: Floats
-
-
 def typical_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
     """Return by how much typical steps differ, with intervals of 95 %.
 
@@ -140,14 +112,22 @@ def typical_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Flo
         For each column the estimates before and after, half the width of the interval of their
         difference, and that of the difference as a fraction of the time before (NaN if that is 0).
     """
-    first, second = (_side(side, typical, variance) for side in (before, after))
-    return _difference(first, second, 0.95)
+    return _difference(_side(before, typical, variance), _side(after, typical, variance), 0.95)
 
 
 def mean_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
     """As `typical_difference`, for the means over all steps, with intervals of 99.5 %."""
-    first, second = (_side(side, mean, variance_of_mean) for side in (before, after))
+    first, second = (_side(runs, mean, _variance_of_mean) for runs in (before, after))
     return _difference(first, second, 0.995)
+
+
+class _Side(NamedTuple):
+    """The mean of the estimates of several runs, each field but their number for each column."""
+
+    runs: int
+    mean: Floats
+    variance: Floats  # of the mean, by the noise of the steps
+    squares: Floats  # the squared distances of the runs from their mean, added up
 
 
 def _side(
@@ -172,7 +152,7 @@ def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
         # The second: the error of the quotient, times the time before.
         return width * np.sqrt([of_before + of_after, of_before * ratio**2 + of_after])
 
-    freedom = (BLOCKS - 1) * min(before.runs, after.runs)
+    freedom = (_BLOCKS - 1) * min(before.runs, after.runs)
     error, of_ratio = errors(before.variance, after.variance, freedom)
     if freedom := before.runs + after.runs - 2:
         # Never narrower than the spread between runs says.
@@ -184,12 +164,7 @@ def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
 
 
 def quantile_of_t(freedom: float, confidence: float = 0.95) -> float:
-    """Return how many standard errors half an interval of Student's t is wide.
-
-    Args:
-        freedom: The degrees of freedom.
-        confidence: The fraction of the distribution inside.
-    """
+    """Return how many standard errors half an interval of Student's t is wide."""
     p = (1 + confidence) / 2
     if freedom < 1.5:
         return math.tan(math.pi * (p - 0.5))
