@@ -26,8 +26,7 @@ from lightning_gputime._results.throughput import GAPS, KERNELS, in_points
 from lightning_gputime._work import peaks
 from lightning_gputime._work import work as counting
 from lightning_gputime._work.items import Items
-from lightning_gputime._work.peaks import matmul_tflops, peak_tflops
-from lightning_gputime._work.precision import precision_of, precision_outside
+from lightning_gputime._work.peaks import dtype_of_call, matmul_tflops, peak_tflops, precision_of
 
 STEP = sum(STEP_MS.values())
 FIRST = "first dimension of the batch's first tensor"
@@ -386,24 +385,17 @@ def test_calls_of_several_shapes_are_counted_each_and_added_up(gpu: FakeGPU) -> 
     assert [load[2] for load in loads(timer)][2:] == [LINEAR, LINEAR / 2] * 2
 
 
-def test_shapes_beyond_the_bound_are_scaled_and_told(
+def test_steps_of_shapes_beyond_the_bound_are_not_known_and_that_is_said(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batches = [torch.ones(n, 64) for n in range(1, 13)]
+    bound = counting._MAX_CALLS
+    batches = [torch.ones(n, 64) for n in [*range(1, bound + 4), 8]]
     timer = learn(Net(gpu), batches, gpu)
-    assert [load[2] for load in loads(timer)][8:] == [LINEAR / 8 * n for n in range(9, 13)]
-    assert caplog.text.count("with more than 8 shapes") == 1
-
-
-def test_a_shape_beyond_the_bound_is_scaled_from_the_nearest(gpu: FakeGPU) -> None:
-    class Scores(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) @ torch.ones(32, len(x))
-
-    sizes = [100, *range(1, 8), 99]
-    timer = learn(Scores(gpu), [torch.ones(n, 64) for n in sizes], gpu)
-    forward = LINEAR / 8 * 100 + 2 * 100 * 32 * 100
-    assert loads(timer)[-1][2] == pytest.approx(0.99 * forward)
+    flops = [load[2] for load in loads(timer)]
+    assert [str(one) for one in flops[bound:-1]] == ["nan"] * 3
+    assert flops[-1] == LINEAR
+    assert caplog.text.count(f"in more than {bound} ways") == 1
+    assert "pass flops=" in str(timer.summary())
 
 
 @pytest.mark.usefixtures("h200")
@@ -622,7 +614,7 @@ def test_a_loop_that_looks_for_nan_is_not_counted_and_told_why(
     with torch.autograd.set_detect_anomaly(True):
         timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu)
         assert torch.is_anomaly_check_nan_enabled()
-    assert str(loads(timer)[-1][1]) == "nan"
+    assert loads(timer)[-1] == (8,)
     assert caplog.text.count("cannot be counted (detect_anomaly") == 1
     assert "pass flops=" in caplog.text
 
@@ -773,10 +765,10 @@ def test_beyond_the_bound_no_shape_is_looked_at_for_long(gpu: FakeGPU) -> None:
             return super().parameters(recurse)
 
     model = Asked(gpu)
-    learn(model, [torch.ones(n, 64) for n in range(1, 10)], gpu)
+    learn(model, [torch.ones(n, 64) for n in range(1, counting._MAX_CALLS + 2)], gpu)
     before = len(asked)
     asked.clear()
-    learn(model, [torch.ones(n, 64) for n in range(1, 30)], gpu)
+    learn(model, [torch.ones(n, 64) for n in range(1, 40)], gpu)
     assert len(asked) == before
 
 
@@ -930,24 +922,6 @@ def test_autocast_inside_of_the_call_is_seen(gpu: FakeGPU, monkeypatch: pytest.M
     assert seen == ["bf16", "bf16"]
 
 
-def test_products_of_several_precisions_have_no_peak(gpu: FakeGPU) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(64, 32).bfloat16(), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.head(self.body(x.bfloat16()).float())
-            return result
-
-    timer = learn(Mixed(), [torch.ones(8, 64)] * 3, gpu)
-    found = timer.summary().work
-    assert found is not None
-    assert found.mfu is None
-    # Of the body forward and the weight; of the head its input, too.
-    assert found.note == "bf16 (57%) and fp32 (43%) have no peak in common: there is no MFU"
-
-
 def test_flops_of_an_item_without_items_are_said_once(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -976,7 +950,7 @@ def test_no_other_rank_is_asked_while_flops_are_counted(
             return super().forward(x)
 
     timer = learn(Asks(gpu), [torch.ones(8, 64)] * 3, gpu)
-    assert str(loads(timer)[-1][1]) == "nan"
+    assert loads(timer)[-1] == (8,)
     assert "its forward communicates with other ranks, by c10d.barrier" in caplog.text
 
 
@@ -1320,39 +1294,40 @@ def test_the_peak_is_the_dense_one_of_the_data_sheet(
 
 
 def test_the_precision_is_that_of_autocast_or_of_the_parameters() -> None:
+    def precision(model: nn.Module) -> str:
+        return precision_of(model, dtype_of_call(model, cpu), cpu)
+
     cpu, net = torch.device("cpu"), cast("Any", nn.Linear(2, 2))
-    assert precision_of(cpu, precision_outside(net, cpu))[0] == "fp32"
+    assert precision(net) == "fp32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert precision_of(cpu, precision_outside(net, cpu))[0] == "bf16"
+        assert precision(net) == "bf16"
     net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)
-    assert precision_of(cpu, precision_outside(net, cpu))[0] == "bf16"
-    assert precision_of(cpu, precision_outside(nn.Linear(2, 2).bfloat16(), cpu))[0] == "bf16"
+    assert precision(net) == "bf16"
+    assert precision(nn.Linear(2, 2).bfloat16()) == "bf16"
 
 
-def test_tf32_is_that_of_convolutions_and_of_products_apart(
+def test_tf32_is_that_of_convolutions_where_they_hold_most_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, least = torch.device("cuda"), [(8, 0)]
+    def precision(*parts: nn.Module) -> str:
+        return precision_of(nn.Sequential(*parts), torch.float32, torch.device("cuda"))
+
+    least = [(8, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: least[0])
-    products, convolutions = (torch.float32, False), (torch.float32, True)
+    products, convolutions = nn.Linear(8, 8), nn.Conv2d(8, 8, 3)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert precision_of(cuda, {products: 1.0})[0] == "fp32"
+        assert precision(products) == "fp32"
         # As torch has it by default.
-        assert precision_of(cuda, {convolutions: 99.0, products: 1.0})[0] == "tf32"
-        both = precision_of(cuda, {convolutions: 3.0, products: 1.0})
-        assert both == ("tf32 (75%) and fp32 (25%)", None)
+        assert precision(products, convolutions) == "tf32"
+        assert precision(nn.Conv2d(8, 8, 1), nn.Linear(64, 64)) == "fp32"
         torch.set_float32_matmul_precision("high")
-        assert precision_of(cuda, {convolutions: 3.0, products: 1.0})[0] == "tf32"
+        assert precision(products) == "tf32"
         least[0] = (7, 5)
-        assert precision_of(cuda, {products: 1.0})[0] == "fp32"
+        assert precision(products) == precision(convolutions) == "fp32"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert precision_of(cuda, {(torch.float8_e4m3fn, False): 2, (torch.float8_e5m2, False): 4}) == (
-        "fp8",
-        torch.float8_e5m2,
-    )
 
 
 @pytest.mark.usefixtures("h200")

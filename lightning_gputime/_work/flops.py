@@ -3,15 +3,14 @@
 import copy
 import gc
 import inspect
-import logging
 import math
 import random
 import re
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,10 +44,6 @@ class UncountableError(Exception):
     """The FLOPs of a call cannot be counted; the message says why."""
 
 
-class LeftBehindError(Exception):
-    """A count has reached objects outside of the model; the message says which."""
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of a module, described without its tensors' memory.
@@ -78,18 +73,11 @@ class CallFlops:
         forward: Those of the forward, in the order of a step's work counts without items.
         backward: Those of its backward, in the same order.
         uncounted: Operators that have no formula, and may be work.
-        computed_in: FLOPs by the dtype of their factors, and by whether they are convolutions.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    uncounted: tuple[str, ...] = ()
-    computed_in: Mapping[tuple[torch.dtype, bool], float] = field(default_factory=dict)
-
-    def scaled(self, factor: float) -> "CallFlops":
-        """Return the FLOPs of a call that is larger by a factor."""
-        forward, backward = ([factor * one for one in of] for of in (self.forward, self.backward))
-        return CallFlops(tuple(forward), tuple(backward))
+    forward: list[float]
+    backward: list[float]
+    uncounted: list[str]
 
 
 def describe_call(
@@ -129,28 +117,18 @@ def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
         parts: Modules whose FLOPs are counted apart, too.
 
     Raises:
-        LeftBehindError: If the forward has kept fake tensors outside of the copy.
-        UncountableError: If the call cannot be counted.
+        UncountableError: If the call cannot be counted; errors of the forward pass through.
     """
-    counter, why = _Counter(len(parts)), ""
-    try:
-        _check(call.module)
-        with _undisturbed(call.device):
-            _run(call, parts, counter)
-    except UncountableError as error:
-        why = str(error)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0][:200]}"
-    # Not while an error is handled, whose traceback holds tensors; torch may hold it for longer.
-    left = _left(counter.made)
-    if _take_back(left) or (left and not why):
-        raise LeftBehindError(
-            "its forward keeps tensors outside of the model; those of the count were taken out of"
-            " lists, and may be left elsewhere"
-        )
-    if why:
-        raise UncountableError(why)
+    _check(call.module)
+    counter = _Counter(len(parts))
+    with _undisturbed(call.device):
+        _run(call, parts, counter)
+    if any(one() is not None for one in counter.made):
+        gc.collect()
+        if any(one() is not None for one in counter.made):
+            raise UncountableError(
+                "its forward keeps tensors outside of the model, where fake ones may be left"
+            )
     return counter.flops()
 
 
@@ -170,13 +148,16 @@ def _check(module: nn.Module) -> None:
         raise UncountableError("there are hooks on saved tensors around the loop")
     for name, value in _named_outside(module):
         if isinstance(value, list | dict | deque) and any(map(torch.is_tensor, tree_leaves(value))):
-            raise UncountableError(f"it may keep tensors outside of the model, in {name}")
+            raise UncountableError(
+                f"its forward keeps tensors outside of the model, or may: {name}"
+            )
 
 
 def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what the methods of a module name that is no part of it."""
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
     for kind in kinds - {nn.Module, object}:
+        yield from vars(kind).items()
         for method in map(inspect.unwrap, vars(kind).values()):
             if inspect.isfunction(method):
                 named = inspect.getclosurevars(method)
@@ -187,15 +168,13 @@ def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Let random numbers stay as they are, and no mode around the loop see what runs."""
     python, of_numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    # What it says of an operator that refuses a fake is told by us.
-    of_fakes = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, of_fakes.disabled = of_fakes.disabled, True
     try:
-        with torch.random.fork_rng(devices), _disable_current_modes():
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            _disable_current_modes(),
+        ):
             yield
     finally:
-        of_fakes.disabled = was_disabled
         random.setstate(python)
         np.random.set_state(of_numpy)
 
@@ -299,7 +278,6 @@ class _Counter(TorchDispatchMode):
         # Forward, backward, and what is computed again: of all, and of each part.
         self._flops: list[list[float]] = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
         self._uncounted: set[str] = set()
-        self._computed_in: defaultdict[tuple[torch.dtype, bool], float] = defaultdict(float)
         # Parts that run, and the sequence numbers of what is recorded in each call of one.
         self._running: list[tuple[int, int]] = []
         self._recorded: list[tuple[int, range]] = []
@@ -311,8 +289,7 @@ class _Counter(TorchDispatchMode):
         for forward, backward, again in self._flops:
             of_forward += [forward, 0.0]
             of_backward += [0.0, backward + again]
-        uncounted = tuple(sorted(self._uncounted))
-        return CallFlops(tuple(of_forward), tuple(of_backward), uncounted, self._computed_in)
+        return CallFlops(of_forward, of_backward, sorted(self._uncounted))
 
     def watch(self, part: int, module: nn.Module) -> None:
         """Count the FLOPs of a module apart."""
@@ -360,7 +337,6 @@ class _Counter(TorchDispatchMode):
         factor = next(one for one in args if isinstance(one, Tensor))
         # Of two complex numbers a product is four, with two additions, and a sum is two.
         flops *= 4 if factor.is_complex() else 1
-        self._computed_in[factor.dtype, "conv" in name] += flops
         # What is computed again is recorded again.
         if self.is_backward and torch.is_grad_enabled():
             again = flops
@@ -397,22 +373,3 @@ def _attention_flops(name: str, tensors: Sequence[Tensor]) -> tuple[float, float
         return of_width * (query[-1] + value[-1]), 0.0
     # The scores of the forward are computed again, as they are not kept.
     return of_width * (3 * query[-1] + 2 * value[-1]), of_width * query[-1]
-
-
-def _left(made: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
-    """Return the tensors that somebody has kept."""
-    if any(one() is not None for one in made):
-        gc.collect()
-    return [found for one in made if (found := one()) is not None]
-
-
-def _take_back(left: list[Tensor]) -> bool:
-    """Take tensors out of the lists that a forward has left them in; return if there are some."""
-    ids, is_found = {id(one) for one in left}, False
-    for holder in gc.get_referrers(*left) if left else ():
-        if isinstance(holder, list | deque) and holder is not left:
-            kept = [one for one in holder if id(one) not in ids]
-            holder.clear()
-            holder.extend(kept)
-            is_found = True
-    return is_found

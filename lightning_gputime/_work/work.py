@@ -1,6 +1,6 @@
 """The work of each step of a loop: its items, and its FLOPs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from operator import attrgetter
 from typing import Any
@@ -18,34 +18,34 @@ from lightning_gputime._results.throughput import ThroughputReference
 from lightning_gputime._work.flops import (
     Call,
     CallFlops,
-    LeftBehindError,
     UncountableError,
     count_flops,
     describe_call,
 )
 from lightning_gputime._work.items import Items, number
-from lightning_gputime._work.peaks import find_peak, matmul_tflops
-from lightning_gputime._work.precision import dtype_of, precision_outside
+from lightning_gputime._work.peaks import (
+    dtype_of,
+    dtype_of_call,
+    fill_in_peak,
+    matmul_tflops,
+    precision_of,
+)
 
-_MAX_SHAPES, _MAX_CALLS = 8, 64
-"""Shapes of calls that are counted of a module, each once; others are scaled by their elements.
-They are counted again whenever what is trained changes, up to this number of calls in all."""
+_MAX_CALLS = 16
+"""Kinds of calls that are counted, each once: by module, shapes, and what is trained."""
 
 Key = tuple[Any, ...]
 """What calls of the same FLOPs have in common: the module, its state, and what it is given."""
 
-# So many first parts of two keys are equal if only the arguments differ.
-_MODULE = 4
-
 _FIX = "pass flops= the FLOPs of an item, forward and backward"
 _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
 _NO_BATCH = "No batch is shown to flops=, as timer.steps(loader) does: pass the FLOPs of an item"
+_TOO_MANY = (
+    f"The model was called in more than {_MAX_CALLS} ways (by shapes, and by what is trained):"
+    f" the FLOPs of steps with further ones are not known. For all, {_FIX}"
+)
 
 _requires_grad = attrgetter("requires_grad")
-# Arguments that choose what is computed. Numbers may be others in each step, and choose little; so
-# may strings inside of a batch, as the names of its files.
-_FLAGS = (bool, type(None))
-_CHOICES = (*_FLAGS, str)
 
 
 class WorkCounter:
@@ -72,10 +72,12 @@ class WorkCounter:
         self.add_call: Callable[..., None] | None = None if self._flops is None else self._add_call
         """Add a call of a model, in a step that is timed; None if calls are not needed."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        # None of a call that cannot be counted.
+        # None of a call until it is counted.
         self._counted: dict[Key, CallFlops | None] = {}
         self._uncounted: dict[Key, Call] = {}
-        self._computed_in: dict[tuple[torch.dtype, bool], float] = {}
+        self._precision: str | None = None  # None until a call of the model is seen.
+        self._dtype: torch.dtype | None = None
+        self._has_peak = False
         self._warned: set[str] = set()
         self._unknown_steps = 0  # On end.
         if loop.compiled_step and self._flops is not None:
@@ -85,11 +87,12 @@ class WorkCounter:
         self._calls: list[Key] = []
 
     def _see_compiled_step(self) -> None:
-        self.is_due = True  # No call of the model will be seen.
+        # No call of the model will be seen, nor autocast in the step.
+        self._precision, self.is_due = "", True
         if (dtype := dtype_of(self._loop.model)).itemsize <= 2:
-            self._computed_in[dtype, False] = 1.0  # Else autocast may be in the step, unseen.
+            self._set_dtype(self._loop.model, dtype)
         if self._flops == "count":
-            self._give_up(f"FLOPs of a step that is compiled as a whole are not counted: {_FIX}")
+            self._give_up(UncountableError("its step is compiled as a whole"))
 
     # What a loop tells
 
@@ -126,13 +129,16 @@ class WorkCounter:
 
     def _add_call(self, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         try:
+            if self._precision is None:
+                self._set_dtype(module, dtype_of_call(module, self._device))
             if self._flops == "count":
                 self._calls.append(self._key_of(module, args, kwargs or {}))
-            elif not self._computed_in:
-                self._computed_in.update(precision_outside(module, self._device))
-                self.is_due = True
         except Exception as error:
-            self._give_up(f"FLOPs are not counted any more: {error!r}")
+            self._give_up(error)
+
+    def _set_dtype(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._precision = precision_of(module, dtype, self._device)
+        self._dtype, self.is_due = dtype, True
 
     # FLOPs as the user tells them
 
@@ -169,53 +175,30 @@ class WorkCounter:
         trained = bytes(map(_requires_grad, self._parameters[id(module)]))
         parts: list[Any] = [id(module), module.training, torch.is_grad_enabled(), trained]
         for name, value in (*enumerate(args), *kwargs.items()):
-            parts.append(name)
-            _add_shapes(value, parts, _CHOICES)
+            # A string chooses what is computed, but none inside of a batch, as a file's name.
+            parts += (name, value) if isinstance(value, str) else (name,)
+            _add_shapes(value, parts)
         key = tuple(parts)
-        if key not in self._counted and self._has_room(key):
+        if key not in self._counted and len(self._counted) >= _MAX_CALLS:
+            self._warn_once(_TOO_MANY)
+        elif key not in self._counted:
+            self._uncounted[key] = describe_call(module, args, kwargs, trained, self._device)
             self._counted[key] = None
-            try:
-                self._uncounted[key] = describe_call(module, args, kwargs, trained, self._device)
-                self.is_due = True
-            except UncountableError as error:
-                self._warn_uncountable(error)
+            self.is_due = True
         return key
-
-    def _has_room(self, key: Key) -> bool:
-        alike = sum(one[:_MODULE] == key[:_MODULE] for one in self._counted)
-        return alike < _MAX_SHAPES and len(self._counted) < _MAX_CALLS
 
     def _of_calls(self) -> Sequence[float]:
         """Return the FLOPs of the calls of a step: of the model, and as they ran."""
-        calls = [self._of_call(key) for key in self._calls]
+        known = [self._counted.get(key) for key in self._calls]
         self._calls.clear()
-        known = [one for one in calls if one is not None]
-        if not calls or len(known) < len(calls):
+        calls = [one for one in known if one is not None]
+        if not calls or len(calls) < len(known):
             return [nan] * (3 + 2 * len(self._parts))
-        flops = [one.forward for one in known]
+        flops = [one.forward for one in calls]
         # Inference outside of no_grad is recorded for a backward that never comes.
         if self._loop.optimizers or self._recorder.has_marked(BACKWARD):
-            flops += [one.backward for one in known]
+            flops += [one.backward for one in calls]
         return [sum(of) for of in zip(*flops, strict=True)]
-
-    def _of_call(self, key: Key) -> CallFlops | None:
-        if key in self._counted:
-            return self._counted[key]
-        # One shape too many: as the nearest of the same module, by its elements.
-        n = _elements(key)
-        like = [one for one in self._counted if one[:_MODULE] == key[:_MODULE] and _elements(one)]
-        if not like:
-            self._warn_once(f"What is trained of the model changes too often to count it: {_FIX}")
-            return None
-        nearest = min(like, key=lambda one: abs(_elements(one) - n))
-        known = self._counted[nearest]
-        if known is None:
-            return None
-        self._warn_once(
-            f"The model was called with more than {_MAX_SHAPES} shapes: the FLOPs of further ones"
-            " are scaled by the elements of the first tensor"
-        )
-        return known.scaled(n / _elements(nearest))
 
     def measure(self) -> None:
         """Count new calls, look the peak up, and measure it. No step may be timed."""
@@ -223,52 +206,42 @@ class WorkCounter:
             return  # It stays due: a wait would break the capture.
         self.is_due = False
         try:
-            new, self._uncounted = self._uncounted, {}
-            # A copy may lead to the model itself, and to its hooks.
-            is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
-            try:
-                self._counted |= {key: self._count(call) for key, call in new.items()}
-            finally:
-                self._loop.batch.is_open = is_open
-            if self._computed_in or self._flops != "count":
-                self._measure_peak()
+            self._count_new_calls()
+            if not self._has_peak and self._precision is not None:
+                self._has_peak = True
+                fill_in_peak(self.reference, self._device, self._precision)
+                self._measure_matmul()
         except Exception as error:
-            self._give_up(f"FLOPs are not counted any more: {error!r}")
+            self._give_up(error)
 
-    def _count(self, call: Call) -> CallFlops | None:
+    def _count_new_calls(self) -> None:
+        new, self._uncounted = self._uncounted, {}
+        # A copy may lead to the model itself, and to its hooks.
+        is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
         try:
-            found = count_flops(call, [*self._parts.values()])
-        except LeftBehindError as error:
-            self._give_up(f"FLOPs are not counted any more ({error}): {_FIX}")
-            return None
-        except UncountableError as error:
-            self._warn_uncountable(error)
-            return None
-        if found.uncounted:
-            named = ", ".join(found.uncounted)
-            self._warn_once(f"No formula tells the FLOPs of {named}, which are left out: {_FIX}")
-            if not found.forward[0]:
-                return None  # Nothing is known of it.
-        for of, flops in found.computed_in.items():
-            self._computed_in[of] = self._computed_in.get(of, 0.0) + flops
-        return found
+            for key, call in new.items():
+                found = count_flops(call, [*self._parts.values()])
+                if found.uncounted:
+                    named = f"No formula tells the FLOPs of {', '.join(found.uncounted)}"
+                    self._warn_once(f"{named}, which are left out: {_FIX}")
+                self._counted[key] = found
+        finally:
+            self._loop.batch.is_open = is_open
 
-    def _measure_peak(self) -> None:
-        dtype = find_peak(self.reference, self._device, self._computed_in)
-        if dtype is None or not self._measures_matmul:
+    def _measure_matmul(self) -> None:
+        if not self._measures_matmul or self._dtype is None:
             return
-        self._measures_matmul = False
         try:
-            self.reference.matmul_tflops = matmul_tflops(self._device, dtype)
+            self.reference.matmul_tflops = matmul_tflops(self._device, self._dtype)
         except Exception as error:
             messages.warning("No matmul could be measured: %r", error)
 
-    def _give_up(self, why: str) -> None:
-        self._warn_once(why)
+    def _give_up(self, error: Exception) -> None:
+        why = str(error).strip().partition("\n")[0][:200]
+        if not isinstance(error, UncountableError):
+            why = f"{type(error).__name__}: {why}"
         self._flops, self.is_due = None, False
         self._uncounted.clear()
-
-    def _warn_uncountable(self, why: Exception) -> None:
         self._warn_once(f"The FLOPs of the model cannot be counted ({why}): {_FIX}")
 
     def _warn_once(self, message: str) -> None:
@@ -278,11 +251,11 @@ class WorkCounter:
             self.reference.note = message
 
 
-def _add_shapes(value: Any, parts: list[Any], choices: tuple[type, ...] = _FLAGS) -> None:
+def _add_shapes(value: Any, parts: list[Any]) -> None:
     if isinstance(value, Tensor):
         parts += (value.shape, value.requires_grad)
-    elif isinstance(value, choices):
-        parts.append(value)
+    elif value is None or isinstance(value, bool):
+        parts.append(value)  # Other numbers may differ in each step, and choose little.
     elif isinstance(value, Mapping):
         for key, one in value.items():
             parts.append(key)
@@ -290,8 +263,3 @@ def _add_shapes(value: Any, parts: list[Any], choices: tuple[type, ...] = _FLAGS
     elif isinstance(value, list | tuple):
         for one in value:
             _add_shapes(one, parts)
-
-
-def _elements(key: Iterable[Any]) -> int:
-    """Return the number of elements of the first tensor of a call."""
-    return next((one.numel() for one in key if isinstance(one, torch.Size)), 0)
