@@ -23,18 +23,17 @@ COMMUNICATION = "communication"
 _COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
 
 Rows = Mapping[str, PhaseStats]
+Loads = Sequence[tuple[float, ...]]
+PhasesMs = Mapping[str, Sequence[float]]
 
 
 class WorkSums:
-    """Sums of the work of steps, over the steps whose work is known.
+    """Sums of the work of steps, over those whose items, or whose FLOPs, are known.
 
     Attributes:
-        items: Items.
-        items_ms: The time of the steps whose items are known (in milliseconds).
         model_flops: FLOPs of the model, without what was computed again.
-        flops_ms: The time of the steps whose FLOPs are known (in milliseconds).
         ran: FLOPs that ran by phase, in the order of `StepRecord.load`.
-        phase_ms: The time of each part of forward and backward in these steps (in milliseconds).
+        phase_ms: The time of each part of forward and backward where FLOPs are known.
     """
 
     __slots__ = ("flops_ms", "items", "items_ms", "model_flops", "phase_ms", "ran")
@@ -44,19 +43,8 @@ class WorkSums:
         self.ran: list[float] = []
         self.phase_ms: dict[str, float] = {}
 
-    def add(
-        self,
-        loads: Sequence[tuple[float, ...]],
-        each_ms: Sequence[float],
-        phases_ms: Mapping[str, Sequence[float]],
-    ) -> None:
-        """Add steps.
-
-        Args:
-            loads: The work of each step, see `StepRecord`; empty if nobody counts it.
-            each_ms: The time of each step (in milliseconds).
-            phases_ms: The times of each phase.
-        """
+    def add(self, loads: Loads, each_ms: Sequence[float], phases_ms: PhasesMs) -> None:
+        """Add steps: the work of each, empty if nobody counts it, its time, and its phases'."""
         items, items_ms = [load[0] if load else nan for load in loads], each_ms
         all_items = sum(items)
         if all_items != all_items:
@@ -67,12 +55,7 @@ class WorkSums:
         if loads and len(loads[-1]) > 1:
             self._add_flops(loads, each_ms, phases_ms)
 
-    def _add_flops(
-        self,
-        loads: Sequence[tuple[float, ...]],
-        each_ms: Sequence[float],
-        phases_ms: Mapping[str, Sequence[float]],
-    ) -> None:
+    def _add_flops(self, loads: Loads, each_ms: Sequence[float], phases_ms: PhasesMs) -> None:
         known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
         if not known:
             return
@@ -104,11 +87,7 @@ class WorkSums:
         return 1e3 * self.items / self.items_ms if self.items_ms else None
 
     def tflops(self, parts: Sequence[str]) -> dict[str, float]:
-        """Return the TFLOP/s of each phase, with what it computes again.
-
-        Args:
-            parts: The names of the modules that are timed apart, in the order of the work counts.
-        """
+        """Return the TFLOP/s of each phase, with what it computes again; `parts` in their order."""
         names = [(top, part) for part in ("", *parts) for top in (FORWARD, BACKWARD)]
         ran = dict(zip(names, self.ran, strict=False))
         found = {}
@@ -155,14 +134,7 @@ class ThroughputReference:
         return metrics
 
     def summary(self, sums: WorkSums, rows: Rows, step: PhaseStats, probed: bool) -> "WorkSummary":
-        """Return the work of a run.
-
-        Args:
-            sums: Over its steps.
-            rows: Its phases.
-            step: Its steps.
-            probed: Whether some of its steps were probed.
-        """
+        """Return the work of a run, some of whose steps may have been probed."""
         metrics = self.metrics(sums)
         mfu, ran = metrics.get("mfu"), sum(sums.ran[:2])
         return WorkSummary(
@@ -255,16 +227,8 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def break_down_mfu(
-    mfu: float, rows: Mapping[str, PhaseStats], step: PhaseStats
-) -> dict[str, float]:
-    """Return what the rest of the peak is lost to; with `mfu` it adds up to 1, else it is empty.
-
-    Args:
-        mfu: The part of the peak that the model's FLOPs are.
-        rows: The phases, some of whose steps were probed.
-        step: The steps.
-    """
+def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]:
+    """Return what the rest of the peak is lost to; with `mfu` it adds up to 1, else it is empty."""
     whole_ms = step.n * step.mean_ms
     lost = dict.fromkeys((GAPS, DATA, COMMUNICATION, OPTIMIZER, OTHER), 0.0)
     waits = dict.fromkeys(rows, 0.0)

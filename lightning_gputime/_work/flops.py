@@ -48,13 +48,8 @@ class UncountableError(Exception):
 class Call:
     """A call of a module, described without its tensors' memory.
 
-    Attributes:
-        module: The module.
-        args: Its arguments; in place of each tensor a function that makes one like it.
-        with_grad: Whether it is recorded for a backward.
-        trained: For each parameter of the module, whether it needs a gradient.
-        device: The device of the model.
-        autocast: The dtype of autocast, or None if that is off.
+    In place of each tensor among `args` is a function that makes one like it; `trained` tells of
+    each parameter whether it needs a gradient.
     """
 
     module: nn.Module
@@ -67,12 +62,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallFlops:
-    """FLOPs of one call; a multiplication and an addition are two.
+    """FLOPs of one call, in the order of a step's work; operators that have no formula for them.
 
-    Attributes:
-        forward: Those of the forward, in the order of a step's work counts without items.
-        backward: Those of its backward, in the same order.
-        uncounted: Operators that have no formula, and may be work.
+    A multiplication and an addition are two FLOPs.
     """
 
     forward: list[float]
@@ -83,11 +75,7 @@ class CallFlops:
 def describe_call(
     module: nn.Module, args: Any, kwargs: Any, trained: bytes, device: torch.device
 ) -> Call:
-    """Describe a call that begins here and now.
-
-    Raises:
-        UncountableError: If no argument like one of these can be made.
-    """
+    """Describe a call that begins here and now."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     described = tree_map(_describe, (tuple(args), dict(kwargs or {})))
@@ -107,17 +95,10 @@ def _describe(value: Any) -> Any:
 
 
 def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
-    """Count the FLOPs of a call and of its backward, without a computation.
+    """Count the FLOPs of a call and of its backward, and those of some parts of the model apart.
 
-    Call a copy of the module on fake tensors. The module, its hooks and random numbers stay as they
-    are.
-
-    Args:
-        call: The call.
-        parts: Modules whose FLOPs are counted apart, too.
-
-    Raises:
-        UncountableError: If the call cannot be counted; errors of the forward pass through.
+    A copy of the module is called on fake tensors. The module, its hooks and random numbers stay as
+    they are.
     """
     _check(call.module)
     counter = _Counter(len(parts))
@@ -125,10 +106,10 @@ def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
         _run(call, parts, counter)
     if any(one() is not None for one in counter.made):
         gc.collect()
-        if any(one() is not None for one in counter.made):
-            raise UncountableError(
-                "its forward keeps tensors outside of the model, where fake ones may be left"
-            )
+    if any(one() is not None for one in counter.made):
+        raise UncountableError(
+            "its forward keeps tensors outside of the model, where fake ones may be left"
+        )
     return counter.flops()
 
 
@@ -263,9 +244,6 @@ class _Counter(TorchDispatchMode):
     """Adds FLOPs up: forward, backward, and what backward computes again.
 
     Not torch's `FlopCounterMode`, which puts hooks on all modules of the process.
-
-    Args:
-        n_parts: The number of modules whose FLOPs are counted apart.
     """
 
     supports_higher_order_operators = True
@@ -332,7 +310,10 @@ class _Counter(TorchDispatchMode):
         elif operator in flop_registry:
             flops = float(flop_registry[operator](*args, **kwargs, out_val=out))
         else:
-            self._note_uncounted(operator)
+            name = getattr(operator, "_qualified_op_name", "") or str(operator)
+            namespace, _, operation = name.partition("::")
+            if namespace not in _KNOWN_NAMESPACES or _WORK.match(operation):
+                self._uncounted.add(name)
             return
         factor = next(one for one in args if isinstance(one, Tensor))
         # Of two complex numbers a product is four, with two additions, and a sum is two.
@@ -355,12 +336,6 @@ class _Counter(TorchDispatchMode):
                 # The backward of what is computed again is that of the same parts.
                 self._recorded += [(part, range(newest - 1, newest)) for part in found]
         return found
-
-    def _note_uncounted(self, operator: Any) -> None:
-        name = getattr(operator, "_qualified_op_name", "") or str(operator)
-        namespace, _, operation = name.partition("::")
-        if namespace not in _KNOWN_NAMESPACES or _WORK.match(operation):
-            self._uncounted.add(name)
 
 
 def _attention_flops(name: str, tensors: Sequence[Tensor]) -> tuple[float, float]:

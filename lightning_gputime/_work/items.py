@@ -15,11 +15,7 @@ _MAX_FIELDS, _MAX_DEPTH = 64, 8
 
 
 class Items:
-    """Counts the items of batches.
-
-    Args:
-        option: A function of the batch, a number, or None for the size of the first tensor.
-    """
+    """The number of items in a batch: as an option says, or the size of the first tensor."""
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
         self._function = option if callable(option) else None
@@ -30,10 +26,8 @@ class Items:
         self._key: Any = None
         self.of: Callable[[Any], float] = self._of_first
         """Return the items of a batch; NaN if they are not known."""
-        if self._function is not None:
-            self.of = self._of_function
-        elif option is not None:
-            self.of = self._of_number
+        if option is not None:
+            self.of = self._of_function if self._function else lambda _: self.fixed
 
     @property
     def source(self) -> str:
@@ -42,9 +36,6 @@ class Items:
             return "as items= says"
         known = self.fixed == self.fixed
         return f"{self.fixed:g} a batch, as items= says" if known else FIRST_DIMENSION
-
-    def _of_number(self, batch: Any) -> float:
-        return self.fixed
 
     def _of_first(self, batch: Any) -> float:
         if type(batch) is self._kind:
@@ -83,12 +74,7 @@ class Items:
 
 
 def number(value: Any, name: str) -> float:
-    """Return the number that a user's function has returned.
-
-    Raises:
-        TypeError: If it is none, or lies on a device, where to read it would be a wait.
-        ValueError: If it is below zero, or not finite.
-    """
+    """Return the number that a user's function has returned; raise if it is none to count with."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise TypeError(

@@ -156,16 +156,9 @@ def device_name(device: torch.device) -> str:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return what the fastest of some products of square matrices reaches, in TFLOP/s.
+    """Return what the fastest of some products of square matrices of a dtype reaches, in TFLOP/s.
 
     The host waits for them. They take a few milliseconds, and leave their memory to the allocator.
-
-    Args:
-        device: An accelerator with timing events.
-        dtype: The type of the factors.
-
-    Raises:
-        RuntimeError: If the device cannot.
     """
     # First: where there are none, as on a CPU, a product would take seconds for nothing.
     events = [torch.Event(device=device, enable_timing=True) for _ in range(_REPEATS + 1)]
