@@ -6,8 +6,7 @@ from math import inf
 from time import perf_counter_ns
 from typing import Any
 
-from lightning_gputime._causes.attribution import ExcessAttribution
-from lightning_gputime._causes.baseline import Baseline
+from lightning_gputime._causes.attribution import Baseline, ExcessAttribution
 from lightning_gputime._causes.detectors import (
     Allocator,
     CauseDetector,

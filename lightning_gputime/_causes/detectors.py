@@ -6,14 +6,14 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from time import thread_time_ns
 from typing import Any, Protocol
 
 import torch
 
-from lightning_gputime._causes.attribution import ExcessAttribution, Span
-from lightning_gputime._causes.baseline import Baseline, median
+from lightning_gputime._causes.attribution import Baseline, ExcessAttribution, Span, median
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -376,18 +376,14 @@ _COUNTERS: Mapping[str, str] = {
 
 
 class Allocator:
-    """Reads the counters of the device's allocator after a long step, and else now and then.
-
-    They have no times: the host was held up by it only in a step in which they grew, and only for
-    what no other detector explains.
-    """
+    """Takes what no other detector explains, where the counters of the device's allocator grew."""
 
     def __init__(self, read: Callable[[], Counts]) -> None:
         self._counters = Counters(read)
         self.read_counters = self._counters.read
 
     def detect(self, attribution: ExcessAttribution) -> None:
-        """Attribute what is left of the host's excess, if the counters grew."""
+        """Attribute what is left of the host's excess: the counters have no times."""
         for _, _, growth in self._counters.until(attribution.end_ns)[-1:]:
             words = zip(growth, _COUNTERS.values(), strict=True)
             if not (detail := ", ".join(f"{word} {n}" for n, word in words if n > 0)):
@@ -418,17 +414,14 @@ class Clocks:
     """
 
     def __init__(self, read: Callable[[], str]) -> None:
-        self._read: Callable[[], str] | None = read
+        self._read = read
 
     def detect(self, attribution: ExcessAttribution) -> None:
         """Attribute the whole excess, if nothing else explains it and the clocks are lower."""
-        if self._read is None or attribution.causes() or not attribution.is_stretched:
-            return
-        try:
-            detail = self._read()
-        except Exception:  # NVML's errors are its own, and it may not be loaded any more.
-            self._read = None
-            return
+        detail = ""
+        if attribution.is_stretched and not attribution.causes():
+            with suppress(Exception):  # NVML's errors are its own, and it may be gone by now.
+                detail = self._read()
         if detail:
             for part in attribution.parts:
                 attribution.attribute_device_excess("clocks", part, detail)
