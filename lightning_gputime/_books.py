@@ -17,11 +17,7 @@ _SAVES = "save_checkpoint"
 
 
 class FitBooks:
-    """Keeps the books of one fit at a time, and hears of each checkpoint that its trainer saves.
-
-    Args:
-        clock: Has the host's time; None for that of the machine.
-    """
+    """Keeps the books of one fit at a time, and hears of each checkpoint that its trainer saves."""
 
     def __init__(self, clock: Clock | None) -> None:
         self._clock = clock
@@ -38,9 +34,8 @@ class FitBooks:
         """Begin those of a trainer, or return them if they are open."""
         if self._books is None or trainer is not self._trainer:
             self.close()
-            clock = self._clock
-            self._books = WallTimeRecorder(time.perf_counter_ns if clock is None else clock.host_ns)
-            self._trainer = trainer
+            now_ns = time.perf_counter_ns if self._clock is None else self._clock.host_ns
+            self._books, self._trainer = WallTimeRecorder(now_ns), trainer
             profiler, is_idle = _lightning.profiler_of(trainer)
             calls = {_SAVES: self._save_begins}
             self._saves = Actions(profiler, calls, _tell, is_idle=is_idle)
@@ -81,11 +76,7 @@ class FitBooks:
             self._books.save_ends()
 
     def close(self, trainer: _lightning.Trainer | None = None) -> WallTimeRecorder | None:
-        """End them, if they are of this trainer. Safe to call twice.
-
-        Returns:
-            Those that were open, if they were.
-        """
+        """End and return those that are open, if they are of this trainer. Safe to call twice."""
         books = self._books
         if books is None or (trainer is not None and trainer is not self._trainer):
             return None

@@ -23,7 +23,7 @@ Callback = pl.Callback
 def loop_of(
     trainer: pl.Trainer, model: pl.LightningModule, submodules: Mapping[str, torch.nn.Module]
 ) -> Loop:
-    """Describes the loop in which a trainer trains a model."""
+    """Describe the loop in which a trainer trains a model."""
     return Loop(
         model,
         # Those of DeepSpeed, or in the style of Lookahead, are none of torch's, and have no hooks.
@@ -39,12 +39,12 @@ def loop_of(
 
 
 def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
-    """Describes the loop in which a trainer evaluates a model."""
+    """Describe the loop in which a trainer evaluates a model."""
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
 def known_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Returns what a trainer knows of what it runs on, see `Environment`."""
+    """Return what a trainer knows of what it runs on, see `Environment`."""
     every: Any = trainer.accumulate_grad_batches
     return {
         "precision": str(trainer.precision),
@@ -53,7 +53,7 @@ def known_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
-    """Returns the clock of a trainer's device, or the one that takes its place."""
+    """Return the clock of a trainer's device, or the one that takes its place."""
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
@@ -66,15 +66,9 @@ def mean_log_of(
     stage: str = "",
     beside: Callable[[int], Mapping[str, float]] = lambda step: {},
 ) -> MeanLog:
-    """Returns what logs means, by default as often as a trainer logs, to where it logs.
+    """Return what logs means, by default as often as a trainer logs, to where it logs.
 
-    Args:
-        trainer: The trainer.
-        prefix: First part of the keys.
-        every_n_steps: How many steps are averaged into one log.
-        keep: Also gets what is logged.
-        stage: Second part of the keys; empty for training.
-        beside: Returns what loggers also get in the row of a step, such as `Epochs.row`.
+    Also `keep` gets them; `beside` tells what else loggers get in the row of a step.
     """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
@@ -88,11 +82,7 @@ def mean_log_of(
 
 
 class Epochs:
-    """Knows the epoch of each step: a step may be read when the next epoch has begun.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Knows the epoch of each step: a step may be read when the next epoch has begun."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -100,38 +90,38 @@ class Epochs:
         self._begun: deque[tuple[int, int]] = deque(maxlen=1000)
 
     def begins(self) -> None:
-        """Says that one begins, or goes on."""
+        """Note that one begins, or goes on."""
         self._begun.append((step_number(self._trainer), self._trainer.current_epoch))
 
     def row(self, step: int) -> dict[str, float]:
-        """Returns what Lightning's own rows have beside the metrics of a step."""
+        """Return what Lightning's own rows have beside the metrics of a step."""
         epochs = (epoch for first, epoch in reversed(self._begun) if first <= step)
         epoch = next(epochs, None)
         return {} if epoch is None else {"epoch": epoch}
 
 
 def step_number(trainer: pl.Trainer) -> int:
-    """Returns the number that Lightning logs the current step under."""
+    """Return the number that Lightning logs the current step under."""
     # Not `global_step`, which counts two in a batch with two optimizers, and none of an optimizer
     # that Lightning does not wrap.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Tells whether the trainer lets the optimizers run after this batch, as far as it can say."""
+    """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
     every: Any = trainer.accumulate_grad_batches
     counts = isinstance(every, int) and every > 0
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Puts metrics where other callbacks find them."""
+    """Put metrics where other callbacks find them."""
     # In one go: Lightning gathers them anew at each look.
     trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
 def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: StepTimes) -> None:
-    """Shows how long a step took on the progress bar, and what bounds the training."""
+    """Show how long a step took on the progress bar, and what bounds the training."""
     # Not by `log`, which copies each number to the device and back.
     bar: dict[str, Any] = trainer.progress_bar_metrics
     unit = unit_of(times.step_ms)
@@ -142,7 +132,7 @@ def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: Step
 
 
 def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
-    """Sends a figure to the loggers that take one."""
+    """Send a figure to the loggers that take one."""
     for logger in trainer.loggers:
         add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
         if add_figure is not None:
@@ -150,66 +140,66 @@ def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
 
 
 def profiler_of(trainer: pl.Trainer) -> tuple[Any, bool]:
-    """Returns the trainer's profiler, and whether it does nothing, as the one by default."""
+    """Return the trainer's profiler, and whether it does nothing, as the one by default."""
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # has no hint
     is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
     return profiler, is_idle
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Returns the trainer's callbacks, in the order in which it calls them."""
+    """Return the trainer's callbacks, in the order in which it calls them."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
     return callbacks
 
 
 def fetch_action(trainer: pl.Trainer) -> str:
-    """Returns the name under which a trainer tells its profiler that it fetches a batch."""
+    """Return the name under which a trainer tells its profiler that it fetches a batch."""
     return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
 
 def copy_action(trainer: pl.Trainer) -> str:
-    """Returns the name of the action that takes a batch to the device."""
+    """Return the name of the action that takes a batch to the device."""
     return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
 
 
 def callback_action(callback: pl.Callback, hook: str) -> str:
-    """Returns the name of the action that calls a callback."""
+    """Return the name of the action that calls a callback."""
     return f"[Callback]{callback.state_key}.{hook}"
 
 
 def module_action(
     trainer: pl.Trainer, module: pl.LightningModule | pl.LightningDataModule, hook: str
 ) -> str:
-    """Returns the name of the action that calls a LightningModule, or its data."""
+    """Return the name of the action that calls a LightningModule, or its data."""
     # Not by its class: there are two packages of that name.
     kind = "LightningModule" if module is trainer.lightning_module else "LightningDataModule"
     return f"[{kind}]{type(module).__name__}.{hook}"
 
 
 def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
-    """Returns the data that a trainer was given as a module, if so."""
+    """Return the data that a trainer was given as a module, if so."""
     datamodule: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule
 
 
 def loader_of(trainer: pl.Trainer) -> object:
-    """Returns the loader, or the loaders, that a trainer trains with."""
+    """Return the loader, or the loaders, that a trainer trains with."""
     return trainer.train_dataloader
 
 
 def evaluation_loaders_of(trainer: pl.Trainer, stage: str) -> object:
-    """Returns the loader, or the loaders, of the stage "val", "test" or "predict"."""
+    """Return the loader, or the loaders, of the stage "val", "test" or "predict"."""
     return getattr(trainer, f"{stage}_dataloaders", None)
 
 
 def defines(one: object, hook: str) -> bool:
-    """Tells whether a callback or module does something in a hook."""
+    """Return whether a callback or module does something in a hook."""
     module = getattr(getattr(one, hook, None), "__module__", None) or ""
     return hasattr(one, hook) and not module.endswith((".callbacks.callback", ".core.hooks"))
 
 
 def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
-    """Returns the object and its method by which a trainer waits for other ranks at each batch.
+    """Return the object and its method by which a trainer waits for other ranks at each batch.
 
     Since 2.6 it tells them there whether it was asked to end, and reads the answer with `.item()`:
     a collective, and a wait of the host, in every batch.
@@ -219,19 +209,19 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
 
 
 def validation_of(trainer: pl.Trainer) -> tuple[Any, str]:
-    """Returns the object and its method by which a trainer runs a validation inside a fit."""
+    """Return the object and its method by which a trainer runs a validation inside a fit."""
     return trainer.fit_loop.epoch_loop.val_loop, "run"
 
 
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
-    """Returns the module that the strategy calls in place of the LightningModule, if it does."""
+    """Return the module that the strategy calls in place of the LightningModule, if it does."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
     model = trainer.strategy.model
     return None if model is trainer.lightning_module else model
 
 
 def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
-    """Returns what `self.optimizers()` gives a training_step with manual optimization."""
+    """Return what `self.optimizers()` gives a training_step with manual optimization."""
     if model.automatic_optimization:
         return []
     optimizers = model.optimizers()

@@ -78,9 +78,6 @@ class Timer:
     A front end says where a loop begins and ends its steps, in the words of `Session`: it calls
     `_start` once, then `self._session.begin`, `.batch_begins`, `.end_step` and so on, and `_finish`
     or `_abort` at the end. While no session runs, these words do nothing.
-
-    Args:
-        options: How steps are timed.
     """
 
     _USE = "The timer was never attached."
@@ -105,7 +102,7 @@ class Timer:
     if not TYPE_CHECKING:  # Else no type checker would miss any attribute.
 
         def __getattr__(self, name: str) -> Any:
-            """Is asked for what there is not, as by a trainer that needs a callback of its own."""
+            """Answer for what there is not, as by a trainer that needs a callback of its own."""
             is_hook = name == "setup" or name.startswith("on_")
             missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{missing}: {HOMES}" if is_hook else missing)
@@ -121,15 +118,10 @@ class Timer:
         number: int = 0,
         **known: Any,
     ) -> None:
-        """Starts a new measurement, and puts the hooks on.
+        """Start a new measurement, and put the hooks on.
 
-        Args:
-            clock: Where events and host times come from.
-            loop: What is hooked.
-            means: Log every step.
-            on_step: Functions that are called with every step, besides the user's.
-            number: The number of the first step.
-            known: Fields of the `Environment` that the front end knows better; None if not.
+        `on_step` is called besides the user's, and `number` is that of the first step. In `known`
+        are fields of the `Environment` that the front end knows better; None if not.
         """
         options = self._options
         on_host = isinstance(clock, HostClock)
@@ -146,24 +138,24 @@ class Timer:
         )
 
     def _finish(self) -> None:
-        """Ends the measurement: reads and compares the last steps, and takes the hooks off."""
+        """End the measurement: read and compare the last steps, and take the hooks off."""
         self._take_session().finish()
 
     def _abort(self) -> None:
-        """Ends the measurement after an error, without a wait for the device or other ranks."""
+        """End the measurement after an error, without a wait for the device or other ranks."""
         self._take_session().abort()
 
     def _give_up(self, error: Exception) -> None:
-        """Ends all timing, and says so, after an error in a hook that a trainer calls."""
+        """End all timing, and say so, after an error in a hook that a trainer calls."""
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
 
     def _detach(self) -> None:
-        """Ends whatever runs, without a wait for the device or other ranks."""
+        """End whatever runs, without a wait for the device or other ranks."""
         self._abort()
 
     def _take_session(self) -> Session:
-        """Returns the session, which the timer has no more."""
+        """Return the session, which the timer has no more."""
         # Taken away before it ends: the user's `on_step` may end it once more while it reads.
         session = self._session
         if session.is_attached:
@@ -171,29 +163,25 @@ class Timer:
         return session
 
     def _keep_evaluation(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the means of an evaluation, for the file of the run."""
+        """Take the means of an evaluation, for the file of the run."""
         means = {key.rpartition(f"/{stage}/")[2]: ms for key, ms in metrics.items()}
         self._evaluated.append({"stage": stage, "step": step, **means})
 
     def _know_batch(self, loader: object) -> None:
-        """Takes from a loader what it says of itself, such as the number of items in a batch."""
+        """Take from a loader what it says of itself, such as the number of items in a batch."""
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known)
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Returns the option `modules`, looked up in a model.
-
-        Raises:
-            ValueError: If the model has none of a name or a pattern, or too many.
-        """
+        """Return the option `modules`, looked up in a model. Raise ValueError if one is wrong."""
         return resolve(self._options.modules, model)
 
     # For users
 
     def phase(self, name: str) -> NamedPhase:
-        """Returns a context manager: the time of its code belongs to `name`.
+        """Return a context manager: the time of its code belongs to `name`.
 
         As `lightning_gputime.phase`, for this timer alone.
 
@@ -207,7 +195,7 @@ class Timer:
         return self._session.phase(name)
 
     def paused(self) -> Paused:
-        """Returns a context manager: the time of its code belongs to no step.
+        """Return a context manager: the time of its code belongs to no step.
 
         For a validation or the like inside a loop. What is certainly one is left out without it:
         calls of the whole model in eval mode without grad, at least two more than in any of the
@@ -221,7 +209,7 @@ class Timer:
         return self._session.paused()
 
     def flush(self) -> None:
-        """Waits for the steps that have ended and are unread, and reads them."""
+        """Wait for the steps that have ended and are unread, and read them."""
         self._session.flush()
 
     @property
@@ -230,7 +218,7 @@ class Timer:
         return self._read().last
 
     def history(self) -> npt.NDArray[Any]:
-        """Returns the newest steps, as a structured array of shape (steps,).
+        """Return the newest steps, as a structured array of shape (steps,).
 
         Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
         NaN where a phase did not run. Warm-up steps are included.
@@ -238,15 +226,15 @@ class Timer:
         return self._read().history()
 
     def summary(self) -> PhaseSummary:
-        """Returns the statistics of the steps read so far, warm-up left out."""
+        """Return the statistics of the steps read so far, warm-up left out."""
         return self._read().summary()
 
     def _repr_html_(self) -> str:
-        """Returns the table of the summary, for a notebook."""
+        """Return the table of the summary, for a notebook."""
         return self._read().summary_to_print()._repr_html_()
 
     def slowest(self, n: int = 10) -> SlowSteps:
-        """Returns the slowest steps since the warm-up, and why they were slow.
+        """Return the slowest steps since the warm-up, and why they were slow.
 
         A step is slow that takes longer than the median of the 50 steps before it (taken anew every
         25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no detector has
@@ -266,7 +254,7 @@ class Timer:
         return self._read().slowest(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the history as CSV: a row a step, empty where a phase did not run.
+        """Write the history as CSV: a row a step, empty where a phase did not run.
 
         Args:
             path: The file; it is replaced whole.
@@ -277,7 +265,7 @@ class Timer:
         files.write(path, files.csv_text(self.history()))
 
     def to_pandas(self) -> "DataFrame":
-        """Returns the history as a `pandas.DataFrame`, with the number of the step as its index.
+        """Return the history as a `pandas.DataFrame`, with the number of the step as its index.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -289,7 +277,7 @@ class Timer:
         return pandas.DataFrame.from_records(self.history(), index="step")
 
     def plot(self, step: int | None = None, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draws the phases of each step, stacked, or one step with its GPU and its host lane.
+        """Draw the phases of each step, stacked, or one step with its GPU and its host lane.
 
         More than 500 steps are drawn in bins: the medians of their phases, stacked, and a line for
         the 95th percentile of their steps.
@@ -311,7 +299,7 @@ class Timer:
         return plot.plot_steps(results, ax) if step is None else plot.plot_step(results, step, ax)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
-        """Writes the newest steps as a trace that Perfetto and chrome://tracing open.
+        """Write the newest steps as a trace that Perfetto and chrome://tracing open.
 
         It has a lane for the device and one for the host. A step takes about 1 kB, and as much
         again for each of the timer's `modules`.
@@ -331,7 +319,7 @@ class Timer:
         files.write(path, trace(self._read().newest()[-steps:]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was measured to one file, which `lightning_gputime.load` reads.
+        """Write what was measured to one file, which `lightning_gputime.load` reads.
 
         It has the history, the summary, the environment (device, versions, options and the like),
         and is JSON, some bytes a step and phase. `python -m lightning_gputime` shows it, compares
@@ -357,6 +345,6 @@ class Timer:
         )
 
     def _read(self) -> Results:
-        """Reads what the device has finished, without a wait; not from another thread."""
+        """Read what the device has finished, without a wait; not from another thread."""
         self._session.drain()
         return self._results

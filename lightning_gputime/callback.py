@@ -1,6 +1,8 @@
 """The timer for Lightning, whose hooks tell it of steps."""
 
-import functools
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -8,14 +10,16 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._books import FitBooks, turns
-from lightning_gputime._evaluations import begins_batch, start, starts, summary_of, tells
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
 from lightning_gputime._reports import Reports
+from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
+from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.evaluation import Evaluations
+from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._timer import Timer
 from lightning_gputime._untraced import untraced
 
@@ -28,6 +32,9 @@ _ELSEWHERE = {
     "accumulate_grad_batches": "the trainer's accumulate_grad_batches counts",
 }
 """Options of the other timers."""
+
+_STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
+"""For each kind of evaluation, as it is called in keys, its name in the table."""
 
 
 @takes_options(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
@@ -105,7 +112,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
-        """Returns the statistics of the steps read so far.
+        """Return the statistics of the steps read so far.
 
         Args:
             stage: "fit" for the steps of training, warm-up left out; "val", "test" or "predict" for
@@ -117,7 +124,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """
         newest = next(reversed(self._evaluations.results), "")
         stage = stage or ("" if self._has_fitted else newest) or "fit"
-        return super().summary() if stage == "fit" else summary_of(self._evaluations, stage)
+        if stage == "fit":
+            return super().summary()
+        if stage not in _STAGES:
+            raise ValueError(f"stage must be one of {', '.join(('fit', *_STAGES))}, got {stage!r}")
+        none = Results(1, 0, hint=f"No {_STAGES[stage]} loop has run since the last fit began.")
+        results = self._evaluations.results.get(stage, none)
+        return replace(results.summary(), stage=_STAGES[stage])
 
     # Lightning's hooks
 
@@ -136,7 +149,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             messages.warning(NESTED)
         self._detach()
-        self._evaluations.forget()
+        self._evaluations.results.clear()
         self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         epochs = _lightning.Epochs(trainer)
@@ -144,7 +157,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             _lightning.clock_of(trainer, self._options.clock),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, beside=epochs.row),
-            [functools.partial(_lightning.show_on_bar, trainer, lambda: self._results)]
+            [partial(_lightning.show_on_bar, trainer, lambda: self._results)]
             if self._prog_bar
             else [],
             **_lightning.known_of(trainer),
@@ -195,7 +208,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._session.evaluation_begins()
         if not trainer.sanity_checking:
             self._books.turn(VALIDATION)
-            start(self, "val", trainer, pl_module)
+            self._start_evaluation("val", trainer, pl_module)
 
     @_lightning.never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,13 +216,54 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    on_test_start, on_predict_start = starts("test"), starts("predict")
+    @_lightning.never_raises
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("test", trainer, pl_module)
 
-    on_validation_batch_start = begins_batch
+    @_lightning.never_raises
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("predict", trainer, pl_module)
+
+    def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        options, number = self._options, _lightning.step_number(trainer)
+        epochs = _lightning.Epochs(trainer)
+        epochs.begins()
+        known = known_of_loader(_lightning.evaluation_loaders_of(trainer, stage))
+        self._evaluations.start(
+            stage,
+            _lightning.clock_of(trainer, options.clock),
+            _lightning.evaluation_loop_of(trainer, model),
+            _lightning.mean_log_of(
+                trainer,
+                options.prefix,
+                sys.maxsize,  # Nothing is due before the end.
+                partial(self._keep_evaluation, stage, number),
+                stage=stage,
+                beside=epochs.row,
+            ),
+            number=number,
+            # A number is of the batches of training.
+            items=options.items if callable(options.items) else None,
+            setup=Setup(cores=cores_of_rank(trainer.world_size), **known),
+        )
+
+    @_lightning.never_raises
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
+        self._evaluations.batch_begins(batch)
+
+    @_lightning.never_raises
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._evaluations.batch_ends()
+
+    @_lightning.never_raises
+    def on_test_end(self, *_: Any, **__: Any) -> None:
+        self._evaluations.end()
+
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_validation_batch_end = tells(Evaluations.batch_ends)
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-    on_test_end = on_predict_end = tells(Evaluations.end)
+    on_predict_end = on_test_end
 
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -247,7 +301,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit = None
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        """Ends what a trainer runs, which may be an evaluation inside another trainer's fit."""
+        """End what a trainer runs, which may be an evaluation inside another trainer's fit."""
         if self._fit is None or self._fit.is_of(trainer):
             self._detach()
         elif self._evaluations.is_running:
@@ -255,7 +309,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.evaluation_ends()
 
     def _detach(self) -> None:
-        """Ends whatever runs, without a wait for the device or other ranks."""
+        """End whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
         self._leave_fit()
         self._abort()

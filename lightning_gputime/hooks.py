@@ -138,7 +138,7 @@ class GPUPhaseHooks(Timer):
         self._body: tuple[int, int] | None = None
 
     def attach(self) -> Self:
-        """Puts the hooks on and starts a new measurement. Safe to call twice."""
+        """Put the hooks on and start a new measurement. Safe to call twice."""
         if not self._session.is_attached:
             device = self._device or device_of(self._loop.model)
             if self._device is None:
@@ -153,7 +153,7 @@ class GPUPhaseHooks(Timer):
         return self
 
     def remove(self) -> None:
-        """Takes the hooks off, after the last steps are read and logged. Safe to call twice."""
+        """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
             self._leave_body()
             if self._session.sees_updates and not self._loop.optimizers:
@@ -181,7 +181,7 @@ class GPUPhaseHooks(Timer):
             self._abort()
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
-        """Yields the items of a loader, and ends a step (or a micro-batch) after each.
+        """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
         The time between two calls, such as a validation between epochs, belongs to no step. A loop
         that is left (`break`, `islice`, `zip`, `remove`) has a last step if nothing but the end of
@@ -224,14 +224,14 @@ class GPUPhaseHooks(Timer):
         self._session.compare_ranks()
 
     def _leave_body(self) -> None:
-        """Ends the step in whose body the loop is left, if it was over."""
+        """End the step in whose body the loop is left, if it was over."""
         body, self._body = self._body, None
         if body == (self._step, self._micro_batches) and self._session.is_left(self._step):
             self._step += 1
             self._micro_batches = 0
 
     def step(self) -> None:
-        """Ends a step (or a micro-batch). Call it at the end of the loop's body.
+        """End a step (or a micro-batch). Call it at the end of the loop's body.
 
         Raises:
             RuntimeError: If the timer was never attached. After `remove` this does nothing.

@@ -109,8 +109,8 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._evaluations = Evaluations(self._options)
         self._evaluated_model: nn.Module | None = None
         self._stage, self._evaluation_means = "", dict[str, float]()
-        # Means for the Trainer's next log, and the keys of those that are in its present one.
-        self._unlogged, self._added = dict[str, float](), list[str]()
+        # Means for the Trainer's next log.
+        self._unlogged = dict[str, float]()
         # Whether a table is due, and whether it is this rank that prints it.
         self._owes_table = self._is_first = False
 
@@ -195,7 +195,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         if not self._batch.is_open:
             self._session.fetch_begins()
 
-    def _end_fetch(self, fetched: Any) -> None:
+    def _end_fetch(self, fetched: Any = None) -> None:
         self._inputs = [*fetched[0]] if isinstance(fetched, tuple) else []
 
     @never_raises
@@ -204,16 +204,13 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             self.on_epoch_begin()
         self._is_in_step = self._batch.is_open = True
         self._session.batch_begins()
-        self._take_inputs()
+        if self._inputs:
+            self._session.takes(self._inputs.pop(0))
 
     @never_raises
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         if self._inputs:
             self._session.worked()
-            self._take_inputs()
-
-    def _take_inputs(self) -> None:
-        if self._inputs:
             self._session.takes(self._inputs.pop(0))
 
     @never_raises
@@ -373,15 +370,9 @@ class PhaseTimeCallback(Timer, TrainerCallback):
                 state.log_history[-1].update(self._unlogged)
             added |= self._unlogged
             self._unlogged.clear()
-        if self._trainer is not None:  # Else nobody takes them out again.
-            self._added = [*added]
+        if self._behind is not None:  # Else nobody takes them out of what `evaluate` returns.
+            self._behind.added = [*added]
             logs.update(added)
-
-    def take_out(self, logs: dict[str, Any]) -> None:
-        """Take the phases out of a log, which is printed, and which `evaluate` returns."""
-        for key in self._added:
-            logs.pop(key, None)
-        self._added = []
 
     # What is on a Trainer
 
@@ -400,7 +391,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self,
         name: str,
         on_start: Callable[..., object],
-        on_end: Callable[[Any], object] = lambda result: None,
+        on_end: Callable[..., object] = lambda *_: None,
     ) -> None:
         self._patches.append(patch_function(self._trainer, name, _Calls(on_start, on_end)))
 
@@ -412,7 +403,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         printers = [one for one in others if type(one).__name__ in _PRINTERS]
         reporters = [one for one in others if type(one).__name__ not in _PRINTERS]
         # A new list: the Trainer may be on its way through the old one.
-        self._behind = _Behind(self)
+        self._behind = _Behind()
         handler.callbacks = [self, *reporters, self._behind, *printers]
 
     def _leave(self) -> None:
@@ -431,13 +422,14 @@ class PhaseTimeCallback(Timer, TrainerCallback):
 
 
 class _Behind(TrainerCallback):
-    """Stands behind all callbacks that report, before those that print."""
+    """Stands behind all callbacks that report, and takes the phases out before any prints them."""
 
-    def __init__(self, timer: PhaseTimeCallback) -> None:
-        self.timer = timer
+    def __init__(self) -> None:
+        self.added: list[str] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.timer.take_out(logs)
+        while self.added:
+            logs.pop(self.added.pop(), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -445,14 +437,11 @@ class _Calls:
     """A listener of the calls of a Trainer's method."""
 
     on_start: Callable[..., object]
-    on_end: Callable[[Any], object]
+    call_ends: Callable[..., object]
 
     def call_begins(self, *args: Any, **kwargs: Any) -> bool:
         self.on_start(*args, **kwargs)
         return True
-
-    def call_ends(self, result: Any = None) -> None:
-        self.on_end(result)
 
 
 def _frame_of(timer: PhaseTimeCallback) -> FrameType | None:

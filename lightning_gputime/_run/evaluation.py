@@ -20,8 +20,7 @@ from lightning_gputime._work.items import Items
 class Evaluations:
     """The evaluation loops of a trainer, one at a time, apart from its training.
 
-    Args:
-        options: How steps are timed.
+    While none runs, all but `start` do nothing.
     """
 
     def __init__(self, options: Options) -> None:
@@ -46,7 +45,7 @@ class Evaluations:
         means: MeanLog,
         *,
         number: int,
-        items: Any = None,
+        items: Any,
         setup: Setup | None = None,
     ) -> None:
         """Start to time a loop, in place of the one that runs.
@@ -65,9 +64,7 @@ class Evaluations:
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
-        self._running = _Evaluation(
-            clock, loop, means, results, lag=self._options.lag, number=number, items=items
-        )
+        self._running = _Evaluation(clock, loop, means, results, self._options.lag, number, items)
 
     def batch_begins(self, batch: object) -> None:
         """Start the step of a batch: its fetch is over."""
@@ -82,23 +79,23 @@ class Evaluations:
     def suspend(self) -> None:
         """Take all hooks off until the next batch, as no error before it may be told of."""
         if self._running is not None:
-            self._running.suspend()
+            self._running.is_suspended = True
+            self._running.boundaries.suspend()
 
     def end(self) -> None:
         """Read the last steps, log their means, and take everything off."""
         if self._running is not None:
-            self._running.finish()
-            self._running = None
+            means = self._running.means
+            self._running.recorder.flush()
+            self.abort()
+            means.log_means()
 
     def abort(self) -> None:
         """Take everything off, without a wait for the device. Safe to call twice."""
         if self._running is not None:
-            self._running.abort()
+            self._running.boundaries.remove()
+            self._running.recorder.rest()
             self._running = None
-
-    def forget(self) -> None:
-        """Forget all results: a new measurement begins."""
-        self.results.clear()
 
 
 class _Evaluation:
@@ -110,48 +107,33 @@ class _Evaluation:
         loop: Loop,
         means: MeanLog,
         results: Results,
-        *,
         lag: int,
         number: int,
         items: Any,
     ) -> None:
-        self._number = number
-        self._means, self._results = means, results
+        self.means, self._results, self._number = means, results, number
         self._items = Items(items)
-        self._recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
+        self.recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
-        self._batch.is_open = self._is_suspended = False
-        self._boundaries = Boundaries(self._recorder, loop)
-        self._recorder.begin()
+        self._batch.is_open = self.is_suspended = False
+        self.boundaries = Boundaries(self.recorder, loop)
+        self.recorder.begin()
 
     def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
-        self._means.add(steps, sums)
+        self.means.add(steps, sums)
         self._results.add(steps, sums)
 
     def batch_begins(self, batch: object) -> None:
-        if self._is_suspended:
-            self._is_suspended = False
-            self._boundaries.reattach()
+        if self.is_suspended:
+            self.is_suspended = False
+            self.boundaries.reattach()
         self._batch.is_open = True
-        self._recorder.mark(OTHER)
-        self._recorder.load = (self._items.of(batch),)
+        self.recorder.mark(OTHER)
+        self.recorder.load = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
         self._batch.is_open = False
-        self._boundaries.step_ended()
-        self._recorder.end_step(self._number)
-
-    def suspend(self) -> None:
-        self._is_suspended = True
-        self._boundaries.suspend()
-
-    def finish(self) -> None:
-        self._recorder.flush()
-        self.abort()
-        self._means.log_means()
-
-    def abort(self) -> None:
-        self._boundaries.remove()
-        self._recorder.rest()
+        self.boundaries.step_ended()
+        self.recorder.end_step(self._number)
