@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_gputime._boundaries.patching import patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._untraced import untraced
 
 
@@ -96,38 +96,15 @@ def _guarded(
     return guarded
 
 
-@untraced
-class Begins:
-    """Calls back when `owner.name` is called, as long as it is there.
+def call_at_start(
+    owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
+) -> Subscription:
+    """Call a function, without arguments, whenever `owner.name` is called."""
+    guarded = _guarded([(call, fail)])
 
-    Args:
-        owner: What has the method.
-        name: The name of the method.
-        call: What is called then, without arguments.
-        fail: Is called with an error of that call.
-    """
-
-    def __init__(
-        self, owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
-    ) -> None:
-        self._call, self._fail = call, fail
-        self._subscription = patch_function(owner, name, self)
-
-    def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Handle the start of the call."""
-        try:
-            self._call()
-        except Exception as error:
-            self._fail(error)
+    @untraced
+    def begins(*_: Any, **__: Any) -> bool:
+        guarded()
         return False
 
-    def call_ends(self, result: Any = None) -> None:
-        """Is never called."""
-
-    def put_on(self) -> None:
-        """Put it on again. Safe to call twice."""
-        self._subscription.put_on()
-
-    def remove(self) -> None:
-        """Take it off. Safe to call twice."""
-        self._subscription.remove()
+    return patch_function(owner, name, Calls(begins))

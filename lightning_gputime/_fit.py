@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from lightning_gputime import _lightning
-from lightning_gputime._actions import Actions, Begins
+from lightning_gputime._actions import Actions, call_at_start
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
@@ -200,10 +200,11 @@ class Fit:
         calls[clears] = self._session.evaluation_begins
         self._attachments.add(Actions(profiler, calls, fail, is_idle=is_idle))
         validation = _lightning.validation_of(self._trainer)
-        self._attachments.add(Begins(*validation, self._session.evaluation_begins, fail))
+        begins = self._session.evaluation_begins
+        self._attachments.add(call_at_start(*validation, begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(self._trainer):
-            self._attachments.add(Begins(*place, self.wait_begins, fail))
+            self._attachments.add(call_at_start(*place, self.wait_begins, fail))
 
     def remove(self) -> None:
         """Hears no more. Safe to call twice."""

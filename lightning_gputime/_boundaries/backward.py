@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from lightning_gputime._boundaries.comm import CommBoundary, caller
-from lightning_gputime._boundaries.compiled import CompiledStep
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
@@ -45,7 +44,7 @@ class BackwardBoundary:
         recorder: Recorder,
         attachments: Attachments,
         batch: Batch,
-        model: ForwardBoundary | CompiledStep,
+        model: ForwardBoundary,
         optimizer: OptimizerBoundary,
         comm: CommBoundary | None = None,
     ) -> None:
@@ -61,7 +60,7 @@ class BackwardBoundary:
     def call_begins(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
     ) -> bool:
-        """Marks the begin, but not of a backward inside a backward, nor of another timer's."""
+        """Mark the start, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         # Checkpointing the reentrant way runs a whole backward inside the one that is marked.
         if self._returns_to is not None or get_ident() != recorder.thread:
@@ -84,7 +83,7 @@ class BackwardBoundary:
         return True
 
     def _grad_begins(self, outputs: Any) -> bool:
-        """Marks the begin of `torch.autograd.grad`; what follows tells what it is."""
+        """Mark the start of `torch.autograd.grad`; what follows tells what it is."""
         # A model may need it for its output, and compilers for what they compile.
         label = self._recorder.label
         if not self._model.calls or label == FORWARD:
@@ -98,7 +97,7 @@ class BackwardBoundary:
         return True
 
     def call_ends(self, result: Any = None) -> None:
-        """Marks the end."""
+        """Mark the end."""
         if self._comm is not None:
             self._comm.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
@@ -116,5 +115,5 @@ class BackwardBoundary:
 
 @untraced
 def _is_of_pipeline() -> bool:
-    """Tells whether a schedule of torch's pipelines asks for a gradient."""
+    """Return whether a schedule of torch's pipelines asks for a gradient."""
     return _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE

@@ -9,16 +9,12 @@ from lightning_gputime._boundaries.comm import (
     is_distributed,
     is_tensor_parallel,
 )
-from lightning_gputime._boundaries.compiled import (
-    CompiledStep,
-    hides_collectives,
-    inside_compiled,
-)
+from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary, ZeroGradBoundary
+from lightning_gputime._boundaries.optimizer import OptimizerBoundary, patch_zero_grad
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._record.recorder import Recorder
 
@@ -64,11 +60,7 @@ class Boundaries:
             self._waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.tell_once(_HIDDEN)
-        self._forward = (
-            CompiledStep(recorder, own, loop.model)
-            if loop.compiled_step
-            else ForwardBoundary(recorder, own, loop, self._waits, note)
-        )
+        self._forward = ForwardBoundary(recorder, own, loop, self._waits, note)
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.tell_once(
@@ -80,7 +72,7 @@ class Boundaries:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
         self._optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            ZeroGradBoundary(recorder, own, optimizer)
+            patch_zero_grad(recorder, own, optimizer)
         if loop.wrap_backward:
             self._comm = CommBoundary(recorder, own, loop.called) if shared else None
             BackwardBoundary(recorder, own, loop.batch, self._forward, self._optimizer, self._comm)
@@ -122,11 +114,7 @@ class Boundaries:
         return self._waits.stage if self._waits is not None else None
 
     def step_ended(self, *, timed: bool = True) -> bool:
-        """Must be called at the end of each step.
-
-        Returns:
-            Whether there are optimizers, and none of them ran its update.
-        """
+        """End a step. Return whether there are optimizers, and none of them ran its update."""
         optimizer = self._optimizer
         has_updated = optimizer.updates > 0
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.

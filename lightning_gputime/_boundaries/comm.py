@@ -1,8 +1,7 @@
 """`comm`: the waits of the timed stream for other ranks, as marks."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime._boundaries.patching import (
     Attachments,
+    Calls,
     Subscription,
     hook_before,
     patch_function,
@@ -45,14 +45,6 @@ _JOINED = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Calls:
-    """A `Listener` of two functions."""
-
-    call_begins: Callable[..., bool]
-    call_ends: Callable[..., None]
-
-
 @untraced
 class WaitBoundary:
     """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
@@ -60,9 +52,6 @@ class WaitBoundary:
     A collective that is waited for at once runs on the caller's stream: it is the wait itself.
     Others run on streams of their own: there the wait is where the timed stream is told of them.
     What is launched or waited for on another stream is none.
-
-    Args:
-        recorder: Gets the marks.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
@@ -92,29 +81,29 @@ class WaitBoundary:
                     one = attachments.add(patch_function(owner, name, listener))
                     self._subscriptions.append(one)
 
-    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], "_Calls"]]:
+    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
         # Not at the top: torch can be built without it.
         from torch.distributed import ProcessGroup, Work
 
-        waits = _Calls(self._wait_begins, self._wait_ends)
+        waits = Calls(self._wait_begins, self._wait_ends)
         # All that is called in Python passes them; a patch of `torch.distributed.all_reduce` itself
         # would break compiled code, which knows that function, and miss those who imported it by
         # name.
-        yield ProcessGroup, LAUNCHES, _Calls(self._launch_begins, self._launch_ends)
+        yield ProcessGroup, LAUNCHES, Calls(self._launch_begins, self._launch_ends)
         yield ProcessGroup, BLOCKS, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
-            yield kind, ("get_future",), _Calls(self._future_is_asked, self._wait_ends)
-        yield torch._C.Future, ("wait",), _Calls(self._future_wait_begins, self._wait_ends)
+            yield kind, ("get_future",), Calls(self._future_is_asked, self._wait_ends)
+        yield torch._C.Future, ("wait",), Calls(self._future_wait_begins, self._wait_ends)
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
             # DTensors call the second one where they must not be asynchronous.
             tensor = functional.AsyncCollectiveTensor
-            used = _Calls(self._tensor_wait_begins, self._wait_ends)
+            used = Calls(self._tensor_wait_begins, self._wait_ends)
             yield tensor, ("trigger_wait", "wait"), used
         if self._streams is not None and self._streams.kind is not None:
             self._stream_module = self._streams.kind.__module__
-            told = _Calls(self._stream_wait_begins, self._wait_ends)
+            told = Calls(self._stream_wait_begins, self._wait_ends)
             yield self._streams.kind, ("wait_event", "wait_stream"), told
 
     def step_ended(self) -> None:
@@ -234,10 +223,6 @@ class CommBoundary:
     which it was queued. DDP queues its last wait there, from a hook on a parameter; this queues its
     mark from the first hook of all, on the loss. FSDP queues work of its own there, too, and its
     waits are calls, see `WaitBoundary`.
-
-    Args:
-        recorder: Gets the marks.
-        model: What the loop calls.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
@@ -262,7 +247,7 @@ class CommBoundary:
         return has_joined
 
     def begin(self, tensors: Any) -> None:
-        """Must be called before a backward of `tensors`."""
+        """Queue the mark. Call before a backward of `tensors`."""
         if self._shards:
             return
         if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
@@ -279,7 +264,7 @@ class CommBoundary:
                     self._tell(error)
 
     def end(self) -> None:
-        """Must be called after that backward."""
+        """Take the hooks off. Call after that backward."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -310,7 +295,7 @@ class CommBoundary:
 
 
 def is_distributed() -> bool:
-    """Tells whether this process trains together with others."""
+    """Return whether this process trains together with others."""
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -320,19 +305,24 @@ def is_distributed() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tells whether FSDP, of either kind, shards a module."""
+    """Return whether FSDP, of either kind, shards a module."""
     # By name: FSDP takes its time to import.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Tells whether parameters are cut over ranks that work on the same batch."""
+    """Return whether parameters are cut over ranks that work on the same batch."""
+    return is_cut(model.parameters(), model)
+
+
+def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
+    """Return whether any of a model's parameters is cut by more than FSDP."""
     # FSDP cuts one dimension of the ranks itself, and these have batches of their own.
     dimensions = int(any(map(is_sharded, model.modules())))
     return any(
         sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
-        for parameter in model.parameters()
+        for parameter in parameters
     )
 
 
@@ -344,7 +334,7 @@ def _is_autograd_compiled() -> bool:
 
 @untraced
 def _call_first(tensor: Tensor, hook_id: int) -> None:
-    """Moves a hook before the others: where the model returns the loss, FSDP2 has one on it."""
+    """Move a hook before the others: where the model returns the loss, FSDP2 has one on it."""
     hooks = tensor._backward_hooks
     if hooks is not None and len(hooks) > 1:
         # torch goes by the order of insertion, which `move_to_end` does not change.

@@ -6,69 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gputime._boundaries.comm import is_sharded
-from lightning_gputime._boundaries.patching import Attachments, Subscription, patch_function
-from lightning_gputime._phases import OTHER, TRAINING_STEP
-from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._boundaries.comm import is_cut
+from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._untraced import untraced
-
-
-@untraced
-class CompiledStep:
-    """`training_step` of a LightningModule that was compiled whole: one phase of that name.
-
-    Forward and loss cannot be told apart inside.
-    """
-
-    name = TRAINING_STEP
-    # As if the model were called in every step: a backward is always taken for its own.
-    calls = 1
-    was_ever_called = True
-
-    def __init__(self, recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
-        self._recorder = recorder
-        attachments.add(patch_function(model, self.name, self))
-        recorder.tell_once(
-            "%s is compiled: forward and loss are one phase of that name.", self.name
-        )
-
-    def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Mark the start."""
-        self._recorder.mark(self.name)
-        return True
-
-    def call_ends(self, result: Any = None) -> None:
-        """Mark the end."""
-        self._recorder.mark(OTHER)
-
-    def count_unseen(self, steps: int) -> None:
-        """Do nothing: there is nothing to count."""
-
-    def step_ended(self, timed: bool) -> None:
-        """Do nothing: there is nothing to count."""
-
-    def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Do nothing: what computed the tensors is not seen."""
-
-    def clear(self) -> None:
-        """Do nothing: no calls are kept."""
-
-
-@untraced
-class _CompiledCall:
-    """Notifies of the calls of a module that was compiled in place, as hooks of it would."""
-
-    def __init__(
-        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
-    ) -> None:
-        self._module, self._enter, self._leave = module, enter, leave
-
-    def call_begins(self, *args: Any, **kwargs: Any) -> bool:
-        self._enter(self._module, args, kwargs)
-        return True
-
-    def call_ends(self, result: Any = None) -> None:
-        self._leave(self._module, (), result)
 
 
 def patch_compiled_call(
@@ -79,39 +19,39 @@ def patch_compiled_call(
     A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and it is
     called each time.
     """
-    return patch_function(module, "_compiled_call_impl", _CompiledCall(module, enter, leave))
+
+    def begins(*args: Any, **kwargs: Any) -> bool:
+        enter(module, args, kwargs)
+        return True
+
+    calls = Calls(untraced(begins), untraced(lambda result: leave(module, (), result)))
+    return patch_function(module, "_compiled_call_impl", calls)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tells whether a module is the result of `torch.compile`, or was compiled in place."""
+    """Return whether a module is the result of `torch.compile`, or was compiled in place."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
-    """Returns the names of the modules that run inside compiled code, where no hook fires."""
+    """Return the names of the modules that run inside compiled code, where no hook fires."""
     inside = {id(module) for root, module in _in_compiled(model) if module is not root}
     return [name for name, module in parts.items() if id(module) in inside]
 
 
 def hides_collectives(model: nn.Module) -> bool:
-    """Tells whether compiled code of a model certainly runs collectives, which nothing shows there.
+    """Return whether compiled code of a model certainly runs collectives: nothing shows them.
 
     Those of a SyncBatchNorm, and of tensor parallelism; FSDP's are outside.
     """
-    dimensions = int(any(map(is_sharded, model.modules())))
-    for _, module in _in_compiled(model):
-        if isinstance(module, nn.SyncBatchNorm):
-            return True
-        for parameter in module.parameters(recurse=False):
-            # A DTensor. FSDP shards one dimension of the ranks itself, and gathers it outside.
-            placements = getattr(parameter, "placements", ())
-            if sum(one.is_shard() for one in placements) > dimensions:
-                return True
-    return False
+    inside = [module for _, module in _in_compiled(model)]
+    if any(isinstance(module, nn.SyncBatchNorm) for module in inside):
+        return True
+    return is_cut((one for module in inside for one in module.parameters(recurse=False)), model)
 
 
 def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yields the modules that are compiled, and those inside, with the one that was compiled."""
+    """Yield the modules that are compiled, and those inside, with the one that was compiled."""
     for module in (model, *model.modules()):
         if module._compiled_call_impl is not None:
             yield from ((module, one) for one in module.modules())

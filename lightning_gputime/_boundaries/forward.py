@@ -1,6 +1,7 @@
 """`forward`: the calls of models as marks, and what of them is `loss`."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from types import FrameType
@@ -14,15 +15,26 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
-from lightning_gputime._boundaries.evaluation import EvaluationBoundary
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import (
     Attachment,
     Attachments,
+    Calls,
     hook_after,
     hook_before,
+    patch_function,
 )
-from lightning_gputime._phases import AFTER_FORWARD, FORWARD, LOSS
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_UPDATE,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    LOSS,
+    OTHER,
+    TRAINING_STEP,
+)
 from lightning_gputime._record.recorder import PAUSED, Recorder
 from lightning_gputime._untraced import untraced
 
@@ -34,6 +46,9 @@ _MAX_NODES = 1000
 
 # Each holds a graph until the next backward.
 _MAX_CANDIDATES = 8
+
+# In so many steps before it all that have calls have as many; an evaluation has so many more.
+_STEPS, _MORE = 10, 2
 
 
 @untraced
@@ -56,7 +71,6 @@ class ForwardBoundary:
         self._attachments = attachments
         self._model = loop.model
         self._waits = waits
-        # Is told of each outermost call, with its arguments.
         self._note = note
         self._pause_evaluation = loop.pause_evaluation
         self._trains = bool(loop.optimizers)
@@ -71,11 +85,15 @@ class ForwardBoundary:
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
         self._losses = _LossSearch(recorder)
-        self._evaluation = EvaluationBoundary(recorder, loop.model)
+        self._evaluation = _EvaluationSearch(recorder, loop.model)
         self._hooked: dict[int, tuple[Attachment, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
         self._alone: set[int] = set()
+        self._is_compiled_step = loop.compiled_step
+        if loop.compiled_step:
+            self._time_training_step()
+            return
         self._time(loop.model)
         if loop.wrapper is not None:
             attachments.add(hook_before(loop.wrapper, self._redirect))
@@ -105,9 +123,12 @@ class ForwardBoundary:
 
         They come back when a step that is timed has no `forward` without them.
         """
+        if self._is_compiled_step:
+            return
+        # Not by `clear`: it is a call in each step.
         self._running.clear()
         self._losses.candidates.clear()
-        self._evaluation.count_steps()
+        self._evaluation.steps += 1
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -120,7 +141,24 @@ class ForwardBoundary:
 
     def count_unseen(self, steps: int) -> None:
         """Count steps that have ended while suspended."""
-        self._evaluation.count_steps(steps)
+        self._evaluation.steps += steps
+
+    def _time_training_step(self) -> None:
+        """Take a `training_step` that was compiled whole for one phase: nothing inside is seen."""
+        calls = Calls(self._enter_training_step, self._exit_training_step)
+        self._attachments.add(patch_function(self._model, TRAINING_STEP, calls))
+        # As if the model were called in every step: a backward is always taken for its own.
+        self.calls, self.was_ever_called = 1, True
+        self._recorder.tell_once(
+            "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
+        )
+
+    def _enter_training_step(self, *_: Any, **__: Any) -> bool:
+        self._recorder.mark(TRAINING_STEP)
+        return True
+
+    def _exit_training_step(self, result: Any = None) -> None:
+        self._recorder.mark(OTHER)
 
     def _time(self, module: nn.Module) -> tuple[Attachment, ...]:
         add = self._attachments.add
@@ -227,6 +265,55 @@ class ForwardBoundary:
 
 
 @untraced
+class _EvaluationSearch:
+    """Tells a validation, which belongs to no step, from a part of the step that needs no grad.
+
+    A frozen encoder, a teacher and pseudo-labels are called in eval mode without grad, too, but in
+    every step, and alike. So it is a validation if the model as a whole is in eval mode, and is
+    called more often than in the steps before, which are alike in that; or under
+    `torch.inference_mode`, whose results cannot be trained on. What is not certain is `other`.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._model = model
+        self.steps = 0
+        """How many steps have ended, or were dropped; who ends one counts it here."""
+        # How many such calls the open step has, and in which step they were counted.
+        self._step = self._calls = 0
+        # Both of the last steps that had some.
+        self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
+
+    def call_begins(self) -> None:
+        """Mark an evaluation. Call at each outermost call in eval mode without grad."""
+        recorder = self._recorder
+        if self._model.training:
+            # A part of it alone. The fetch is over.
+            if recorder.label == DATA:
+                recorder.mark(OTHER)
+            return
+        is_certain = self.count() or torch.is_inference_mode_enabled()
+        if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
+            recorder.mark(EVALUATION)
+        if is_certain and recorder.label == EVALUATION:
+            recorder.pause(since=EVALUATION)
+
+    def count(self) -> bool:
+        """Count a call. Return whether the open step has certainly more of them than before."""
+        step = self.steps
+        if step != self._step:
+            self._before.append((self._step, self._calls))
+            self._step, self._calls = step, 0
+        self._calls += 1
+        counts = {calls for at, calls in self._before if at >= step - _STEPS}
+        if len(counts) > 1:
+            return False  # Each step has them, now more and now fewer: a rollout, a generation.
+        usual = max(counts, default=0)
+        # With no step before it nothing is known of what a step has.
+        return self._recorder.pending.ended > 0 and self._calls >= usual + _MORE
+
+
+@untraced
 class _LossSearch:
     """Finds the modules that are losses, whatever their class.
 
@@ -246,13 +333,7 @@ class _LossSearch:
         mark in the open step; they must be cleared when that step ends."""
 
     def judge(self, module: nn.Module, output: Any, *, is_first: bool) -> None:
-        """Judge a module that is not known yet by what it returned.
-
-        Args:
-            module: What was called, by the loop itself.
-            output: What the call returned.
-            is_first: Whether no other was called before it in this step.
-        """
+        """Judge a module by what it returned, and whether it was called first in this step."""
         if is_first or not isinstance(output, Tensor) or output.dim():
             self.known.add(id(module))
         elif output.grad_fn is not None and len(self.candidates) < _MAX_CANDIDATES:
@@ -260,12 +341,7 @@ class _LossSearch:
             self.candidates.append((module, output.grad_fn, self._recorder.place_before))
 
     def settle(self, tensors: Any, *, is_last: bool) -> list[nn.Module]:
-        """Return the candidates that are losses, and give their time to `loss`.
-
-        Args:
-            tensors: What a backward begins from: one tensor or several.
-            is_last: Whether the other candidates are none.
-        """
+        """Return the candidates that a backward of `tensors` shows to be losses: time `loss`."""
         candidates, self.candidates = self.candidates, []
         nodes = list(_nodes_behind(tensors))
         found = []
@@ -296,36 +372,22 @@ def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return those of some modules, by their ids, that are running while `module` is called."""
     # By the frames of the stack: after a call that raised, some ids are of modules that run no
     # more.
-    own = _frame_of(sys._getframe(), id(module))
-    if own is None:
-        return list(ids)  # It is not called as others are.
-    running = {id(one) for one in _modules_called(own.f_back)}
-    return [one for one in ids if one in running]
-
-
-def _frame_of(frame: FrameType | None, key: int) -> FrameType | None:
-    """Return the innermost frame in which the module of an id is called."""
-    while frame is not None:
-        if frame.f_code is _CALL and id(frame.f_locals["self"]) == key:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
+    called: list[int] = []
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL:
-            yield frame.f_locals["self"]
+            called.append(id(frame.f_locals["self"]))
         frame = frame.f_back
+    if id(module) not in called:
+        return list(ids)  # It is not called as others are.
+    outer = called[called.index(id(module)) + 1 :]
+    return [one for one in ids if one in outer]
 
 
 def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules inside a module whose calls hooks can see, outermost first.
+    """Yield the modules inside whose calls hooks can see, without those inside `losses`.
 
-    Args:
-        model: The module.
-        everywhere: Whether also those whose hooks make torch compute in another way.
-        losses: The ids of modules that are known to be losses.
+    With `everywhere` also those whose hooks make torch compute in another way.
     """
     # A compiled module is called outside the compiled code, its children inside. What is inside a
     # scripted one is no call of Python's.
@@ -335,7 +397,8 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
         # With a hook on it, or inside, such a layer leaves its fast path in eval mode: a teacher's
         # outputs would be others, in their last bits.
         has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
-        if _is_no_call(child) or id(child) in losses or (has_fast_path and not everywhere):
+        is_no_call = isinstance(child, ParametrizationList) or is_metric(child)
+        if is_no_call or id(child) in losses or (has_fast_path and not everywhere):
             continue
         yield child
         # What a loss calls is part of it.
@@ -345,11 +408,6 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
 
 def _is_evaluation(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
-
-
-def _is_no_call(module: nn.Module) -> bool:
-    """Return whether no call of a module is one of the model: a metric, or what makes a weight."""
-    return isinstance(module, ParametrizationList) or is_metric(module)
 
 
 def is_metric(one: object) -> bool:

@@ -33,11 +33,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules to time as parts, by name, in the order of the model.
-
-    Args:
-        modules: The option, checked.
-        model: Where they are looked up.
+    """Return the modules that the option means, by name, in the order of the model.
 
     Raises:
         ValueError: If the model has none of a name or a pattern, or too many of a pattern.
@@ -120,18 +116,12 @@ def _depth(name: str, called: Mapping[str, nn.Module]) -> int:
 
 
 def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
-    depths = [_depth(name, called) for name in called]
-    few = [
-        f"modules={depth}, which means {sum(one <= depth for one in depths)}"
-        for depth in range(1, max(depths) + 1)
-        if sum(one <= depth for one in depths) <= MAX_MODULES
-    ]
-    layer = next((name for name in called if name.rpartition(".")[2].isdecimal()), "layers.0")
-    pattern = f"{layer.rpartition('.')[0]}.*".removeprefix(".")
-    fixes = [*few[-1:], f"a pattern such as {pattern!r}", "names in full, which have no limit"]
+    outer = sum(_depth(name, called) == 1 for name in called)
+    fewer = f"modules=1, which means {outer}, or " if outer <= MAX_MODULES else ""
     return (
         f"modules={modules!r} means {n} modules of this model, and may mean {MAX_MODULES}, because"
-        f" each takes the host some tens of microseconds a call: give {', or '.join(fixes)}"
+        f" each takes the host some tens of microseconds a call: give {fewer}a pattern such as"
+        f" 'layers.*', or names in full, which have no limit"
     )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ContextDecorator
-from types import TracebackType
 
 import torch
 
@@ -21,12 +20,7 @@ def abandon_all() -> None:
 
 
 class NamedPhase(ContextDecorator):
-    """The context manager, or decorator, that `phase` returns.
-
-    Args:
-        name: The phase that the time of the code inside belongs to.
-        recorders: Those that it acts on.
-    """
+    """The context manager, or decorator, that `phase` returns."""
 
     __slots__ = ("_name", "_recorders")
 
@@ -40,23 +34,14 @@ class NamedPhase(ContextDecorator):
             for recorder in self._recorders:
                 recorder.enter_phase(self._name)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
                 recorder.leave_phase(self._name)
 
 
 class Paused:
-    """The context manager of a pause: the time of its code belongs to no step.
-
-    Args:
-        recorders: Those that it acts on.
-    """
+    """The context manager of a pause: the time of its code belongs to no step."""
 
     __slots__ = ("_recorders",)
 
@@ -68,19 +53,14 @@ class Paused:
             for recorder in self._recorders:
                 recorder.enter_pause()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
                 recorder.leave_pause()
 
 
 def phase(name: str) -> NamedPhase:
-    """Returns a context manager, or decorator: its code's time is `name`, then the phase before.
+    """Return a context manager, or decorator: its code's time is `name`, then the phase before.
 
     It acts on the timer that is timing the current step in this thread (on each, if there are
     several), and does nothing when there is none or when the code is being compiled; so the code of
@@ -114,6 +94,6 @@ def activate(recorder: Recorder) -> None:
 
 
 def deactivate(recorder: Recorder) -> None:
-    """Ends what `activate` began. Safe to call twice."""
+    """End what `activate` began. Safe to call twice."""
     if recorder in _active:
         _active.remove(recorder)

@@ -15,7 +15,12 @@ from torch.optim.optimizer import (
 )
 
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.patching import Attachments, Registration, patch_function
+from lightning_gputime._boundaries.patching import (
+    Attachments,
+    Calls,
+    Registration,
+    patch_function,
+)
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -62,7 +67,7 @@ class OptimizerBoundary:
         is_compiled = any(map(_is_compiled, given))
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         for one in alone:
-            attachments.add(patch_function(one, "step", self))
+            attachments.add(patch_function(one, "step", Calls(self._call_begins, self._end)))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
             # A compiled step has the hooks that it finds in it, and ours would break its graph.
@@ -72,14 +77,9 @@ class OptimizerBoundary:
             attachments.add(Registration(partial(before, self._before_step)))
             attachments.add(Registration(partial(after, self._after_step)))
 
-    def call_begins(self, closure: Any = None, **_: Any) -> bool:
-        """Is told of a call that has a stand-in."""
+    def _call_begins(self, closure: Any = None, **_: Any) -> bool:
         self._begin(closure)
         return True
-
-    def call_ends(self, result: Any = None) -> None:
-        """Is told of its end."""
-        self._end()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # At rest it is enough to count its end.
@@ -112,7 +112,7 @@ class OptimizerBoundary:
                 self._interrupted = label
             self._recorder.mark(OPTIMIZER)
 
-    def _end(self) -> None:
+    def _end(self, result: Any = None) -> None:
         if self.depth:
             self.depth -= 1
         if self.depth:
@@ -147,20 +147,11 @@ class OptimizerBoundary:
         return not own.isdisjoint(self._parameters)
 
 
-@untraced
-class ZeroGradBoundary:
-    """`zero_grad` ends `loss`: it is `other`. Torch has no hook for it."""
+def patch_zero_grad(recorder: Recorder, attachments: Attachments, optimizer: Any) -> None:
+    """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
 
-    def __init__(self, recorder: Recorder, attachments: Attachments, optimizer: Any) -> None:
-        self._recorder = recorder
-        # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
-        # clear the gradients of the original.
-        inner = [*_updating([optimizer])][-1]
-        attachments.add(patch_function(inner, "zero_grad", self))
-
-    def call_begins(self, *_: Any, **__: Any) -> bool:
-        """Marks the begin; what follows is `other`, too."""
-        recorder = self._recorder
+    @untraced
+    def begins(*_: Any, **__: Any) -> bool:
         # Inside a backward it belongs to an update there.
         if (
             recorder.state is OPEN
@@ -170,12 +161,14 @@ class ZeroGradBoundary:
             recorder.mark(OTHER)
         return False
 
-    def call_ends(self, result: Any = None) -> None:
-        """Is never told."""
+    # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
+    # clear the gradients of the original.
+    inner = [*_updating([optimizer])][-1]
+    attachments.add(patch_function(inner, "zero_grad", Calls(begins)))
 
 
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
-    """Yields what updates parameters: optimizers, and those inside wrappers around them.
+    """Yield what updates parameters: optimizers, and those inside wrappers around them.
 
     A wrapper that never called `super().__init__` lacks what hooks need: Accelerate's, torch's
     `PostLocalSGDOptimizer`. Fabric's has it from the optimizer inside. What a wrapper calls in the
@@ -196,7 +189,7 @@ def _has_hooks(optimizer: Any) -> bool:
 
 
 def _steps_on_stack() -> int:
-    """Returns how many calls of `step` of optimizers with hooks are running."""
+    """Return how many calls of `step` of optimizers with hooks are running."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:

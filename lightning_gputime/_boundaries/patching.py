@@ -4,6 +4,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -25,14 +26,18 @@ class Attachment(Protocol):
         """Put it on again. Safe to call twice."""
 
 
-class Listener(Protocol):
-    """Who is notified of the calls of a patched function."""
+def do_nothing(*_: Any) -> None:
+    """Do nothing, for a listener or a hook that has nothing to do."""
 
-    def call_begins(self, *args: Any, **kwargs: Any) -> bool:
-        """Handle the start of a call. Return whether `call_ends` is wanted for it."""
 
-    def call_ends(self, result: Any = None) -> None:
-        """Handle the end of a call, which returned a result, or raised."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Calls:
+    """A listener of the calls of a patched function. Others may have the same two methods."""
+
+    call_begins: Callable[..., bool]
+    """Handle the start of a call. Return whether `call_ends` is wanted for it."""
+    call_ends: Callable[..., None] = do_nothing
+    """Handle the end of a call, which returned a result, or raised (None)."""
 
 
 Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
@@ -49,7 +54,7 @@ class FunctionPatch:
     Args:
         owner: A class, a module or an object that has the function.
         name: The name of the function.
-        wrap: Makes the replacement; by default this object is it, and notifies `Listener`s.
+        wrap: Makes the replacement; by default this object is it, and notifies `Calls`.
     """
 
     # Apart from `__dict__`, which others copy to what they wrap around this one.
@@ -177,14 +182,7 @@ class FunctionPatch:
 
 
 class Subscription:
-    """A listener of the calls of `owner.name`.
-
-    Args:
-        owner: What has the function.
-        name: The name of the function.
-        listener: A `Listener`, or what `wrap` notifies.
-        wrap: Makes what is called in place of the function.
-    """
+    """A listener of the calls of `owner.name`, which `patch_function` returns."""
 
     def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
         self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
@@ -223,8 +221,8 @@ def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = Non
     Args:
         owner: A class, a module or an object that has the function.
         name: The name of the function. It must be in the register, see `register.py`.
-        listener: A `Listener`, or what `wrap` notifies.
-        wrap: Makes what is called in place of the function; by default that notifies `Listener`s.
+        listener: Has the methods of `Calls`, or is what `wrap` notifies.
+        wrap: Makes what is called in place of the function; by default that notifies `Calls`.
     """
     return Subscription(owner, name, listener, wrap)
 
@@ -268,7 +266,7 @@ class _ModuleHook:
         try:
             self._call(module, *values)
         except Exception as error:
-            self._call = _do_nothing
+            self._call = do_nothing
             messages.warning("A module is no longer timed, because a hook failed: %r", error)
 
     @property
@@ -280,10 +278,6 @@ class _ModuleHook:
         # Hooks travel with copies of a model, such as an EMA, and into files. There it is a
         # function that does nothing, and that any Python has.
         return getattr, (contextlib.nullcontext, "__exit__")
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def hook_before(

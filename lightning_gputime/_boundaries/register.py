@@ -26,15 +26,14 @@ class Replaced:
     what: str
     kind: str
     names: frozenset[str]
-    when: str
-    idle: str
-    others: str
     why: str
+    when: str = "while steps are timed"
+    idle: str = "0.5 to 1 us"
+    others: str = "both are called, in any order"
 
 
-_TIMED = "while steps are timed"
-_BOTH = "both are called, in any order"
-_CALL = "0.5 to 1 us"
+_OF_RANKS = "while steps are timed, with several ranks"
+_OF_RANKS_IDLE = "1 to 3 us"
 
 LAUNCHES = (
     "broadcast",
@@ -72,91 +71,76 @@ REGISTER = (
         "`torch.autograd._engine_run_backward`, or `backward` where there is none",
         MODULE,
         frozenset({"_engine_run_backward", "backward"}),
-        f"{_TIMED}; not in evaluations",
-        _CALL,
-        _BOTH,
         "a hook on a gradient ends too early, and `full_backward_pre_hook` begins late",
+        when="while steps are timed; not in evaluations",
     ),
     Replaced(
         "`zero_grad` of the loop's optimizers; under Fabric, of their classes",
         f"{OBJECT}, {CLASS}",
         frozenset({"zero_grad"}),
-        _TIMED,
-        _CALL,
-        _BOTH,
         "torch has no hook for it",
     ),
     Replaced(
         "`step` of an optimizer without hooks of its own, or whose `step` is compiled",
         OBJECT,
         frozenset({"step"}),
-        _TIMED,
-        _CALL,
-        _BOTH,
         "there is no hook, or it would break the compiled graph",
     ),
     Replaced(
         "`_compiled_call_impl` of a module that was compiled in place",
         OBJECT,
         frozenset({"_compiled_call_impl"}),
-        _TIMED,
-        _CALL,
-        "`compile()` called anew ends the timing of that module's calls",
         "a hook of the module would be compiled",
+        others="`compile()` called anew ends the timing of that module's calls",
     ),
     Replaced(
         "`training_step` of a LightningModule that was compiled as a whole",
         OBJECT,
         frozenset({"training_step"}),
-        _TIMED,
-        _CALL,
-        _BOTH,
         "a hook of the module would be compiled",
     ),
     Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
         frozenset({*LAUNCHES, *BLOCKS}),
-        f"{_TIMED}, with several ranks",
-        "1 to 3 us",
-        "both are called; if they put back the original, it is replaced again within some steps",
         "its hooks come with torch 2.15, and know no end",
+        when=_OF_RANKS,
+        idle=_OF_RANKS_IDLE,
+        others="both are called; if they put back the original, it is replaced again within some"
+        " steps",
     ),
     Replaced(
         "the waits of `torch.distributed.Work`, of futures and of `AsyncCollectiveTensor`",
         CLASS,
         frozenset({*WORK_WAITS, "get_future", "trigger_wait"}),
-        f"{_TIMED}, with several ranks",
-        "1 to 3 us",
-        "as those of `ProcessGroup`",
         "there is no hook",
+        when=_OF_RANKS,
+        idle=_OF_RANKS_IDLE,
+        others="as those of `ProcessGroup`",
     ),
     Replaced(
         "`wait_event` and `wait_stream` of the device's streams",
         CLASS,
         frozenset({"wait_event", "wait_stream"}),
-        f"{_TIMED}, with several ranks",
-        "1 to 3 us",
-        "as those of `ProcessGroup`",
         "there is no hook",
+        when=_OF_RANKS,
+        idle=_OF_RANKS_IDLE,
+        others="as those of `ProcessGroup`",
     ),
     Replaced(
         "`start` of the Trainer's profiler, and `stop` while a checkpoint is saved",
         OBJECT,
         frozenset({"start", "stop"}),
-        "from `setup` to the end of the fit",
-        "under 0.1 us an action",
-        _BOTH,
         "no callback hears of the fetch of a batch, nor of other callbacks",
+        when="from `setup` to the end of the fit",
+        idle="under 0.1 us an action",
     ),
     Replaced(
         "`run` of the Trainer's validation loop, and the broadcast between ranks at each batch",
         OBJECT,
         frozenset({"run", "_broadcast_sigterm_tensor", "on_advance_end"}),
-        "from the start to the end of training",
-        _CALL,
-        _BOTH,
         "no action of the profiler tells of them",
+        when="from the start to the end of training",
     ),
     Replaced(
         "`_run_epoch`, `evaluate` and three inner methods of the Trainer of transformers",
@@ -171,19 +155,15 @@ REGISTER = (
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
-        "from the start to the end of training; two of them in an evaluation that runs alone",
-        _CALL,
-        _BOTH,
         "no callback hears of a fetch, of where an evaluation begins, nor of an error",
+        when="from the start to the end of training; two of them in an evaluation that runs alone",
     ),
     Replaced(
         "`__iter__` of the loaders of Fabric",
         CLASS,
         frozenset({"__iter__"}),
-        "from `fabric.setup` to `timer.remove`",
-        _CALL,
-        _BOTH,
         "Fabric has no hook for it",
+        when="from `fabric.setup` to `timer.remove`",
     ),
 )
 """All kinds. Hooks by an interface that is offered for them are not replaced functions."""
