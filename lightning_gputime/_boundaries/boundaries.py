@@ -27,10 +27,7 @@ _HIDDEN = (
 class Boundaries:
     """Puts marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
 
-    Args:
-        recorder: Gets the marks.
-        loop: What is hooked.
-        note: Is called with each outermost call of a model, and its arguments, if somebody asks.
+    If it is given, `note` is called with each outermost call of a model, and its arguments.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class Boundaries:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether there are optimizers whose updates are seen."""
+        """Whether updates of optimizers are seen."""
         return self._optimizer.has_any
 
     @property
@@ -132,10 +129,8 @@ class Boundaries:
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Take everything off, until `reattach`. Call between two steps. Safe to call twice.
 
-        What was found out about modules, losses and optimizers is remembered.
-
-        Args:
-            keep_updates: Whether updates of optimizers are still counted.
+        What was found out about modules, losses and optimizers is remembered. With `keep_updates`
+        updates of optimizers are still counted.
         """
         deactivate(self._recorder)
         self._attachments.suspend()
@@ -146,11 +141,7 @@ class Boundaries:
             self._submodules.step_ended()
 
     def reattach(self, unseen_steps: int = 0) -> None:
-        """Put everything on again that `suspend` took off. Safe to call twice.
-
-        Args:
-            unseen_steps: Number of steps that have ended meanwhile.
-        """
+        """Put on again what `suspend` took off, after some steps. Safe to call twice."""
         self._forward.count_unseen(unseen_steps)
         self._attachments.reattach()
         self._of_updates.reattach()

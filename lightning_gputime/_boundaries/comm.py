@@ -346,10 +346,9 @@ def _call_first(tensor: Tensor, hook_id: int) -> None:
 
 @untraced
 def caller(*between: str) -> str:
-    """Return the name of the module whose code calls, with `between` and this package left out.
+    """Return the name of the module whose code calls, beyond this package and `between`.
 
-    Args:
-        between: The first parts of the names of modules that only pass calls on.
+    `between` are first parts of the names of modules that only pass calls on.
     """
     frame: FrameType | None = sys._getframe(1)
     name: str = ""

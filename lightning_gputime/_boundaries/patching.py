@@ -50,11 +50,6 @@ class FunctionPatch:
 
     If other code replaces the patch meanwhile, it stays inside theirs and does nothing once its
     listeners are gone. If they put it back then, its next call takes it off.
-
-    Args:
-        owner: A class, a module or an object that has the function.
-        name: The name of the function.
-        wrap: Makes the replacement; by default this object is it, and notifies `Calls`.
     """
 
     # Apart from `__dict__`, which others copy to what they wrap around this one.
@@ -228,11 +223,7 @@ def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = Non
 
 
 class Registration:
-    """A hook by an interface that a library offers for it.
-
-    Args:
-        register: Registers the hook, and returns the handle by which it is removed.
-    """
+    """A hook by an interface that a library offers, which returns a handle to remove it."""
 
     def __init__(self, register: Callable[[], Any]) -> None:
         self._register = register

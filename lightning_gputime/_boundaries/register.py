@@ -11,25 +11,20 @@ MODULE, CLASS, OBJECT = "module", "class", "object"
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One kind of function that is replaced.
-
-    Attributes:
-        what: What it is, for users.
-        kind: What has it: a module, a class, or an object; several joined by commas.
-        names: Its names.
-        when: From when to when it is replaced.
-        idle: What a call costs beyond the original's while no step is timed.
-        others: What happens if another library replaces it, too.
-        why: Why no hook does instead.
-    """
+    """One kind of function that is replaced."""
 
     what: str
+    """What it is, for users."""
     kind: str
+    """What has it: a module, a class, or an object; several joined by commas."""
     names: frozenset[str]
     why: str
+    """Why no hook does instead."""
     when: str = "while steps are timed"
     idle: str = "0.5 to 1 us"
+    """What a call costs beyond the original's while no step is timed."""
     others: str = "both are called, in any order"
+    """What happens if another library replaces it, too."""
 
 
 _OF_RANKS = "while steps are timed, with several ranks"
