@@ -232,13 +232,12 @@ def _drawn(figure: Any) -> str:
 
 
 def _slow(run: Run) -> str:
-    """Return the slow steps of the file; where it has none, the longest of its history."""
     header = ("step", "took (ms)", "usually (ms)", "grew in", "causes")
     names = ("step", "step_ms", "usual_ms", "phase")
     rows = [
         (*(_cell(name, one) for name in names), _causes(one)) for one in run.slow_steps[:_MAX_ROWS]
     ]
-    return _table(header, rows or [*_longest(run)], left=(3, 4))
+    return _table(header, rows, left=(3, 4))
 
 
 def _causes(step: Mapping[str, Any]) -> str:
@@ -249,18 +248,6 @@ def _causes(step: Mapping[str, Any]) -> str:
     if unexplained := _ms(step.get("unexplained_ms")):
         causes.append(f"{unexplained} ms unexplained")
     return ", ".join(causes)
-
-
-def _longest(run: Run) -> Iterator[tuple[str, ...]]:
-    steps, names = run.measured, list_top_phases(run)
-    if not len(steps) or not names:
-        return
-    times = np.nan_to_num(np.stack([steps[f"{name}_ms"] for name in names], axis=1))
-    growth = times - np.median(times, axis=0)
-    usual = _ms(float(np.median(steps["step_ms"])))
-    for i in steps["step_ms"].argsort()[::-1][:_MAX_ROWS]:
-        step = steps[i]
-        yield str(step["step"]), _ms(float(step["step_ms"])), usual, names[growth[i].argmax()], ""
 
 
 def _losses(run: Run) -> str:
