@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ _PATIENCE = 100
 
 
 class Reports:
-    """Shows and saves what a timer has measured of a fit, on rank zero.
+    """Show and save what a timer has measured of a fit, on rank zero.
 
     Args:
         summary: Whether to print the table.
@@ -44,7 +43,7 @@ class Reports:
         self._failed = False
 
     def show(self, timer: Timer, trainer: _lightning.Trainer, prefix: str) -> None:
-        """Prints the table, and logs the figure, where they are wanted."""
+        """Print the table, and log the figure, where they are wanted."""
         if not trainer.is_global_zero:
             return
         try:
@@ -58,25 +57,14 @@ class Reports:
             messages.warning("The table or the figure could not be shown: %r", error)
 
     def save(self, timer: Timer, trainer: _lightning.Trainer) -> None:
-        """Writes the file, if one is wanted and there is a step. Tells once if it cannot."""
+        """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""
         if self._path is None or not trainer.is_global_zero:
             return
-        # Without a step a file of before is worth more.
-        if timer.last is not None or timer.summary().probed_steps:
-            self._save(timer.save, self._path)
-
-    def save_if_due(self, timer: Timer, trainer: _lightning.Trainer) -> None:
-        """As `save`, unless that would take much of the time: for a run that is killed."""
-        if time.perf_counter() >= self._due:
-            begin = time.perf_counter()
-            self.save(timer, trainer)
-            end = time.perf_counter()
-            self._due = end + _PATIENCE * (end - begin)
-
-    def _save(self, save: Callable[[Any], None], path: Any) -> None:
+        if timer.last is None and not timer.summary().probed_steps:
+            return  # Without a step a file of before is worth more.
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save(path)
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            timer.save(self._path)
         except Exception as error:
             if not self._failed:
                 messages.warning(
@@ -85,3 +73,11 @@ class Reports:
                     error,
                 )
             self._failed = True
+
+    def save_if_due(self, timer: Timer, trainer: _lightning.Trainer) -> None:
+        """As `save`, unless that would take much of the time: for a run that is killed."""
+        if time.perf_counter() >= self._due:
+            begin = time.perf_counter()
+            self.save(timer, trainer)
+            end = time.perf_counter()
+            self._due = end + _PATIENCE * (end - begin)

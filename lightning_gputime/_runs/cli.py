@@ -6,9 +6,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning_gputime._results import files
 from lightning_gputime._results.summary import PhaseSummary
@@ -50,7 +50,6 @@ exit code: 0; 1 if --fail-above is given and the step is slower by more than tha
 whole interval lying above it; 2 if a file cannot be read, or the runs cannot be compared.
 """
 
-
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -87,12 +86,15 @@ def _new_parser() -> argparse.ArgumentParser:
     version = sys.modules["lightning_gputime"].__version__
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    new = partial(commands.add_parser, formatter_class=_RAW)
 
-    show = _command(commands, _show, "show", "print the table of a run again", _SHOW)
+    show = new("show", help="print the table of a run again", description=_SHOW)
+    show.set_defaults(command=_show)
     show.add_argument("run", help="the file of a run")
     show.add_argument("--json", action="store_true", help="print the summary as JSON")
 
-    versus = _command(commands, _compare, "compare", "compare two runs, or groups", _COMPARE)
+    versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
+    versus.set_defaults(command=_compare)
     versus.epilog = _CODES
     versus.add_argument("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
     for side in ("before", "after"):
@@ -106,20 +108,11 @@ def _new_parser() -> argparse.ArgumentParser:
     style.add_argument("--markdown", action="store_true", help="print it for a pull request")
     style.add_argument("--json", action="store_true", help="print it as JSON")
 
-    paper = _command(commands, _report, "report", "make a page of a run, or of two", _REPORT)
+    paper = new("report", help="make a page of a run, or of two", description=_REPORT)
+    paper.set_defaults(command=_report)
     paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
     paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
     paper.add_argument("--anyway", action="store_true", help="as with compare")
-    return parser
-
-
-def _command(
-    commands: Any, run: Callable[[argparse.Namespace], int], name: str, what: str, about: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=what, description=about, formatter_class=_RAW
-    )
-    parser.set_defaults(command=run)
     return parser
 
 
