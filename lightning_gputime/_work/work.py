@@ -66,12 +66,10 @@ class WorkCounter:
         self.add_call: Callable[..., None] | None = None if self._flops is None else self._add_call
         """Add a call of a model, in a step that is timed; None if calls are not needed."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        # None of a call until it is counted.
-        self._counted: dict[Key, CallFlops | None] = {}
-        self._uncounted: dict[Key, Call] = {}
+        # A description of a call until it is counted.
+        self._counted: dict[Key, Call | CallFlops] = {}
         self._precision: str | None = None  # None until a call of the model is seen.
         self._dtype: torch.dtype | None = None
-        self._has_peak = False
         self._warned: set[str] = set()
         self._unknown_steps = 0  # On end.
         if loop.compiled_step and self._flops is not None:
@@ -176,8 +174,7 @@ class WorkCounter:
         if key not in self._counted and len(self._counted) >= _MAX_CALLS:
             self._warn_once(_TOO_MANY)
         elif key not in self._counted:
-            self._uncounted[key] = describe_call(module, args, kwargs, trained, self._device)
-            self._counted[key] = None
+            self._counted[key] = describe_call(module, args, kwargs, trained, self._device)
             self.is_due = True
         return key
 
@@ -185,7 +182,7 @@ class WorkCounter:
         """Return the FLOPs of the calls of a step: of the model, and as they ran."""
         known = [self._counted.get(key) for key in self._calls]
         self._calls.clear()
-        calls = [one for one in known if one is not None]
+        calls = [one for one in known if isinstance(one, CallFlops)]
         if not calls or len(calls) < len(known):
             return [nan] * (3 + 2 * len(self._parts))
         flops = [one.forward for one in calls]
@@ -201,15 +198,14 @@ class WorkCounter:
         self.is_due = False
         try:
             self._count_new_calls()
-            if not self._has_peak and self._precision is not None:
-                self._has_peak = True
+            if self._precision is not None:
                 fill_in_peak(self.reference, self._device, self._precision)
                 self._measure_matmul()
         except Exception as error:
             self._give_up(error)
 
     def _count_new_calls(self) -> None:
-        new, self._uncounted = self._uncounted, {}
+        new = {key: one for key, one in self._counted.items() if isinstance(one, Call)}
         # A copy may lead to the model itself, and to its hooks.
         is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
         try:
@@ -225,6 +221,7 @@ class WorkCounter:
     def _measure_matmul(self) -> None:
         if not self._measures_matmul or self._dtype is None:
             return
+        self._measures_matmul = False
         try:
             self.reference.matmul_tflops = matmul_tflops(self._device, self._dtype)
         except Exception as error:
@@ -235,7 +232,7 @@ class WorkCounter:
         if not isinstance(error, UncountableError):
             why = f"{type(error).__name__}: {why}"
         self._flops, self.is_due = None, False
-        self._uncounted.clear()
+        self._counted.clear()
         self._warn_once(f"The FLOPs of the model cannot be counted ({why}): {_FIX}")
 
     def _warn_once(self, message: str) -> None:
