@@ -1,6 +1,8 @@
 """The timer for Lightning, whose hooks tell it of steps."""
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,13 +11,22 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
-from lightning_gputime._books import FitBooks, turns
+from lightning_gputime._actions import Actions
+from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
+from lightning_gputime._record.clock import Clock
 from lightning_gputime._reports import Reports
 from lightning_gputime._results.advice import Setup
-from lightning_gputime._results.ledger import EPOCH_ENDS, SANITY_CHECK, SET_UP, VALIDATION
+from lightning_gputime._results.ledger import (
+    EPOCH_ENDS,
+    REST,
+    SANITY_CHECK,
+    SET_UP,
+    VALIDATION,
+    WallTimeRecorder,
+)
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.evaluation import Evaluations
@@ -35,6 +46,19 @@ _ELSEWHERE = {
 
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
+
+# The action by which a Trainer says that it saves a checkpoint.
+_SAVES = "save_checkpoint"
+
+
+def _turns(entry: str) -> Callable[..., None]:
+    """Return a hook of a callback that attributes time to an entry."""
+
+    @_lightning.never_raises
+    def hook(self: Any, *_: Any) -> None:
+        self._books.turn(entry)
+
+    return hook
 
 
 @takes_options(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
@@ -104,7 +128,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations = Evaluations(self._options)
         self._fit: Fit | None = None
         self._has_fitted = False
-        self._books = FitBooks(self._options.clock)
+        self._books = _FitBooks(self._options.clock)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_fit": None}
@@ -200,7 +224,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._session.compare_ranks()
         self._reports.save_if_due(self, trainer)
 
-    on_sanity_check_start, on_sanity_check_end = turns(SANITY_CHECK), turns(SET_UP)
+    on_sanity_check_start, on_sanity_check_end = _turns(SANITY_CHECK), _turns(SET_UP)
 
     @_lightning.never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -270,7 +294,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._session.is_attached:
             self._leave_fit()
             self._finish()
-            self._books.training_ends(self._options.prefix, self.last)
+            self._books.turn(REST)
+            if self.last is not None and (books := self._results.books) is not None:
+                log = _lightning.mean_log_of(trainer, self._options.prefix)
+                log.log_values(books.metrics(), self.last.step)
             self._reports.show(self, trainer, self._options.prefix)
 
     @_lightning.never_raises
@@ -313,3 +340,69 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.abort()
         self._leave_fit()
         self._abort()
+
+
+class _FitBooks:
+    """Keeps the books of one fit at a time, and hears of each checkpoint that its trainer saves."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+        self._trainer: pl.Trainer | None = None
+        self._books: WallTimeRecorder | None = None
+        self._saves: Actions | None = None
+        self._save: Subscription | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No copy needs the trainer.
+        return {**self.__dict__, "_trainer": None, "_books": None, "_saves": None, "_save": None}
+
+    def open(self, trainer: pl.Trainer) -> WallTimeRecorder:
+        """Begin those of a trainer, or return them if they are open."""
+        if self._books is None or trainer is not self._trainer:
+            self.close()
+            now_ns = time.perf_counter_ns if self._clock is None else self._clock.host_ns
+            self._books, self._trainer = WallTimeRecorder(now_ns), trainer
+            profiler, is_idle = _lightning.profiler_of(trainer)
+            calls = {_SAVES: self._save_begins}
+            self._saves = Actions(profiler, calls, _tell_failure, is_idle=is_idle)
+        return self._books
+
+    def turn(self, entry: str) -> None:
+        """Attribute time to another entry from now on."""
+        if self._books is not None:
+            self._books.switch_to(entry)
+
+    def _save_begins(self) -> None:
+        if self._books is not None and self._trainer is not None and self._save is None:
+            self._books.save_begins()
+            # Only until then: a step has dozens of actions that end.
+            profiler, _ = _lightning.profiler_of(self._trainer)
+            self._save = patch_function(profiler, "stop", self)
+
+    def call_begins(self, action_name: str = "", *_: Any, **__: Any) -> bool:
+        """Handle the end of an action, which may be that of the checkpoint."""
+        if action_name == _SAVES:
+            self._save_ends()
+        return False
+
+    def _save_ends(self) -> None:
+        save, self._save = self._save, None
+        if save is not None and self._books is not None:
+            save.remove()
+            self._books.save_ends()
+
+    def close(self, trainer: pl.Trainer | None = None) -> WallTimeRecorder | None:
+        """End and return those that are open, if they are of this trainer. Safe to call twice."""
+        books = self._books
+        if books is None or (trainer is not None and trainer is not self._trainer):
+            return None
+        self._save_ends()
+        books.remove()
+        if self._saves is not None:
+            self._saves.remove()
+        self._trainer = self._books = self._saves = None
+        return books
+
+
+def _tell_failure(error: Exception) -> None:
+    messages.warning("The time of checkpoints is not told: %r", error)

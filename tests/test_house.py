@@ -27,7 +27,7 @@ FLOORS = [
     "_causes _work",
     "_run _runs",
     "_actions _lightning _timer",
-    "_books _fit _reports",
+    "_fit _reports",
     "callback fabric hooks huggingface metric",
     "__init__",
     "__main__",
