@@ -1,4 +1,4 @@
-"""Measures what timing with a budget adds where the host sets the pace.
+"""Measures what timing adds by default (`every_n_steps="auto"`) where the host sets the pace.
 
 Each turn is a run of its own, long enough for the timer to have found how many steps it may time,
 and only then measured; no longer, so that many turns meet the same moods of the host. "no timer"
@@ -22,13 +22,13 @@ from record import environment, new_parser, save
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
-# The budget is decided after 64 steps, and anew after 128 and 256.
-SETTLE, STEPS = 140, 200
+# How many steps are timed is decided after 100 steps, and anew after 200 and 400.
+SETTLE, STEPS = 500, 200
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
+    "every_n_steps=1": {"every_n_steps": 1},
     "every_n_steps=10": {"every_n_steps": 10},
-    "max_overhead=0.01": {"max_overhead": 0.01},
+    "": {},
 }
 WAYS = [NONE, AGAIN, *(f"timer({options})" for options in OPTIONS)]
 
@@ -83,16 +83,16 @@ def in_lightning(task: Task, batch: Batch, way: str, meter: Meter) -> Timer | No
 def measure(run: Callable[[str, Meter], Timer | None], rounds: int) -> dict[str, Any]:
     """Lets all ways take turns; returns what was found of each."""
     turns, times = in_rounds(WAYS, rounds), []
-    one_in: dict[str, list[int]] = {}
+    timed_every_n_steps: dict[str, list[int]] = {}
     for way in turns:
         watch = Stopwatch()
         timer = run(way, watch)
         times.append(watch.ms)
         if timer is not None:
-            one_in.setdefault(way, []).append(timer.summary().one_in)
+            timed_every_n_steps.setdefault(way, []).append(timer.summary().timed_every_n_steps)
     rows = summarize(by_way(turns, times))
-    for way, found in one_in.items():
-        rows[way]["one_in"] = found
+    for way, found in timed_every_n_steps.items():
+        rows[way]["timed_every_n_steps"] = found
     return rows
 
 
@@ -110,6 +110,6 @@ if __name__ == "__main__":
         }
     }
     print_table(results)
-    print({loop: rows[WAYS[-1]]["one_in"] for loop, rows in results["mlp"].items()})
+    print({loop: rows[WAYS[-1]]["timed_every_n_steps"] for loop, rows in results["mlp"].items()})
     header = environment(*(["gpu"] if cuda else []), "torch", "lightning", "host", "command")
     save(arguments.out, header | {"results": results})

@@ -245,7 +245,7 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     train(bare, 2000)
     timed = numbers(timer)
     assert timed[:100] == [*range(100)]
-    share = timer.summary().max_overhead
+    share = timer.summary().timing_share
     assert share is not None
     assert 0.05 < share < 0.08  # seven marks of 20 us in 2 ms
     # Without the first steps, which are all timed, and those in which it was measured.
@@ -277,7 +277,7 @@ def test_where_somebody_looks_at_each_step_all_are_timed(options: dict[str, Any]
 def test_where_the_gpu_sets_the_pace_all_steps_are_timed() -> None:
     timer = train(DearGPU(20.0), 600, host_ms=1.0, device_ms=4.0)
     assert numbers(timer) == [*range(600)]
-    assert timer.summary().one_in == 1
+    assert timer.summary().timed_every_n_steps == 1
 
 
 def test_long_steps_are_all_timed() -> None:

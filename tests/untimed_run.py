@@ -31,7 +31,7 @@ def main(rank: int, file: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     timed = [int(step) for step in timer.history()["step"]]
-    print(json.dumps([timer.summary().one_in, timed]))
+    print(json.dumps([timer.summary().timed_every_n_steps, timed]))
     torch.distributed.destroy_process_group()
 
 

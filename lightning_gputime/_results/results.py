@@ -64,9 +64,9 @@ class Results:
         """How the training is set up."""
         self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
-        self.one_in = 1
+        self.timed_every_n_steps = 1
         """1 of this many steps is timed now, with `every_n_steps="auto"`."""
-        self.max_overhead: float | None = None
+        self.timing_share: float | None = None
         """What timing each step would take, as a fraction of the step; None if unknown."""
         self.observers: Sequence[Any] = ()
         """Those of the user, which add sections to the summary."""
@@ -178,8 +178,8 @@ class Results:
             run_ahead_mean_ms=mean_run_ahead_ms(measured),
             probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
-            one_in=self.one_in,
-            max_overhead=self.max_overhead,
+            timed_every_n_steps=self.timed_every_n_steps,
+            timing_share=self.timing_share,
             sections=sections_of(self.observers),
             hint="" if seen else self._hint,
             slow=self.slow.summary(steps, step_ms),

@@ -44,8 +44,8 @@ class PhaseSummary(Tabular):
             half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why no step can be probed, if so.
-        one_in: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
-        max_overhead: What timing every step would take, as a fraction of the step (0 to 1), where
+        timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
+        timing_share: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
@@ -69,8 +69,8 @@ class PhaseSummary(Tabular):
     run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
-    one_in: int = 1
-    max_overhead: float | None = None
+    timed_every_n_steps: int = 1
+    timing_share: float | None = None
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
@@ -225,7 +225,7 @@ class PhaseSummary(Tabular):
         return "" if share is None else f"{share:.0%} of this step is launch gaps"
 
     def _pace_sentence(self) -> str:
-        n, share = self.one_in, self.max_overhead
+        n, share = self.timed_every_n_steps, self.timing_share
         if n == 1 or share is None:
             return ""
         step = unit_of(self.step.mean_ms).of(self.step.mean_ms)

@@ -398,7 +398,7 @@ class Session:
             n = self._agreement.agree(n)
             self.recorder.resume()
         self._schedule = auto.schedule(n)
-        self._results.one_in, self._results.max_overhead = n, auto.share
+        self._results.timed_every_n_steps, self._results.timing_share = n, auto.share
 
     # Off: no hooks, between blocks of timed steps
 
