@@ -71,6 +71,22 @@ def test_hooks_stay_on_where_two_timers_are_attached(loop: Loop) -> None:
             assert all(installed(loop)), step
 
 
+def test_a_timer_that_is_off_is_woken_where_another_is_attached(loop: Loop) -> None:
+    other = Loop(loop.gpu)
+    on = []
+    with hooks(loop, every_n_steps=30) as timer:
+        second = hooks(other)
+        for step, x in enumerate(timer.steps(loop.batches(40))):
+            if step == 35:
+                second.attach()
+            if all(installed(loop)):
+                on.append(step)
+            loop.train(x)
+        second.remove()
+    assert on == [*range(20), 28, 29, 36, 37, 38, 39]
+    assert timer.history()["step"].tolist() == [29]
+
+
 def test_a_lost_timer_that_was_off_leaves_nothing(loop: Loop) -> None:
     timer = hooks(loop, every_n_steps=10).attach()
     for x in timer.steps(loop.batches(35)):

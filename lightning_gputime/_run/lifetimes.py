@@ -8,13 +8,16 @@ from lightning_gputime._boundaries import named
 
 
 class Ending(Protocol):
-    """A session, as far as its end is concerned."""
+    """A session, as far as other sessions and its end are concerned."""
+
+    def wake(self) -> None:
+        """Turn hooks on that are off between timed steps."""
 
     def abandon(self) -> None:
-        """Ends it without touching the device, or what others hold."""
+        """End it without touching the device, or what others hold."""
 
     def remove(self) -> None:
-        """Takes everything off. Safe to call twice."""
+        """Take everything off. Safe to call twice."""
 
 
 # Module state, because a fork and the loss of a timer happen to no session in particular.
@@ -23,9 +26,11 @@ _lost: list[Ending] = []
 
 
 def attached(session: Ending) -> None:
-    """Must be told of a session that is attached. Takes off those that nobody has any more."""
+    """Note that a session is attached: take off those that nobody has, and wake the others."""
     # Here, and not where a timer is lost: Python may notice that at any moment.
     _take_off_lost()
+    for other in _attached:
+        other.wake()  # Each must know of the calls of the other's model.
     _attached.add(session)
 
 
@@ -35,13 +40,13 @@ def is_alone() -> bool:
 
 
 def detached(session: Ending) -> None:
-    """Must be told of a session that is not attached any more. Safe to call twice."""
+    """Note that a session is not attached any more. Safe to call twice."""
     _attached.discard(session)
     _take_off_lost()
 
 
 def lost(session: Ending) -> None:
-    """Must be told of a session that nobody has any more, and that is still on the model."""
+    """Note that nobody has a session any more, and that it is still on the model."""
     _lost.append(session)
 
 

@@ -396,7 +396,7 @@ class Session:
             # It may wait for others, once: that is no part of the step that has begun.
             self.recorder.pause()
             n = self._agreement.agree(n)
-            self.recorder.resume()
+            self.recorder.resume(self._first_label)
         self._schedule = auto.schedule(n)
         self._results.timed_every_n_steps, self._results.timing_share = n, auto.share
 
@@ -410,6 +410,11 @@ class Session:
         # Where compiled code guards hooks, taking them off compiles anew. And of two timers each
         # must know of the calls of the other's model, whose backward is not its own.
         return not has_compiled() and lifetimes.is_alone()
+
+    def wake(self) -> None:
+        """Turn the hooks on at the end of the open step: another timer is attached."""
+        if self.is_off:
+            self._on_at = self._due_at = self._index + 1
 
     def _turn_off(self) -> None:
         begin_ns = self._now_ns()
