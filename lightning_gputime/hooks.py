@@ -208,8 +208,10 @@ class GPUPhaseHooks(Timer):
         self._session.loads(iterable, in_data=True)
         self._know_batch(iterable)
         for item in iterable:
-            self._session.batch_begins()
-            self._session.takes(item)
+            session = self._session
+            if not session.is_off:
+                session.batch_begins()
+                session.work.add_batch(item)
             self._body = body = self._step, self._micro_batches
             try:
                 yield item
@@ -220,7 +222,10 @@ class GPUPhaseHooks(Timer):
             self._body = None
             if body == (self._step, self._micro_batches) and self._session.is_attached:
                 self.step()
-            self._session.loader_is_asked()
+            # Another one, where the body has removed or attached the timer.
+            session = self._session
+            if not session.is_off:
+                session.analyzer.fetch_starts()
         self._session.compare_ranks()
 
     def _leave_body(self) -> None:

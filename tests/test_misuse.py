@@ -41,7 +41,7 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ),
         ((NET, LOADER), "and give the loader to timer.steps(loader)"),
         ((NET, NET), "got a Linear: for several models give torch.nn.ModuleList([...])"),
-        ((NET, [SGD, None]), "got None"),
+        ((NET, [SGD, None]), "a list of them, got a list"),
         ((NET, {"a": SGD}), "or a list of them, got"),
         ((NET, "adam"), "got 'adam'"),
         ((NET, SGD, LOADER), "by position: give several optimizers as a list, and the loader to"),

@@ -41,7 +41,7 @@ def check_optimizers(optimizers: Any) -> list[Any]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
-                f" {_given(optimizer)}"
+                f" {shown(optimizers) if optimizer is None else _given(optimizer)}"
             )
     return list(dict.fromkeys(several))
 

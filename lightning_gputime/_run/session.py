@@ -191,10 +191,6 @@ class Session:
         """Mark the fetch of the next batch, which ends a pause."""
         self.recorder.resume_or_mark(FETCH)
 
-    def loader_is_asked(self) -> None:
-        """Note that a batch is fetched next, where `data` has no part for that."""
-        self.analyzer.fetch_starts()
-
     def takes(self, batch: object) -> None:
         """Take the batch, when it has begun."""
         self.work.add_batch(batch)
