@@ -56,6 +56,11 @@ def test_wrong_arguments_of_a_plain_loop_are_answered_with_the_likely_mistake(
     assert said in str(error.value)
 
 
+def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None:
+    with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[.*GPUPhaseTimer\(\)\]\)"):
+        GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
+
+
 @pytest.mark.parametrize("timer", [PhaseTimeCallback(), GPUPhaseHooks(NET, SGD)])
 def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU, timer: Any) -> None:
     with pytest.raises(AttributeError) as error:

@@ -57,6 +57,11 @@ def _given(one: Any) -> str:
         return f"a {kind}: write {_RIGHT}, and give the loader to timer.steps(loader)"
     if isinstance(one, nn.Module):
         return f"a {kind}: for several models give torch.nn.ModuleList([...])"
+    trainers = [base for base in type(one).__mro__ if base.__name__ == "Trainer"]
+    if trainers:
+        of_transformers = trainers[0].__module__.startswith("transformers.")
+        timer = "huggingface.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
+        return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
     if isinstance(getattr(one, "optimizer", None), Optimizer):
         return f"a {kind}: give the optimizer inside, its attribute `optimizer`"
     return shown(one)
