@@ -9,7 +9,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.loggers import Destination, MetricsLogger, key
-from lightning_gputime._results.observers import ReadSteps
+from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference
@@ -144,9 +144,8 @@ class MeanLog:
             means |= self.slow.metrics(self.newest, n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
             values |= self.yardstick.metrics(sums.work)
-            for one in self.observers:
-                if hasattr(one, "metrics"):
-                    values |= one.metrics(self.newest, keep=only_publish)
+            if self.observers:
+                values |= metrics_of(self.observers, self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
 
     def log_values(

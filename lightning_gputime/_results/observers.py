@@ -63,8 +63,14 @@ class StepObserver(Protocol):
     def attach(self) -> None:
         """Start: a measurement begins."""
 
-    def step_ends(self) -> None:
-        """Take note of the end of a timed step. It is called in every one: be quick."""
+    def step_ends(self, now_ns: int) -> None:
+        """Take note that a step ends, just before its end is marked. Be quick: it is in the loop.
+
+        It is not called while the timer is off between timed steps.
+
+        Args:
+            now_ns: The host's time (in nanoseconds), from an arbitrary origin.
+        """
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Take the next steps whose times are known."""
@@ -89,17 +95,34 @@ class StepObserver(Protocol):
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     """Return what observers add to a summary; one that raises adds nothing."""
     sections = []
-    for one in observers:
-        try:
-            found = one.summary() if hasattr(one, "summary") else None
-        except Exception as error:
-            messages.warning("%s adds nothing to the summary: %r", type(one).__name__, error)
-            continue
+    for one, found in _ask(observers, "summary"):
         if isinstance(found, str):
-            found = Section(type(one).__name__, (found,))
-        if found is not None:
+            sections.append(Section(type(one).__name__, (found,)))
+        elif found is not None:
             sections.append(found)
     return tuple(sections)
+
+
+def metrics_of(observers: Sequence[Any], newest: int, *, keep: bool) -> dict[str, float]:
+    """Return what observers add to a log; one that raises adds nothing."""
+    metrics: dict[str, float] = {}
+    for _, found in _ask(observers, "metrics", newest, keep=keep):
+        metrics |= found
+    return metrics
+
+
+def _ask(
+    observers: Sequence[Any], name: str, *args: Any, **kwargs: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield each observer that has a method, and what it returns; a warning where it raises."""
+    for one in observers:
+        if hasattr(one, name):
+            try:
+                found = getattr(one, name)(*args, **kwargs)
+            except Exception as error:
+                messages.warning("%s.%s() failed: %r", type(one).__name__, name, error)
+                continue
+            yield one, found
 
 
 def methods(observers: Sequence[Any], name: str) -> list[Callable[..., Any]]:

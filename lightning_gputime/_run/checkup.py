@@ -50,17 +50,14 @@ class Checkup:
 
     Args:
         results: Have the sums.
+        boundaries: Have seen the loop.
+        recorder: Knows of other threads.
     """
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: Results, boundaries: Boundaries, recorder: Recorder) -> None:
         self._results = results
-        self._boundaries: Boundaries
-        self._recorder: Recorder
-        self._is_over = False
-
-    def watch(self, boundaries: Boundaries, recorder: Recorder) -> None:
-        """Take what has seen the loop, and what knows of other threads."""
         self._boundaries, self._recorder = boundaries, recorder
+        self._is_over = False
 
     def steps_read(self, _: object) -> None:
         """Judge once, when there are enough steps."""

@@ -28,6 +28,7 @@ from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.recorder import PAUSED, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.observers import call_safely, methods
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.agreement import open_agreement
@@ -114,21 +115,12 @@ class Session:
         self._probe = probe
         self._comparison = RankComparer(results, means, options)
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
+        """Finds slow steps, and their causes."""
+        self._means = means
         means.slow = results.slow
         means.on_logged = partial(self.analyzer.own_calls.end, "logging")
-        """Finds slow steps, and their causes."""
-        self._checkup = Checkup(results)
         users = user_functions(options, on_step, self.analyzer)
-        self._means = means
-        observers = [results, self._comparison, self.analyzer, means, self._checkup]
         sampler = sampler_for(clock) if options.memory else None
-        if sampler is not None:
-            results.peaks = PhaseMemory(sampler.total)
-            observers.insert(0, results.peaks)
-        observers += options.observers
-        self._dispatcher = StepDispatcher([*observers, users], means, self._comparison, options)
-        results.observers = options.observers
-        means.observers = [results.peaks, *options.observers]
         self._reading_since = 0
         self.recorder = Recorder(
             clock,
@@ -145,15 +137,24 @@ class Session:
         results.yardstick = means.yardstick = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
-        self._checkup.watch(self._boundaries, self.recorder)
+        self._checkup = Checkup(results, self._boundaries, self.recorder)
+        memory = []
+        if sampler is not None:
+            results.peaks = PhaseMemory(sampler.total)
+            memory = [results.peaks]
+        own = [*memory, results, self._comparison, self.analyzer, means, self._checkup]
+        observers = [*own, *options.observers, users]
+        self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
+        results.observers = options.observers
+        means.observers = [*memory, *options.observers]
+        # Of the user's, as the analyzer is asked without a list.
+        self._step_ends = methods(options.observers, "step_ends")
         self._has_others = not results.on_host_clock and is_distributed()
         self._waits_before_batch = loop.waits_before_batch
         # Whether the first batch of the open step has not begun.
         self._is_early = False
         self.analyzer.attach()
-        for one in options.observers:
-            if hasattr(one, "attach"):
-                one.attach()
+        call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
 
     # What a loop tells
@@ -259,7 +260,10 @@ class Session:
             return self._end_step_off(number)
         self._newest = number
         self._tried_update = False
-        self.analyzer.step_ends(self._now_ns())
+        now_ns = self._now_ns()
+        self.analyzer.step_ends(now_ns)
+        if self._step_ends:
+            call_safely(self._step_ends, now_ns)
         recorder = self.recorder
         recorder.load = self.work.take_step_work()
         reads = self._dispatcher.end_step(number)
@@ -534,7 +538,6 @@ class Session:
         if self.is_attached:
             self.is_attached = self.is_off = False
             self._means.log_means()
-            self._comparison.remove()
             self._checkup.end()
             self._dispatcher.remove()
 
