@@ -287,7 +287,7 @@ class Timer:
             ax: The matplotlib axes to draw on; by default of a new figure.
 
         Returns:
-            The matplotlib figure and axes. A notebook shows what is returned, once.
+            The matplotlib figure and axes. Pyplot shows them, also at the end of a notebook's cell.
 
         Raises:
             ImportError: If matplotlib is not installed (extra `plot`).

@@ -227,7 +227,6 @@ def test_the_slowest_come_first_and_print_as_a_table(loop: Loop) -> None:
     ]
     assert ">generation 2</td>" in found._repr_html_()
     assert 7 in found._table().left
-    assert found._table()._rich().row_count == 3
     assert repr(found).startswith("SlowSteps([SlowStep(step=30, ")
 
 

@@ -126,8 +126,9 @@ LONG = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 def test_a_long_name_takes_lines_and_no_columns(with_rich: bool) -> None:
     results = Results(10, 0)
     results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG}": 2.5, "日本語": 1.5})])
-    table = results.summary()._table()
-    lines = on_console(table, 80) if with_rich else table.text(80).splitlines()
+    summary = results.summary()
+    table = summary._table()
+    lines = on_console(summary, 80) if with_rich else table.text(80).splitlines()
     assert header(lines)[:4] == ["phase", "mean", "share", "p50"]
     assert max(map(len, lines)) <= 80
     [first] = [i for i, line in enumerate(lines) if line.startswith("  base_model")]

@@ -1,17 +1,15 @@
 """Figures of what was measured, with matplotlib."""
 
-import io
 import re
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._phases import COLOURS, Timeline, in_order
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.table import in_notebook
 
 _MISSING = "plots need matplotlib: python -m pip install matplotlib"
 
@@ -27,22 +25,10 @@ _NO_PHASES = ("step", "host_wait")
 """What stands beside the phases in a history."""
 
 
-class Drawing(NamedTuple):
-    """A figure and its axes, which a notebook shows where they are a cell's result."""
-
-    figure: Any
-    axes: Any
-
-    def _repr_png_(self) -> bytes:
-        image = io.BytesIO()
-        self.figure.savefig(image, format="png", dpi=100, bbox_inches="tight")
-        return image.getvalue()
-
-
 def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
     """Draw the phases of each step, stacked; those of many steps in bins."""
     history, warmup = results.history_and_warmup()
-    drawing, ax = _axes(ax)
+    ax = _axes(ax)
     title = "Phases of each step"
     if len(history):
         bins = _bins(len(history), warmup)
@@ -52,7 +38,7 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
         handles, labels = ax.get_legend_handles_labels()
         _add_legend(ax, handles[::-1], labels[::-1])
     ax.set(xlabel="step", ylabel="time per step (ms)", title=title)
-    return drawing
+    return ax.figure, ax
 
 
 def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup: int) -> None:
@@ -109,7 +95,7 @@ def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
     if line is None:
         raise ValueError(f"step {step.step} has no timeline to draw")
     names = in_order([name for name in step.phase_ms if "/" not in name])
-    drawing, ax = _axes(ax, height=2.4)
+    ax = _axes(ax, height=2.4)
     device = "CPU" if results.on_host_clock else "GPU"
     _draw_lane(ax, 0, line, list(accumulate(line.device_ms, initial=0.0)), names)
     _draw_lane(ax, 1, line, [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns], names)
@@ -119,7 +105,7 @@ def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
     handles = {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
     labels = [label for label in map(_label, names) if label in handles]
     _add_legend(ax, [handles[label] for label in labels], labels)
-    return drawing
+    return ax.figure, ax
 
 
 def _draw_lane(
@@ -162,21 +148,16 @@ def new_axes() -> Any:
     return Figure(figsize=(9, 4), layout="constrained").add_subplot()
 
 
-def _axes(ax: Any, height: float = 4.0) -> tuple[tuple[Any, Any], Any]:
-    """Return what a plot returns, and the axes to draw on.
+def _axes(ax: Any, height: float = 4.0) -> Any:
+    """Return the axes to draw on: those that are given, or of a figure that pyplot shows.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
     if ax is not None:
-        # Whose figure this is shows it.
-        return (ax.figure, ax), ax
+        return ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(_MISSING) from error
-    figure, ax = plt.subplots(figsize=(9, height), layout="constrained")
-    if in_notebook():
-        # At the end of a cell pyplot shows the figures that it keeps, besides the cell's result.
-        plt.close(figure)
-    return Drawing(figure, ax), ax
+    return plt.subplots(figsize=(9, height), layout="constrained")[1]

@@ -17,7 +17,7 @@ from lightning_gputime._results.history import Newest, history, mean_run_ahead_m
 from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.slow import NOT_JUDGED, SlowLog, SlowSteps
+from lightning_gputime._results.slow import SlowLog, SlowSteps
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
@@ -118,7 +118,7 @@ class Results:
 
     def slowest(self, n: int) -> SlowSteps:
         """Returns the slow steps with the largest excess."""
-        return SlowSteps(self.slow.slowest(n), hint="" if self.slow.is_known else NOT_JUDGED)
+        return self.slow.slowest(n)
 
     def add_probed(self, step: StepRecord) -> None:
         """Takes a step that was probed; it is in no other statistics.

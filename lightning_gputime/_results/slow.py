@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal
 
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
@@ -20,11 +20,10 @@ _WORDS: Mapping[str, str] = {
 }
 """What a kind of cause is called in a sentence, where that is not its name."""
 
-# So many slow steps are kept, those with the largest excess; the others are only added up.
-_MOST = 1_000
+_MAX_KEPT = 1_000
+"""Of more, those with the largest excess are kept; the others are only added up."""
 
-NOT_JUDGED = "No step was judged yet: that takes ten that were timed after the warm-up."
-"""What `slowest` says then."""
+_NOT_JUDGED = "No step was judged yet: that takes ten that were timed after the warm-up."
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,37 +98,21 @@ def _of_cause(cause: Cause, unit: Unit) -> str:
     return f"{unit.of(cause.reached_ms)} {cause.name}{detail}"
 
 
-class SlowSteps(Tabular, Sequence[SlowStep]):
+class SlowSteps(Tabular, tuple[SlowStep, ...]):
     """Slow steps, which `print` shows as a table; without any it shows the hint."""
 
-    def __init__(self, steps: Sequence[SlowStep], hint: str = "") -> None:
-        self._steps = tuple(steps)
-        self._hint = hint
-
-    @overload
-    def __getitem__(self, index: int) -> SlowStep: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "SlowSteps": ...
-
-    def __getitem__(self, index: int | slice) -> "SlowStep | SlowSteps":
-        if isinstance(index, slice):
-            return SlowSteps(self._steps[index], self._hint)
-        return self._steps[index]
-
-    def __len__(self) -> int:
-        return len(self._steps)
+    hint = "No step was slow."
 
     def __repr__(self) -> str:
-        return f"SlowSteps({list(self._steps)!r})"
+        return f"SlowSteps({[*self]!r})"
 
     def _table(self) -> Table:
-        if not self._steps:
-            return Table(self._hint or "No step was slow.", [], [])
+        if not self:
+            return Table(self.hint, [], [])
         header = ("step", "took", "usual", "phase", "cause", "host", "reached", "detail")
-        lines = [line for step in self._steps for line in _lines(step)]
+        lines = [line for step in self for line in _lines(step)]
         took, usual, unexplained = (
-            f"{sum(getattr(step, name) for step in self._steps):.3f}"
+            f"{sum(getattr(step, name) for step in self):.3f}"
             for name in ("step_ms", "usual_ms", "unexplained_ms")
         )
         whole = ("all", took, usual, "", "unexplained", "", unexplained, "")
@@ -181,33 +164,10 @@ class SlowSummary:
         )
 
 
-class _Sums(NamedTuple):
-    """Sums over slow steps (in milliseconds): those of a cause by its kind and its name."""
+_Sums = Mapping[tuple[str, str], float]
+"""Sums over slow steps (in milliseconds): those of a cause by its kind and its name."""
 
-    n: int = 0
-    excess_ms: float = 0.0
-    unexplained_ms: float = 0.0
-    cause_ms: Mapping[tuple[str, str], float] = {}
-
-    def plus(self, steps: Sequence[SlowStep]) -> "_Sums":
-        """Return the sums over these steps, too."""
-        cause_ms = {**self.cause_ms}
-        for cause in (cause for step in steps for cause in step.causes):
-            key = cause.kind, cause.name
-            cause_ms[key] = cause_ms.get(key, 0.0) + cause.reached_ms
-        return _Sums(
-            self.n + len(steps),
-            self.excess_ms + sum(step.excess_ms for step in steps),
-            self.unexplained_ms + sum(step.unexplained_ms for step in steps),
-            cause_ms,
-        )
-
-    def by(self, at: Literal[0, 1]) -> dict[str, float]:
-        """Return how much each kind of cause (0), or each name (1), has."""
-        found: dict[str, float] = {}
-        for key, ms in self.cause_ms.items():
-            found[key[at]] = found.get(key[at], 0.0) + ms
-        return found
+_COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained")
 
 
 class SlowLog:
@@ -221,10 +181,10 @@ class SlowLog:
         self.is_known = False
         """Whether any step was judged yet."""
         self._worst: tuple[SlowStep, ...] = ()
-        self._sums = _Sums()
+        self._sums: _Sums = {}
         # Those that are not logged yet: those that were added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
-        self._before = _Sums()
+        self._before: _Sums = {}
         # The number of the last step that is in a log.
         self._logged = -1
         # Kinds that were logged once: loggers such as CSV want a constant set.
@@ -236,16 +196,19 @@ class SlowLog:
         if not steps:
             return
         worst = (*self._worst, *steps)
-        self._worst = worst if len(worst) <= 2 * _MOST else (*_largest(worst)[:_MOST],)
-        self._sums = self._sums.plus(steps)
+        self._worst = worst if len(worst) <= 2 * _MAX_KEPT else (*_largest(worst)[:_MAX_KEPT],)
+        self._sums = _add(self._sums, steps)
         # A log that ends inside them is asked for before the next are added.
-        self._before = self._before.plus(self._pending)
+        self._before = _add(self._before, self._pending)
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
         self._pending = [step for step in steps if step.step >= self._logged]
 
-    def slowest(self, n: int) -> list[SlowStep]:
+    def slowest(self, n: int) -> SlowSteps:
         """Return those with the largest excess, the largest first."""
-        return _largest(self._worst)[: min(n, _MOST)]
+        found = SlowSteps(_largest(self._worst)[: min(n, _MAX_KEPT)])
+        if not self.is_known:
+            found.hint = _NOT_JUDGED
+        return found
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return their excess per step since the last log, of `n` timed steps, and by kind."""
@@ -253,29 +216,49 @@ class SlowLog:
             self._logged = newest
         if not self.is_known:
             return {}
-        sums = self._before.plus([step for step in self._pending if step.step <= newest])
+        sums = _add(self._before, [step for step in self._pending if step.step <= newest])
         if not keep:
             self._pending = [step for step in self._pending if step.step > newest]
-            self._before = _Sums()
-        kind_ms = sums.by(0)
+            self._before = {}
+        kind_ms = _causes(sums, 0)
         self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
         kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}
-        return {"slow": sums.excess_ms / n, **kinds}
+        return {"slow": sums.get(_EXCESS, 0.0) / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
         sums = self._sums
-        if not sums.n or not all_ms:
+        if not sums or not all_ms:
             return None
-        causes = sorted(sums.by(1).items(), key=lambda one: one[1], reverse=True)
+        causes = sorted(_causes(sums, 1).items(), key=lambda one: one[1], reverse=True)
         return SlowSummary(
-            n=sums.n,
+            n=int(sums[_COUNT]),
             steps=steps,
-            share=sums.excess_ms / all_ms,
+            share=sums[_EXCESS] / all_ms,
             cause_shares={name: ms / all_ms for name, ms in causes},
-            unexplained_share=sums.unexplained_ms / all_ms,
-            worst=self.slowest(1)[0],
+            unexplained_share=sums[_UNEXPLAINED] / all_ms,
+            worst=_largest(self._worst)[0],
         )
+
+
+def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
+    """Return sums with those over these steps, too."""
+    found = {**sums}
+    for step in steps:
+        of_step = {_COUNT: 1, _EXCESS: step.excess_ms, _UNEXPLAINED: step.unexplained_ms}
+        causes = [((cause.kind, cause.name), cause.reached_ms) for cause in step.causes]
+        for key, value in (*of_step.items(), *causes):
+            found[key] = found.get(key, 0.0) + value
+    return found
+
+
+def _causes(sums: _Sums, at: Literal[0, 1]) -> dict[str, float]:
+    """Return how much each kind of cause (0), or each name (1), has."""
+    found: dict[str, float] = {}
+    for key, ms in sums.items():
+        if key[0]:
+            found[key[at]] = found.get(key[at], 0.0) + ms
+    return found
 
 
 def _largest(steps: Sequence[SlowStep]) -> list[SlowStep]:

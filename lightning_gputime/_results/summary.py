@@ -11,7 +11,7 @@ from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
-from lightning_gputime._results.table import HasSentences, Section, Table, Tabular
+from lightning_gputime._results.table import Section, Table, Tabular
 from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.units import unit_of
 from lightning_gputime._results.verdict import Verdict, advice_sentence, judge, wait_sentence
@@ -188,7 +188,7 @@ class PhaseSummary(Tabular):
         yield self._gap_sentence()
         yield self.probe_failure
         pace = Section("pace", (self._pace_sentence(),))
-        features: Sequence[HasSentences | None] = (
+        features = (
             self.memory,
             self.work,
             pace,

@@ -1,4 +1,4 @@
-"""Tables for a terminal, for a notebook, and for rich; shown where the user looks."""
+"""Tables as text, Markdown and HTML, shown where the user looks."""
 
 import html
 import os
@@ -6,11 +6,11 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 from unicodedata import combining, east_asian_width
 
 _BETWEEN = "  "
@@ -20,14 +20,6 @@ _MAX_FRACTION = 0.4
 """Words are folded to this fraction of the width where the table is too wide."""
 
 _MIN_FOLDED_WIDTH = 16
-
-
-class HasSentences(Protocol):
-    """What one feature adds to a summary: sentences below the table."""
-
-    @property
-    def sentences(self) -> Sequence[str]:
-        """What to print, each on a line of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class Table:
         """
         if not self.lines:
             return self.title
-        table = self if width is None else self._fitting(width, Table._width)
+        table = self if width is None else self._fitting(width)
         header, *body, whole = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, whole)))
         lead = "\n".join(_wrapped(sentence, width) for sentence in self.lead)
@@ -113,58 +105,17 @@ class Table:
             f"{sentences}"
         )
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yield what rich shows, no wider than its console."""
-        from rich.measure import Measurement
-        from rich.text import Text
-
-        if not self.lines:
-            yield Text(self.title)
-            return
-        for i, sentence in enumerate(self.lead):
-            yield Text(sentence, style="" if i else "bold")
-        if self.lead:
-            yield Text()
-        yield Text(self.title)
-        yield Text()
-        unbounded = options.update(max_width=10_000)
-        yield self._fitting(
-            options.max_width,
-            lambda table: int(Measurement.get(console, unbounded, table._rich()).maximum),
-        )._rich()
-        for sentence in self.sentences:
-            yield Text(f"\n{sentence}")
-
-    def _rich(self) -> Any:
-        from rich.box import HORIZONTALS
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        header, *body = self.lines
-        table = RichTable(box=HORIZONTALS, pad_edge=False, show_edge=False)
-        for i, (name, width) in enumerate(zip(header, self._widths(), strict=True)):
-            # Only words may be folded: a number that is cut is a wrong one.
-            if i in self.left:
-                table.add_column(name, overflow="fold")
-            else:
-                table.add_column(name, justify="right", no_wrap=True, min_width=width)
-        for i, line in enumerate(body):
-            # As texts: a name of the user's may look like markup.
-            table.add_row(*map(Text, line), end_section=i == len(body) - 2)
-        return table
-
-    def _fitting(self, width: int, width_of: Callable[["Table"], int]) -> "Table":
-        narrower = [*self._narrower(width)]
-        return next((one for one in narrower if width_of(one) <= width), narrower[-1])
-
-    def _narrower(self, width: int) -> Iterator["Table"]:
-        """Yield it, then with long names on several lines, then both with ever fewer columns."""
-        table = self
-        yield from (table, table._folded(width))
-        for name in self.drops:
+    def _fitting(self, width: int) -> "Table":
+        """Fold long names, or leave out ever more columns, until it is no wider than `width`."""
+        table = folded = self
+        for name in ("", *self.drops):
             if name in table.lines[0]:
                 table = table._without(table.lines[0].index(name))
-                yield from (table, table._folded(width))
+            folded = table._folded(width)
+            for one in (table, folded):
+                if one._width() <= width:
+                    return one
+        return folded
 
     def _folded(self, width: int) -> "Table":
         """Return it with its words on several lines where they take most of the width."""
@@ -182,11 +133,8 @@ class Table:
             left=[i - (i > column) for i in self.left if i != column],
         )
 
-    def _widths(self) -> list[int]:
-        return [max(map(_width_of, column)) for column in zip(*self.lines, strict=True)]
-
     def _width(self) -> int:
-        widths = self._widths()
+        widths = [max(map(_width_of, column)) for column in zip(*self.lines, strict=True)]
         return sum(widths) + len(_BETWEEN) * (len(widths) - 1)
 
     def _padded_lines(self) -> list[str]:
@@ -194,12 +142,8 @@ class Table:
         for i, column in enumerate(zip(*self.lines, strict=True)):
             width = max(map(_width_of, column))
             space = [" " * (width - _width_of(cell)) for cell in column]
-            pairs = (
-                zip(column, space, strict=True)
-                if i in self.left
-                else zip(space, column, strict=True)
-            )
-            columns.append(["".join(pair) for pair in pairs])
+            pairs = (column, space) if i in self.left else (space, column)
+            columns.append(map("".join, zip(*pairs, strict=True)))
         return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
@@ -227,9 +171,11 @@ class Tabular:
         """Return the table for a notebook."""
         return self._table().html()
 
-    def __rich__(self) -> Any:
-        """Return the table for rich."""
-        return self._table()
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yield the table for rich, no wider than its console."""
+        from rich.text import Text
+
+        yield Text(self._table().text(options.max_width))
 
 
 def _width_of(text: str) -> int:
