@@ -345,7 +345,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
     before = [*gc.callbacks]
     with hooks(loop) as timer:
         session: Any = timer._session
-        session.analyzer.detectors[0].detect = None
+        session.analyzer.detectors[0] = None
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.micro_batch(x)
             if number in (SLOW, 55):

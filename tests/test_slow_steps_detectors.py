@@ -2,10 +2,13 @@
 
 import contextlib
 import gc
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,18 +21,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
-from lightning_gputime._causes import detectors
+from lightning_gputime._causes import analyzer, detectors
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._causes.detectors import (
     Allocator,
-    CauseDetector,
-    Clocks,
     Loader,
-    Phases,
     Preemption,
     allocator_of,
     clocks_of,
+    detect_lower_clocks,
+    detect_phases,
 )
+from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog
@@ -43,11 +46,16 @@ SLOW = 30
 class Bench:
     """Records that are as long as a test says, and the detector that is asked about them."""
 
-    def __init__(self, gpu: FakeGPU, *asked: CauseDetector) -> None:
+    def __init__(self, gpu: FakeGPU, *asked: Any) -> None:
         self.gpu = gpu
         self.analyzer = SlowStepAnalyzer(gpu, SlowLog())
-        self.analyzer.detectors = [*asked]
+        self.analyzer.detectors = [getattr(one, "detect", one) for one in asked]
         self.loaders = [one for one in asked if isinstance(one, Loader)]
+        for one in asked:
+            name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
+            setattr(self.analyzer, name.get(type(one), "_"), one)
+        # Whatever the test itself collects is none of its business.
+        setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
         self.analyzer.loop_begins()
         self.found: list[SlowStep] = []
@@ -63,6 +71,7 @@ class Bench:
         self.analyzer.step_ends(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
         record = StepRecord(number, tuple(USUAL), on_device, ends, 0.0, 0, False)
+        self.analyzer.reading_begins()
         self.analyzer.steps_read(ReadSteps([record], 0))
         self.found += self.analyzer.newest
 
@@ -80,30 +89,30 @@ class Bench:
 
 
 class Scheduler:
-    """A scheduler: how long the thread waited in line, was stopped, and how often it was let in."""
+    """A scheduler: how long the thread waited in line, or was stopped, and how often."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.gpu = gpu
-        self.queued = self.stopped = self.slices = 0
-        self.samples = self.reads = 0
+        self.queued = self.stopped = self.losses = self.waits = self.samples = 0
 
-    def cpu_ns(self) -> int:
+    def usage(self) -> Any:
         self.samples += 1
-        return self.gpu.now - self.queued - self.stopped
-
-    def read(self) -> tuple[int, int]:
-        self.reads += 1
-        return self.queued, self.slices
+        return SimpleNamespace(
+            ru_utime=(self.gpu.now - self.queued - self.stopped - 5 * MS) / 1e9,
+            ru_stime=5 / 1e3,
+            ru_nvcsw=self.waits,
+            ru_nivcsw=self.losses,
+        )
 
     def detector(self) -> Preemption:
-        return Preemption(self.cpu_ns, self.read)
+        return Preemption(self.usage)
 
 
 def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
     bench.usual()
-    scheduler.queued, scheduler.slices = 30 * MS, 8
+    scheduler.queued, scheduler.losses = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
     [slow] = bench.found
     assert slow.causes == (Cause("preemption", 30.0, 30.0, "others had the processor"),)
@@ -111,17 +120,17 @@ def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU
 
 
 @pytest.mark.parametrize(
-    ("phase", "slices", "is_told"),
+    ("phase", "waits", "is_told"),
     [("backward", 1, True), ("data", 1, False), ("backward", 10, False)],
 )
 def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
-    gpu: FakeGPU, phase: str, slices: int, is_told: bool
+    gpu: FakeGPU, phase: str, waits: int, is_told: bool
 ) -> None:
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
     bench.usual()
-    # In ten slices, as where another thread of Python is at work in between.
-    scheduler.stopped, scheduler.slices = 50 * MS, slices
+    # In ten waits, as where another thread of Python is at work in between.
+    scheduler.stopped, scheduler.waits = 50 * MS, waits
     bench.step(SLOW, {phase: 50.0}, {phase: 50.0})
     [slow] = bench.found
     cause = Cause("preemption", 50.0, 50.0, "stopped, or blocked")
@@ -133,37 +142,45 @@ def test_time_in_line_that_is_usual_is_not_that_of_the_slow_step(gpu: FakeGPU) -
     bench = Bench(gpu, scheduler.detector())
     for number in range(80):
         # Some of each step, as on a busy machine.
-        scheduler.queued, scheduler.slices = scheduler.queued + MS, scheduler.slices + 1
+        scheduler.queued, scheduler.losses = scheduler.queued + MS, scheduler.losses + 1
         bench.step(number, {}, {})
     # It waits for a batch.
-    scheduler.stopped, scheduler.slices = scheduler.stopped + 40 * MS, scheduler.slices + 1
+    scheduler.stopped, scheduler.waits = scheduler.stopped + 40 * MS, scheduler.waits + 1
     bench.step(80, {"data": 40.0}, {"data": 40.0})
     [slow] = bench.found
     assert (slow.step, slow.causes) == (80, ())
 
 
-def test_the_scheduler_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> None:
+def test_the_scheduler_is_asked_once_a_step_from_the_first_baseline_on(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
-    bench.usual()
-    # Where the loop began, and after 10 steps.
-    assert (scheduler.samples, scheduler.reads) == (SLOW + 1, 2)
-    bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
-    assert (scheduler.samples, scheduler.reads) == (SLOW + 2, 3)
+    bench.usual(range(10))
+    assert scheduler.samples == 0
+    bench.usual(range(10, SLOW))
+    assert scheduler.samples == SLOW - 10
+
+
+def test_a_slow_step_before_the_first_baseline_has_no_such_cause(gpu: FakeGPU) -> None:
+    scheduler = Scheduler(gpu)
+    bench = Bench(gpu, scheduler.detector())
+    bench.usual(range(5))
+    scheduler.queued, scheduler.losses = 30 * MS, 8
+    bench.step(5, {"backward": 40.0}, {"backward": 35.0})
+    bench.usual(range(6, SLOW))
+    [slow] = bench.found
+    assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
 
 
 def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detectors, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(analyzer, "_WORTH_MS", 1e3)
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
     bench.usual()
-    asked = scheduler.samples, scheduler.reads
-    assert asked == (11, 1)
-    scheduler.queued, scheduler.slices = 30 * MS, 8
+    scheduler.queued, scheduler.losses = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    assert (scheduler.samples, scheduler.reads) == asked
+    assert scheduler.samples == 0
     [slow] = bench.found
     assert (slow.causes, slow.unexplained_ms) == ((), 35.0)
 
@@ -174,12 +191,12 @@ def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_
     detector, loader = Scheduler(gpu).detector(), Loader(gpu.host_ns)
     bench = Bench(gpu, detector, loader)
     bench.usual()
-    monkeypatch.setattr(detectors, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(analyzer, "_WORTH_MS", 1e3)
 
     def fetch_starts() -> None:
         # The steps before are read while it is open.
         gpu.now += 1
-        detector.baseline_changed(bench.analyzer._baseline)
+        bench.analyzer._baseline_changed()
 
     monkeypatch.setattr(loader, "fetch_starts", fetch_starts)
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
@@ -195,48 +212,59 @@ def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU
     for number in range(SLOW):
         bench.step(number, {}, {})
         # The thread was away from the processor all through one that is not timed, in one turn.
-        scheduler.stopped, scheduler.slices = scheduler.stopped + 200 * MS, scheduler.slices + 1
+        scheduler.stopped, scheduler.waits = scheduler.stopped + 200 * MS, scheduler.waits + 1
         gpu.now += 200 * MS
         bench.analyzer.step_ends(gpu.now)
-    scheduler.stopped, scheduler.slices = scheduler.stopped + 50 * MS, scheduler.slices + 1
+    scheduler.stopped, scheduler.waits = scheduler.stopped + 50 * MS, scheduler.waits + 1
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
     assert slow.causes == (Cause("preemption", 50.0, 50.0, "stopped, or blocked"),)
 
 
-def test_a_scheduler_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
-    def fails() -> tuple[int, int]:
-        raise FileNotFoundError("/proc/thread-self/schedstat")
-
+def test_a_short_time_off_the_processor_is_not_told(gpu: FakeGPU) -> None:
     scheduler = Scheduler(gpu)
-    bench = Bench(gpu, Preemption(scheduler.cpu_ns, fails))
-    scheduler.stopped = 50 * MS
-    assert bench.slow({"backward": 50.0}, {"backward": 50.0}) == ()
-    assert scheduler.samples == 11
+    bench = Bench(gpu, scheduler.detector())
+    bench.usual()
+    scheduler.queued, scheduler.losses = 4 * MS, 8
+    bench.step(SLOW, {"backward": 4.0}, {"backward": 4.0})
+    [slow] = bench.found
+    assert (slow.causes, slow.unexplained_ms) == ((), 4.0)
+
+
+def test_a_system_that_does_not_count_for_a_thread_has_no_such_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
+    assert detectors.thread_usage() is None
+    told = SlowStepAnalyzer(HostClock(), SlowLog())
+    assert told._preemption is None
 
 
 def test_linux_counts_for_the_thread_of_the_loop() -> None:
-    reads: list[list[int]] = []
+    usage = detectors.thread_usage()
+    if usage is None:
+        pytest.skip("this system does not count for a thread")
+    reads: list[Any] = []
 
     def loop() -> None:
         for _ in range(2):
-            sum(range(200_000))
-            with contextlib.suppress(OSError):
-                reads.append([time.thread_time_ns(), *detectors.read_scheduler()])
+            reads.append(usage())
+            until = time.thread_time() + 0.05
+            while time.thread_time() < until:
+                pass
+        time.sleep(0.01)
+        reads.append(usage())
 
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    # Elsewhere than on Linux there is nothing.
-    assert len(reads) in (0, 2)
-    for before, after in pairwise(reads):
-        assert all(a <= b for a, b in zip(before, after, strict=True))
-        assert 0 < before[0] < after[0]
-        assert before[2] > 0
+    ran_s = [one.ru_utime + one.ru_stime for one in reads]
+    assert ran_s[0] < 0.03 < ran_s[1] < ran_s[2]
+    assert reads[1].ru_nvcsw < reads[2].ru_nvcsw
 
 
 def test_a_wait_for_other_ranks_is_told_whatever_the_host_did(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Phases()).slow({}, {"backward/comm": 20.0})
+    causes = Bench(gpu, detect_phases).slow({}, {"backward/comm": 20.0})
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
@@ -312,24 +340,24 @@ def test_an_allocator_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
 def test_lower_clocks_stretch_all_phases_alike(gpu: FakeGPU) -> None:
     stretched = {name: ms / 2 for name, ms in USUAL.items()}
     detail = "990 of 1980 MHz: heat"
-    assert Bench(gpu, Clocks(lambda: detail)).slow({}, stretched) == (
+    assert Bench(gpu, partial(detect_lower_clocks, lambda: detail)).slow({}, stretched) == (
         Cause("clocks", 0.0, 8.0, detail),
     )
 
 
 @pytest.mark.parametrize("longer", [{"forward": 8.0}, {"forward": 4.0, "backward": 4.0}])
 def test_one_long_phase_is_not_the_clocks_fault(gpu: FakeGPU, longer: dict[str, float]) -> None:
-    assert Bench(gpu, Clocks(lambda: "heat")).slow({}, longer) == ()
+    assert Bench(gpu, partial(detect_lower_clocks, lambda: "heat")).slow({}, longer) == ()
 
 
 def test_full_clocks_explain_nothing(gpu: FakeGPU) -> None:
     stretched = {name: ms / 2 for name, ms in USUAL.items()}
-    assert Bench(gpu, Clocks(lambda: "")).slow({}, stretched) == ()
+    assert Bench(gpu, partial(detect_lower_clocks, lambda: "")).slow({}, stretched) == ()
     assert clocks_of(torch.device("cpu")) is None
 
 
 def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Phases()).slow({}, {"forward": 40.0, "backward/comm": 2.0})
+    causes = Bench(gpu, detect_phases).slow({}, {"forward": 40.0, "backward/comm": 2.0})
     assert causes == ()
 
 

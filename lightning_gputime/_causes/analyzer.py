@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from time import perf_counter_ns
 from typing import Any
@@ -9,26 +10,28 @@ from typing import Any
 from lightning_gputime._causes.attribution import Baseline, ExcessAttribution
 from lightning_gputime._causes.detectors import (
     Allocator,
-    CauseDetector,
-    Clocks,
-    Compilation,
-    Garbage,
+    HostSpans,
     Loader,
-    Phases,
     Preemption,
-    Spans,
     allocator_of,
     clocks_of,
+    detect_lower_clocks,
+    detect_phases,
+    thread_usage,
 )
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.observers import ReadSteps, methods
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
 from lightning_gputime._untraced import untraced
 
 _TOGETHER = 25
 """Number of steps that are judged together, by those before."""
+
+_WORTH_MS = 2.0
+"""Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call
+whose code is cold)."""
 
 
 @untraced
@@ -41,32 +44,33 @@ class SlowStepAnalyzer:
     def __init__(self, clock: Clock, log: SlowLog) -> None:
         self._log = log
         now_ns = self._now_ns = clock.host_ns
-        loader = Loader(now_ns)
-        self.own_calls = Spans("callback", now_ns)
-        """When the timer called loggers, and functions of the user's."""
-        self.set_loader, self.fetch_starts = loader.set_loader, loader.fetch_starts
+        self._spans = HostSpans(now_ns)
+        self.start_own_call = partial(self._spans.start, "callback")
+        """Call where the timer calls loggers, and functions of the user's."""
+        self.end_own_call = partial(self._spans.end, "callback")
+        """Call where these are over, with what was called."""
+        self._loader = Loader(now_ns)
+        self.set_loader, self.fetch_starts = self._loader.set_loader, self._loader.fetch_starts
         device = getattr(clock, "device", None)
-        allocator, clocks = allocator_of(device), clocks_of(device)
-        # First those that know when; then those that know how much; then those that know where.
-        self.detectors: list[CauseDetector] = [
-            Garbage(now_ns),
-            Compilation(now_ns),
-            self.own_calls,
-            # Its times are of the system's clock.
-            *([Preemption()] if now_ns is perf_counter_ns else []),
-            loader,
-            Phases(),
-            *([Allocator(allocator)] if allocator is not None else []),
-            *([Clocks(clocks)] if clocks is not None else []),
+        read_allocator, read_clocks = allocator_of(device), clocks_of(device)
+        self._allocator = Allocator(read_allocator) if read_allocator is not None else None
+        # Its times are of the system's clock.
+        usage = thread_usage() if now_ns is perf_counter_ns else None
+        self._preemption = Preemption(usage) if usage is not None else None
+        self.detectors: list[Callable[[ExcessAttribution], None]] = [
+            self._spans.detect,
+            self._loader.detect,
+            detect_phases,
+            *(one.detect for one in (self._allocator, self._preemption) if one is not None),
+            *([partial(detect_lower_clocks, read_clocks)] if read_clocks is not None else []),
         ]
-        """In the order in which they are asked."""
+        """In the order in which they are asked: first those that know when, last the rarest."""
         self._is_attached = False
-        self._step_ends: list[Callable[..., Any]] = []
-        self._counters: list[Callable[..., Any]] = []
+        self._sample_usage: Callable[[int], None] | None = None
         # The end of the last step, and how long after it the end of a slow one is at least.
         self._ended_ns = 0
         self._host_threshold_ns = inf
-        self._reads_counters = False
+        self._reads_allocator = False
         self._baseline = Baseline()
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
@@ -79,43 +83,40 @@ class SlowStepAnalyzer:
     def attach(self) -> None:
         """Let the detectors look."""
         self._is_attached = True
-        self._call_all("attach")
-        self._step_ends = methods(self.detectors, "step_ends")
-        self._counters = methods(self.detectors, "read_counters")
+        self._call(self._spans.attach)
 
     def remove(self) -> None:
         """Take everything off. Safe to call twice, and in a process that was forked."""
-        self._is_attached = False
-        self._step_ends, self._counters = [], []
-        for remove in methods(self.detectors, "remove"):
-            remove()
+        self._is_attached, self._sample_usage = False, None
+        self._host_threshold_ns = inf
+        self._spans.remove()
 
-    def _call_all(self, name: str, *args: Any) -> None:
+    def _call(self, method: Callable[..., Any], *args: Any) -> None:
         try:
-            for method in methods(self.detectors, name):
-                method(*args)
+            method(*args)
         except Exception as error:
             self._give_up(error)
 
     def loop_begins(self) -> None:
         """Call where a loop begins, in its thread."""
-        self._call_all("loop_begins", self._now_ns())
+        self._loader.loop_begins(self._now_ns())
         self.timing_resumes()
 
     def timing_resumes(self) -> None:
         """Call where a step starts after some that were not timed."""
         now_ns = self._ended_ns = self._now_ns()
-        self._call_all("step_ends", now_ns)
-        self._call_all("read_counters", now_ns)
+        if self._sample_usage is not None:
+            self._sample_usage(now_ns)
+        if self._is_attached and self._allocator is not None:
+            self._allocator.sample(now_ns)
 
     def step_ends(self, now_ns: int) -> None:
         """Call just before the end of a timed step is marked, and the start of one."""
         # Every step pays for this.
-        for sample in self._step_ends:
-            sample(now_ns)
-        if now_ns - self._ended_ns > self._host_threshold_ns:
-            for read in self._counters:
-                read(now_ns)
+        if self._sample_usage is not None:
+            self._sample_usage(now_ns)
+        if now_ns - self._ended_ns > self._host_threshold_ns and self._allocator is not None:
+            self._allocator.sample(now_ns)
         self._ended_ns = now_ns
 
     def reading_begins(self) -> None:
@@ -138,7 +139,8 @@ class SlowStepAnalyzer:
         now_ns = self._now_ns()
         self._readings.append((self._reads_since, now_ns))
         # What is read together may be handed over in parts; and a span of own calls starts.
-        self._reads_since = self.own_calls.started_ns = now_ns
+        self._reads_since = now_ns
+        self.start_own_call()
 
     def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
         baseline, found = self._baseline, []
@@ -157,13 +159,17 @@ class SlowStepAnalyzer:
         return found
 
     def _baseline_changed(self) -> None:
+        if not self._is_attached:
+            return
         self._host_threshold_ns = self._baseline.host_threshold_ms * 1e6
-        if self._is_attached:
-            self._call_all("baseline_changed", self._baseline)
+        is_long = self._baseline.host_ms >= _WORTH_MS
+        if self._preemption is not None:
+            self._sample_usage = self._preemption.sample if is_long else None
+        self._call(self._spans.attach)  # Dynamo may have been loaded, or reset, since.
         # To read them takes some 70 us.
-        self._reads_counters = not self._reads_counters
-        if self._reads_counters:
-            self._call_all("read_counters", self._now_ns())
+        self._reads_allocator = not self._reads_allocator
+        if self._reads_allocator and self._allocator is not None:
+            self._allocator.sample(self._now_ns())
 
     def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
         threshold_ms = self._baseline.slow_threshold_ms
@@ -180,8 +186,8 @@ class SlowStepAnalyzer:
 
     def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
         attribution = ExcessAttribution(step, step_ms, self._baseline, [*self._waits])
-        for one in self.detectors:
-            one.detect(attribution)
+        for detect in self.detectors:
+            detect(attribution)
         return SlowStep(
             step.number,
             step_ms,

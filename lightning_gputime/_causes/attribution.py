@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from math import inf
 from operator import attrgetter, sub
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gputime._phases import of_one_callback, settle
 from lightning_gputime._record.steps import StepRecord
@@ -32,16 +32,11 @@ _LEAST_SHARE = 0.05
 _Causes = dict[tuple[Kind, str], float]
 
 
-Span = tuple[int, int, str]
+Span = tuple[int, int, Kind, str]
 """When something that held up the host started and ended (in nanoseconds), and what it was."""
 
-
-class PartBaseline(NamedTuple):
-    """The medians of a part of the step; a host time that deviates by more is not chance."""
-
-    device_ms: float = 0.0
-    host_ms: float = 0.0
-    host_noise_ms: float = 0.0
+_Medians = tuple[float, float, float]
+"""Of a part of the step: device ms, host ms, and by how much these deviate by chance."""
 
 
 class Baseline:
@@ -61,7 +56,7 @@ class Baseline:
         self.steps: deque[StepRecord] = deque(maxlen=_SIZE)
         self.each_ms: deque[float] = deque(maxlen=_SIZE)
         self._n_new = 0
-        self._parts: dict[str, PartBaseline] | None = None
+        self._parts: dict[str, _Medians] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -73,11 +68,6 @@ class Baseline:
         """A step that takes the host longer may turn out to be slow (in milliseconds)."""
         return self.host_ms + max(_SHARE * self.host_ms, _LEAST_MS)
 
-    @property
-    def each_host_ns(self) -> list[tuple[int, int]]:
-        """The host time at the start and at the end of each step (in nanoseconds)."""
-        return [(step.host_ns[0], step.host_ns[-1]) for step in self.steps]
-
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Take the next steps; return whether the baseline was taken anew."""
         self.steps.extend(steps)
@@ -88,18 +78,18 @@ class Baseline:
         self._n_new = 0
         self._parts = None
         self.step_ms = median(self.each_ms)
-        self.host_ms = median([end - start for start, end in self.each_host_ns]) / 1e6
+        self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
         noise_ms = _MADS * _deviation(self.each_ms, self.step_ms)
         self.slow_threshold_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True
 
-    def part(self, name: str) -> PartBaseline:
-        """Return the baseline of a part; one that most steps do not have takes no time."""
+    def part(self, name: str) -> _Medians:
+        """Return the medians of a part; one that most steps do not have takes no time."""
         if self._parts is None:
             # Only where a step was slow: most blocks of steps have none.
             self._parts = _parts_of([*self.steps])
             self.wait_ms = median([step.wait_ms for step in self.steps])
-        return self._parts.get(name, PartBaseline())
+        return self._parts.get(name, (0.0, 0.0, 0.0))
 
 
 def _leaves(labels: tuple[str, ...]) -> list[str]:
@@ -107,7 +97,7 @@ def _leaves(labels: tuple[str, ...]) -> list[str]:
     return [names[-1] if names else "" for names in settle(labels)]
 
 
-def _parts_of(steps: Sequence[StepRecord]) -> dict[str, PartBaseline]:
+def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
     device_ms: dict[str, list[float]] = {}
     host_ns: dict[str, list[int]] = {}
     # By columns, as steps are much alike.
@@ -127,13 +117,13 @@ def _added(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
     return columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
 
 
-def _part(device_ms: list[float], host_ns: list[int], n: int) -> PartBaseline:
+def _part(device_ms: list[float], host_ns: list[int], n: int) -> _Medians:
     # A step without it counts with nothing.
     absent = [0] * (n - len(device_ms))
     host_ns = host_ns + absent
     middle_ns = median(host_ns)
     noise_ns = _MADS * _deviation(host_ns, middle_ns)
-    return PartBaseline(median([*device_ms, *absent]), middle_ns / 1e6, noise_ns / 1e6)
+    return median([*device_ms, *absent]), middle_ns / 1e6, noise_ns / 1e6
 
 
 def median(values: Iterable[float]) -> float:
@@ -166,12 +156,12 @@ class PartExcess:
 
     def compare(self, baseline: Baseline, waits: Sequence[tuple[int, int]]) -> None:
         """Set the excess over a baseline; the timer's own waits are none."""
-        usual = baseline.part(self.name)
-        self.device_excess_ms = max(self.device_ms - usual.device_ms, 0.0)
+        usual_device_ms, usual_host_ms, noise_ms = baseline.part(self.name)
+        self.device_excess_ms = max(self.device_ms - usual_device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
         waited_ms = sum(self.take(*wait) for wait in waits)
-        host_ms = self.host_ms - usual.host_ms - max(waited_ms - baseline.wait_ms, 0.0)
-        self.unattributed_host_ms = host_ms if host_ms > usual.host_noise_ms else 0.0
+        host_ms = self.host_ms - usual_host_ms - max(waited_ms - baseline.wait_ms, 0.0)
+        self.unattributed_host_ms = host_ms if host_ms > noise_ms else 0.0
 
     def take(self, start_ns: int, end_ns: int) -> float:
         """Take a span out of the free host time; return how much it was (in milliseconds)."""
@@ -254,9 +244,9 @@ class ExcessAttribution:
         ]
         return len(factors) > 2 and min(factors) > 1.05 and max(factors) < 1.2 * min(factors)
 
-    def attribute_spans(self, kind: Kind, spans: Iterable[Span]) -> None:
-        """Attribute host time to something whose start and end are known."""
-        for start_ns, end_ns, detail in spans:
+    def attribute_spans(self, spans: Iterable[Span]) -> None:
+        """Attribute host time to what started and ended at a known time."""
+        for start_ns, end_ns, kind, detail in spans:
             for part in self._parts.values():
                 ms = part.take(start_ns, end_ns)
                 if ms:
@@ -289,7 +279,7 @@ class ExcessAttribution:
             for start, end in part.intervals
             if start <= started < end
         )
-        return max(took_ns / 1e6 - self.baseline.part(name).host_ms, 0.0)
+        return max(took_ns / 1e6 - self.baseline.part(name)[1], 0.0)
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, those first of which most reached the device."""

@@ -109,7 +109,7 @@ class UserFunctions:
         slow = self._analyzer.newest
         if not self._on_step and not slow:
             return
-        self._analyzer.own_calls.start()
+        self._analyzer.start_own_call()
         # Over a copy, because one that fails is taken out.
         for call in [*self._on_step]:
             try:
@@ -119,7 +119,7 @@ class UserFunctions:
                 messages.warning("on_step is called no more, because it failed: %r", error)
                 self._on_step.remove(call)
         self._call_slow(slow)
-        self._analyzer.own_calls.end(self._names)
+        self._analyzer.end_own_call(self._names)
 
     def _call_slow(self, slow: Sequence[SlowStep]) -> None:
         if self._on_slow_step is not None:

@@ -118,7 +118,7 @@ class Session:
         """Finds slow steps, and their causes."""
         self._means = means
         means.slow = results.slow
-        means.on_logged = partial(self.analyzer.own_calls.end, "logging")
+        means.on_logged = partial(self.analyzer.end_own_call, "logging")
         users = user_functions(options, on_step, self.analyzer)
         sampler = sampler_for(clock) if options.memory else None
         self._reading_since = 0
