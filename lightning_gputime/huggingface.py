@@ -1,8 +1,8 @@
 """The timer for the Trainer of Hugging Face's transformers, whose callbacks tell it of steps."""
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Unpack
 
@@ -19,7 +19,7 @@ except ImportError as error:
 
 from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._guard import never_raises
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
@@ -46,9 +46,8 @@ _ELSEWHERE = {
 """Options of the other timers."""
 
 _NOT_FOUND = (
-    "No Trainer is known: steps are timed, but nothing is logged, no evaluation is timed, and after"
-    " an error the hooks stay on. Give PhaseTimeCallback itself to transformers.Trainer("
-    "callbacks=[...])."
+    "No Trainer is known, and no step is timed: give PhaseTimeCallback itself to"
+    " transformers.Trainer(callbacks=[...]), not to a callback that passes its events on."
 )
 
 # They show what is logged: a line of ten more numbers would be no help.
@@ -62,9 +61,9 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     A step is one optimizer update, with the number that the Trainer gives it. Whenever the Trainer
     logs `loss`, the means over the steps since the last log stand beside it, for all that
     `report_to` names and in `trainer.state.log_history`: `phase_time/forward_ms` and so on, as
-    `GPUPhaseTimer` logs. An evaluation belongs to no step; its own means stand beside `eval_loss`
-    in what is reported: `eval_phase_time/forward_ms`. What is printed, and what `train` and
-    `evaluate` return, have none.
+    `GPUPhaseTimer` logs. An evaluation inside a training belongs to no step; its own means stand
+    beside `eval_loss` in what is reported: `eval_phase_time/forward_ms`. What is printed, and what
+    `train` and `evaluate` return, have none.
 
     `data/fetch` is the fetch of all micro-batches of a step, and their copy to the device, which
     accelerate makes in one; `data/callbacks` is what callbacks, logging and checkpoints take.
@@ -94,30 +93,27 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         super().__init__(Options(**options))
         check_bools(summary=summary)
         self._prints_table = summary
+        self._owes_table = False
         self._tell_once = TellOnce()
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
-        self._behind: _Behind | None = None
+        self._behind = _Behind()
         self._patches: list[Subscription] = []
+        self._loss: _TimedLoss | None = None
         self._handled: BaseException | None = None
         # Of a training. A step may reach across epochs; its inputs are those not yet trained on.
         self._means: MeanLog | None = None
-        self._loss: _LossFunction | None = None
         self._batch, self._inputs = Batch(is_open=False), list[Any]()
-        self._sees_fetches = self._is_in_step = False
-        # Of evaluations: the model of the open one; the newest one's means, as they are logged.
+        self._is_in_step = False
+        # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._evaluations = Evaluations(self._options)
-        self._evaluated_model: nn.Module | None = None
         self._stage, self._evaluation_means = "", dict[str, float]()
-        # Means for the Trainer's next log.
+        # Means of steps for the Trainer's next log.
         self._unlogged = dict[str, float]()
-        # Whether a table is due, and whether it is this rank that prints it.
-        self._owes_table = self._is_first = False
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_patches": [], "_inputs": []}
-        alone = ("_trainer", "_behind", "_handled", "_means", "_loss", "_evaluated_model")
-        return {**state, **dict.fromkeys(alone)}
+        alone = dict.fromkeys(("_trainer", "_handled", "_means", "_loss"))
+        return {**super().__getstate__(), **alone, "_patches": [], "_inputs": []}
 
     def __del__(self) -> None:
         loss = vars(self).get("_loss")
@@ -138,45 +134,41 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         args: Any,
         state: Any,
         submodules: Mapping[str, nn.Module],
-        model: nn.Module,
         optimizer: Any = None,
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
         self._detach()
-        frame = _frame_of(self)
-        trainer = None if frame is None else frame.f_locals["self"]
-        self._is_first, self._sees_fetches = state.is_world_process_zero, trainer is not None
-        known = {
-            "accumulate_grad_batches": args.gradient_accumulation_steps,
-            "batch_size": args.per_device_train_batch_size,
-        }
+        trainer = _trainer_of(self)
         if trainer is None:
             self._tell_once(_NOT_FOUND)
-        else:
-            self._patch_training(trainer)
-            # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
-            model = trainer.model_wrapped
-            precision = getattr(trainer.accelerator, "mixed_precision", "no")
-            known["precision"] = None if precision == "no" else f"{precision}-mixed"
+            return
+        self._patch_trainer(trainer)
+        # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
+        model = trainer.model_wrapped
         loop = Loop(
             model,
             [one for one in [optimizer] if isinstance(one, torch.optim.Optimizer)],
-            pause_evaluation=trainer is None,
             submodules=submodules,
-            batch=Batch(is_open=trainer is None),
+            batch=Batch(is_open=False),
         )
-        self._batch = loop.batch if self._sees_fetches else Batch(is_open=False)
+        self._batch = loop.batch
         self._unlogged.clear()
         self._means = MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update)
-        clock = self._options.clock or clock_for(args.device, tell=self._is_first)
-        self._start(clock, loop, self._means, **known)
-        self._session.loads(train_dataloader, in_data=not self._sees_fetches)
+        clock = self._options.clock or clock_for(args.device, tell=state.is_world_process_zero)
+        precision = getattr(trainer.accelerator, "mixed_precision", "no")
+        self._start(
+            clock,
+            loop,
+            self._means,
+            accumulate_grad_batches=args.gradient_accumulation_steps,
+            batch_size=args.per_device_train_batch_size,
+            precision=None if precision == "no" else f"{precision}-mixed",
+        )
+        self._session.analyzer.set_loader(train_dataloader, in_data=False)
         if train_dataloader is not None:
             self._know_batch(train_dataloader)
-        self._loss = _LossFunction(model, self._session.phase)
-        if not self._sees_fetches:
-            self.on_epoch_begin()  # Perhaps nothing else tells where a step begins.
+        self._loss = _time_loss(model, self._session.phase)
 
     @never_raises
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -187,31 +179,31 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             self._session.resume()
         else:
             self._session.begin(0)
-        if self._sees_fetches:
-            # The last callback before the workers of the loader start.
-            self._session.part_began(FETCH)
+        # The last callback before the workers of the loader start.
+        self._session.part_began(FETCH)
 
-    def _start_fetch(self, *_: Any, **__: Any) -> None:
+    def _start_fetch(self, *_: Any, **__: Any) -> bool:
         if not self._batch.is_open:
             self._session.fetch_begins()
+        return True
 
     def _end_fetch(self, fetched: Any = None) -> None:
         self._inputs = [*fetched[0]] if isinstance(fetched, tuple) else []
 
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self._session.thread == -1:
-            self.on_epoch_begin()
         self._is_in_step = self._batch.is_open = True
         self._session.batch_begins()
-        if self._inputs:
-            self._session.takes(self._inputs.pop(0))
+        self._take_inputs()
 
     @never_raises
     def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._session.work.end_batch()
+        self._take_inputs()
+
+    def _take_inputs(self) -> None:
         if self._inputs:
-            self._session.worked()
-            self._session.takes(self._inputs.pop(0))
+            self._session.work.add_batch(self._inputs.pop(0))
 
     @never_raises
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -220,11 +212,9 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
-        self._is_in_step = self._batch.is_open = False
-        self._inputs.clear()
+        self._forget_step()
         self._session.end_step(state.global_step)
-        if self._sees_fetches:
-            self._session.part_began(CALLBACKS)
+        self._session.part_began(CALLBACKS)
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -232,59 +222,54 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._session.compare_ranks()
 
     @never_raises
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if self._session.is_attached:
-            self._forget_training()
             self._finish()
-            self._owes_table = True
-            if self._trainer is not None:
-                # It is called once more, when progress bars are gone.
-                self._trainer.callback_handler.callbacks.append(self)
-                return
-        self._leave()
+            self._owes_table = state.is_world_process_zero
+            # It is called once more, when progress bars are gone.
+            self._trainer.callback_handler.callbacks.append(self)
+        else:
+            self._leave()
 
-    def _start_run(self, *_: Any, **__: Any) -> None:
+    def _start_run(self, *_: Any, **__: Any) -> bool:
         self._handled = sys.exception()
+        return True
 
-    def _end_run(self, *_: Any) -> None:
+    def _end_run(self, _: Any) -> None:
         """End the measurement after an error, of which a Trainer tells no callback."""
         error, handled, self._handled = sys.exception(), self._handled, None
         if error is not None and error is not handled:
+            is_first = self._trainer.state.is_world_process_zero
             self._detach()
-            self._owes_table = isinstance(error, KeyboardInterrupt)
+            self._owes_table = is_first and isinstance(error, KeyboardInterrupt)
             self._leave()
 
-    def _forget_training(self) -> None:
-        if self._loss is not None:
-            self._loss.remove()
-        self._means = self._loss = None
-        self._batch, self._inputs = Batch(is_open=False), []
-        self._is_in_step = False
+    def _forget_step(self) -> None:
+        self._is_in_step = self._batch.is_open = False
+        self._inputs.clear()
 
     def _detach(self) -> None:
         """End whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
-        self._forget_training()
+        self._forget_step()
         self._abort()
 
     # Evaluations
 
-    def _start_evaluate(self, *_: Any, **__: Any) -> None:
+    def _start_evaluate(self, *_: Any, **__: Any) -> bool:
         # It makes the loader, or a method of one's own does all in it.
         self._session.evaluation_begins()
+        return True
 
-    def _end_evaluate(self, *_: Any) -> None:
+    def _end_evaluate(self, _: Any) -> None:
         if self._batch.is_open:
             # A callback has evaluated inside a step.
             self._session.batch_begins()
 
-    def _start_loop(self, *args: Any, **kwargs: Any) -> None:
+    def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
         self._session.evaluation_begins()
-        self._stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
-        self._start_evaluation(self._trainer.model)
-
-    def _start_evaluation(self, model: nn.Module) -> None:
-        options, trainer, stage = self._options, self._trainer, self._stage
+        options, trainer = self._options, self._trainer
+        self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
         number, self._evaluation_means = trainer.state.global_step, {}
 
         def publish(metrics: Mapping[str, float]) -> None:
@@ -296,60 +281,28 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._evaluations.start(
             stage,
             options.clock or clock_for(trainer.args.device),
-            Loop(model, wrap_backward=False),
+            Loop(trainer.model, wrap_backward=False),
             # Nothing is due before the end.
             MeanLog(options.prefix, sys.maxsize, (), publish, stage=stage),
             number=number,
             items=options.items,
         )
-        self._evaluated_model = model
+        return True
 
-    def _start_prediction(self, model: nn.Module, inputs: Any = None, *_: Any, **__: Any) -> None:
-        if self._evaluations.is_running and model is not self._evaluated_model:
-            # It was wrapped or compiled meanwhile; the first fetch is lost.
-            self._start_evaluation(model)
+    def _start_prediction(self, model: nn.Module, inputs: Any = None, *_: Any, **__: Any) -> bool:
         self._evaluations.batch_begins(inputs)
+        return False
 
     @never_raises
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        if self._evaluations.is_running:
-            self._evaluations.batch_ends()
-        elif self._trainer is None:
-            self._join_evaluation()
+        self._evaluations.batch_ends()
 
-    def _join_evaluation(self) -> None:
-        """Time an evaluation that runs alone, of which nothing tells before its first batch."""
-        frame = _frame_of(self)
-        if frame is None:
-            self._tell_once(_NOT_FOUND)
-            return
-        known = frame.f_locals
-        self._stand_around(known["self"])
-        # Nothing tells of an error in the loader: between batches nothing is on the model.
-        self._patch("prediction_step", self._start_prediction, self._suspend_evaluation)
-        self._patch("evaluation_loop", self._start_loop, self._end_loop)
-        self._stage = known.get("metric_key_prefix", "eval")
-        self._start_evaluation(known.get("model", self._trainer.model))
-        self._evaluations.suspend()
-
-    def _suspend_evaluation(self, *_: Any) -> None:
-        self._evaluations.suspend()
-
-    def _end_loop(self, output: Any = None) -> None:
+    def _end_loop(self, output: Any) -> None:
         if output is None:  # It raised.
             self._evaluations.abort()
         else:
             self._evaluations.end()
-        self._evaluated_model = None
-        self._end_evaluate()
-
-    @never_raises
-    def on_predict(self, *_: Any, **__: Any) -> None:
-        self._evaluations.end()
-        if not self._session.is_attached:
-            self._leave()
-
-    on_evaluate = on_predict
+        self._end_evaluate(output)
 
     # Logs
 
@@ -357,7 +310,6 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         added = dict[str, float]()
         if f"{self._stage}_runtime" in logs:
-            self._evaluations.end()
             added, self._evaluation_means = self._evaluation_means, {}
         is_last = "train_runtime" in logs
         if self._means is not None and (is_last or "loss" in logs):
@@ -370,53 +322,46 @@ class PhaseTimeCallback(Timer, TrainerCallback):
                 state.log_history[-1].update(self._unlogged)
             added |= self._unlogged
             self._unlogged.clear()
-        if self._behind is not None:  # Else nobody takes them out of what `evaluate` returns.
+        if self._trainer is not None:  # Else nobody takes them out of what `evaluate` returns.
             self._behind.added = [*added]
             logs.update(added)
 
     # What is on a Trainer
 
-    def _patch_training(self, trainer: Any) -> None:
-        self._stand_around(trainer)
-        self._patch("get_batch_samples", self._start_fetch, self._end_fetch)
-        self._patch("evaluate", self._start_evaluate, self._end_evaluate)
-        self._patch("evaluation_loop", self._start_loop, self._end_loop)
-        self._patch("prediction_step", self._start_prediction)
-        # Before transformers 5 there is none for an epoch, and an error in another callback stays
-        # unknown.
-        runs = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
-        self._patch(runs, self._start_run, self._end_run)
-
-    def _patch(
-        self,
-        name: str,
-        on_start: Callable[..., object],
-        on_end: Callable[..., object] = lambda *_: None,
-    ) -> None:
-        self._patches.append(patch_function(self._trainer, name, _Calls(on_start, on_end)))
-
-    def _stand_around(self, trainer: Any) -> None:
-        """Stand before all callbacks of a Trainer, and behind those that report."""
+    def _patch_trainer(self, trainer: Any) -> None:
+        """Listen to its methods. Stand before all its callbacks, and behind those that report."""
         self._leave()
         self._trainer, handler = trainer, trainer.callback_handler
         others = [one for one in handler.callbacks if one is not self]
         printers = [one for one in others if type(one).__name__ in _PRINTERS]
         reporters = [one for one in others if type(one).__name__ not in _PRINTERS]
         # A new list: the Trainer may be on its way through the old one.
-        self._behind = _Behind()
         handler.callbacks = [self, *reporters, self._behind, *printers]
+        # Before transformers 5 there is none for an epoch, and an error in another callback stays
+        # unknown.
+        runs = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
+        for name, calls in {
+            "get_batch_samples": Calls(self._start_fetch, self._end_fetch),
+            "evaluate": Calls(self._start_evaluate, self._end_evaluate),
+            "evaluation_loop": Calls(self._start_loop, self._end_loop),
+            "prediction_step": Calls(self._start_prediction),
+            runs: Calls(self._start_run, self._end_run),
+        }.items():
+            self._patches.append(patch_function(trainer, name, calls))
 
     def _leave(self) -> None:
         """Take off what is on the Trainer, and print the table, if it is due."""
         while self._patches:
             self._patches.pop().remove()
-        trainer, behind, self._trainer, self._behind = self._trainer, self._behind, None, None
+        if self._loss is not None:
+            self._loss.remove()
+        trainer, self._trainer, self._loss, self._means = self._trainer, None, None, None
         if trainer is not None:
             handler = trainer.callback_handler
             before = [one for one in handler.callbacks if one is self][:1]
-            others = [one for one in handler.callbacks if one not in (self, behind)]
+            others = [one for one in handler.callbacks if one not in (self, self._behind)]
             handler.callbacks = [*before, *others]
-        if self._owes_table and self._prints_table and self._is_first:
+        if self._owes_table and self._prints_table:
             show(self._read().summary_to_print())
         self._owes_table = False
 
@@ -432,20 +377,8 @@ class _Behind(TrainerCallback):
             logs.pop(self.added.pop(), None)
 
 
-@dataclass(slots=True, eq=False)
-class _Calls:
-    """A listener of the calls of a Trainer's method."""
-
-    on_start: Callable[..., object]
-    call_ends: Callable[..., object]
-
-    def call_begins(self, *args: Any, **kwargs: Any) -> bool:
-        self.on_start(*args, **kwargs)
-        return True
-
-
-def _frame_of(timer: PhaseTimeCallback) -> FrameType | None:
-    """Return the frame of the Trainer that calls a timer, if it is a callback of one.
+def _trainer_of(timer: PhaseTimeCallback) -> Any:
+    """Return the Trainer that calls a timer, if it is a callback of one; else None.
 
     No callback is told of its Trainer; but that is on the stack, as `self`.
     """
@@ -454,65 +387,52 @@ def _frame_of(timer: PhaseTimeCallback) -> FrameType | None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):
             callbacks = caller.callback_handler.callbacks
-            return frame if any(one is timer for one in callbacks) else None
+            return caller if any(one is timer for one in callbacks) else None
         frame = frame.f_back
     return None
 
 
-class _LossFunction:
-    """Stands in for what a model of transformers computes its loss by: it is the phase `loss`.
+def _time_loss(model: nn.Module, phase: Callable[[str], Any]) -> "_TimedLoss | None":
+    """Time the loss function of the model of transformers that is called, or inside it."""
+    for one in model.modules():
+        if is_compiled(one):
+            return None  # Nothing inside is called as it stands there.
+        place = getattr(type(one), "loss_function", None)
+        if isinstance(place, property) and place.fset is not None:
+            # Of a model that has none of its own transformers would warn.
+            has_none = getattr(one, "loss_type", "") is None and not hasattr(one, "_loss_function")
+            return None if has_none else _TimedLoss(one, phase)
+    return None
 
-    Given labels, these models compute the loss inside `forward`. Nothing is done if the model has
-    no such function, or runs it compiled.
+
+class _TimedLoss:
+    """Calls a model's loss function as the phase `loss`.
+
+    Given labels, models of transformers compute the loss inside `forward`.
     """
 
-    def __init__(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
-        self._phase = phase
-        places = (one for one in model.modules() if is_compiled(one) or _has_loss_function(one))
-        found: Any = next(places, None)
-        self._model: Any = None if found is None or is_compiled(found) else found
-        self._given = self._found = None
+    def __init__(self, model: Any, phase: Callable[[str], Any]) -> None:
+        self._phase, self._original = phase, model.loss_function
+        # The model prefers what is there to what it finds for its class.
+        self._place = vars(model)
+        self._given = self._place.get("_loss_function")
         self._is_removed = False
-        if self._model is not None:
-            # The model prefers this to what it finds for its class.
-            self._given = self._found = vars(self._model).get("_loss_function")
-            self._model.loss_function = self
+        self._place["_loss_function"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("loss"):
-            return self._original()(*args, **kwargs)
+            return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._original(),)  # No copy of the model is timed.
-
-    def _original(self) -> Any:
-        # Not before it is needed: transformers warns of a model that has none of its own.
-        if self._found is None:
-            # Another timer's may stand in its place.
-            newest = vars(self._model).pop("_loss_function", None)
-            try:
-                self._found = self._model.loss_function
-            finally:
-                if newest is not None:
-                    self._model.loss_function = newest
-        return self._found
+        return operator.itemgetter(0), ([self._original],)  # No copy of the model is timed.
 
     def remove(self) -> None:
-        """Take it off. Safe to call twice."""
+        """Take it off, or later, with what another timer has put over it. Safe to call twice."""
         self._is_removed = True
-        if self._model is not None and vars(self._model).get("_loss_function") is self:
-            del self._model._loss_function
-            given = self._given
-            while isinstance(given, _LossFunction) and given._is_removed:
-                given = given._given
-            if given is not None:
-                self._model.loss_function = given
-
-
-def _has_loss_function(module: nn.Module) -> bool:
-    place = getattr(type(module), "loss_function", None)
-    return isinstance(place, property) and place.fset is not None
-
-
-def _same(one: Any) -> Any:
-    return one
+        top = self._place.get("_loss_function")
+        while isinstance(top, _TimedLoss) and top._is_removed:
+            top = top._given
+            if top is None:
+                del self._place["_loss_function"]
+            else:
+                self._place["_loss_function"] = top

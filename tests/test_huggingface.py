@@ -257,14 +257,25 @@ def test_an_evaluation_inside_a_step_belongs_to_no_step(
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
 
 
-def test_evaluate_and_predict_alone_are_timed(fake: Make, timer: PhaseTimeCallback) -> None:
+def test_evaluate_and_predict_are_timed_inside_a_training_alone(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Predicts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 3:
+                trainer.predict([0] * 2)
+
     reporter = Reporter()
-    trainer = fake([reporter, timer], compute_loss_func=None)
+    trainer = fake(
+        [reporter, timer, Predicts()], compute_loss_func=None, eval_strategy="steps", eval_steps=2
+    )
     before = hooks_of(trainer.model)
+    trainer.train()
+    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "test", "eval"]
+    assert all(one["forward_ms"] == 4.0 for one in timer._run().evaluations)
     assert "eval_loss" in trainer.evaluate()
-    assert phases(reporter.logs[-1], "eval_phase_time")["forward"] == 4.0
-    trainer.predict([0] * 2)
-    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "test"]
+    assert not phases(reporter.logs[-1], "eval_phase_time")
+    assert len(timer._run().evaluations) == 3
     assert hooks_of(trainer.model) == before
 
 
@@ -275,9 +286,9 @@ def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
     timer, reporter = PhaseTimeCallback(summary=False), Reporter()
-    trainer = new([reporter, timer], tmp_path, train=False, trainer_class=Mine)
-    trainer.evaluate()
-    found = phases(reporter.logs[-1], "eval_phase_time")
+    new([reporter, timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4)
+    [log] = [one for one in reporter.logs if "eval_loss" in one]
+    found = phases(log, "eval_phase_time")
     assert found["forward"] > 0
     assert found["data"] < found["step"]
 
@@ -470,15 +481,22 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
         items=lambda inputs: 5 * len(inputs["x"]),
         flops=2e9,
     )
-    trainer = fake([reporter, timer], gradient_accumulation_steps=3, logging_steps=2, max_steps=4)
+    trainer = fake(
+        [reporter, timer],
+        gradient_accumulation_steps=3,
+        logging_steps=2,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+    )
     trainer.train()
     summary = timer.summary()
     assert summary.items_per_s == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
     step_ms = reporter.logs[0]["phase_time/step_ms"]
     assert reporter.logs[0]["phase_time/items_per_s"] == pytest.approx(15.0 / step_ms * 1e3)
-    trainer.evaluate()
-    step_ms = reporter.logs[-1]["eval_phase_time/step_ms"]
-    assert reporter.logs[-1]["eval_phase_time/items_per_s"] == pytest.approx(5.0 / step_ms * 1e3)
+    [log] = [one for one in reporter.logs if "eval_loss" in one]
+    step_ms = log["eval_phase_time/step_ms"]
+    assert log["eval_phase_time/items_per_s"] == pytest.approx(5.0 / step_ms * 1e3)
 
 
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
@@ -703,7 +721,7 @@ def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_what_no_trainer_tells_is_said_once_and_steps_are_timed(
+def test_without_a_trainer_nothing_is_timed_which_is_said_once(
     fake: Make, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Among(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -716,31 +734,13 @@ def test_what_no_trainer_tells_is_said_once_and_steps_are_timed(
 
     reporter = Reporter()
     trainer = fake([Among(), reporter], logging_steps=1, eval_strategy="steps", eval_steps=2)
+    before = hooks_of(trainer.model)
     trainer.train()
-    assert steps(timer)[:2] == [FIRST, STEP]
-    assert [one["forward"] for one in steps(timer)] == [4.0] * 4
-    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    assert "data/callbacks" not in timer.summary().rows
+    assert not len(timer.history())
+    assert hooks_of(trainer.model) == before
     assert not any("phase_time" in key for one in reporter.logs for key in one)
     trainer.train()
     assert caplog.text.count("No Trainer is known") == 1
-
-
-def test_a_loop_that_tells_of_ends_of_steps_alone_is_timed(
-    gpu: FakeGPU, timer: PhaseTimeCallback, tmp_path: Path
-) -> None:
-    model = FakeNet(gpu)
-    adder = Adder(model.parameters(), gpu, 2.0)
-    told = options(tmp_path), transformers.TrainerState(), transformers.TrainerControl()
-    timer.on_train_begin(*told, model=model, optimizer=adder)
-    for told[1].global_step in (1, 2):
-        gpu.work(1.0)
-        model(torch.ones(1, 2))["logits"].sum().backward()
-        adder.step()
-        timer.on_step_end(*told)
-    timer.on_train_end(*told)
-    found = [(one["data"], one["forward"], one["optimizer"]) for one in steps(timer)]
-    assert found == [(1.0, 4.0, 2.0)] * 2
 
 
 def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ REGISTER = (
             }
         ),
         "no callback hears of a fetch, of where an evaluation begins, nor of an error",
-        when="from the start to the end of training; two of them in an evaluation that runs alone",
+        when="from the start to the end of training",
     ),
     Replaced(
         "`__iter__` of the loaders of Fabric",

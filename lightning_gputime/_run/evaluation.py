@@ -76,12 +76,6 @@ class Evaluations:
         if self._running is not None:
             self._running.batch_ends()
 
-    def suspend(self) -> None:
-        """Take all hooks off until the next batch, as no error before it may be told of."""
-        if self._running is not None:
-            self._running.is_suspended = True
-            self._running.boundaries.suspend()
-
     def end(self) -> None:
         """Read the last steps, log their means, and take everything off."""
         if self._running is not None:
@@ -116,7 +110,7 @@ class _Evaluation:
         self.recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
-        self._batch.is_open = self.is_suspended = False
+        self._batch.is_open = False
         self.boundaries = Boundaries(self.recorder, loop)
         self.recorder.begin()
 
@@ -126,9 +120,6 @@ class _Evaluation:
         self._results.add(steps, sums)
 
     def batch_begins(self, batch: object) -> None:
-        if self.is_suspended:
-            self.is_suspended = False
-            self.boundaries.reattach()
         self._batch.is_open = True
         self.recorder.mark(OTHER)
         self.recorder.load = (self._items.of(batch),)
