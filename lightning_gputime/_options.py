@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.modules import Modules
 from lightning_gputime._messages import shown
-from lightning_gputime._phases import StepTimes, check_name
+from lightning_gputime._phases import COMM, StepTimes, check_name
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
 
@@ -118,40 +118,20 @@ class Options:
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
-        check_int(
-            "lag", self.lag, 0, "0 to have a step's times when it ends, 1 to keep the device busy"
-        )
-        check_int(
-            "warmup_steps",
-            self.warmup_steps,
-            0,
-            "the number of first steps to leave out of the summary",
-        )
-        check_int("history", self.history, 1, "the number of newest steps to keep")
-        if self.every_n_steps != AUTO:
-            check_int("every_n_steps", self.every_n_steps, 1, "or 'auto'; 1 of n steps is timed")
-        check_int("probe_every_n_steps", self.probe_every_n_steps, 0, _PROBES)
+        for name, (least, meaning) in _INTEGERS.items():
+            value = getattr(self, name)
+            if name != "every_n_steps" or value != AUTO:
+                check_int(name, value, least, meaning)
         check_bools(annotate=self.annotate, memory=self.memory, measure_peak=self.measure_peak)
-        _check_items(self.items)
-        _check_flops(self.flops)
+        for error, requirements in ((TypeError, _TYPES), (ValueError, _RANGES)):
+            for name, (is_right, what) in requirements.items():
+                value = getattr(self, name)
+                if not is_right(value):
+                    raise error(f"{name} must {what}, got {shown(value)}")
         if self.measure_peak and self.flops is None:
             raise ValueError(
                 "measure_peak=True needs flops=, which it is held against: pass 'count'"
             )
-        _check_prefix(self.prefix)
-        _check_probes(self.probe_every_n_steps)
-        _check_sync_ranks(self.sync_ranks)
-        _check_on_step(self.on_step)
-        if self.on_slow_step is not None and not callable(self.on_slow_step):
-            raise TypeError(
-                f"on_slow_step must be a function of a SlowStep, got {shown(self.on_slow_step)}"
-            )
-        if isinstance(self.observers, str) or not isinstance(self.observers, Sequence):
-            raise TypeError(
-                f"observers must be a list of objects (see StepObserver), got"
-                f" {shown(self.observers)}"
-            )
-        _check_clock(self.clock)
         _check_modules(self.modules)
 
     @property
@@ -222,7 +202,7 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
 
 
 def check_bools(**options: Any) -> None:
-    """Checks options that are switches.
+    """Check options that are switches.
 
     Raises:
         TypeError: If one is neither True nor False.
@@ -233,7 +213,7 @@ def check_bools(**options: Any) -> None:
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
-    """Checks an integer option.
+    """Check an integer option.
 
     Raises:
         TypeError: If `value` is no integer.
@@ -245,93 +225,109 @@ def check_int(name: str, value: Any, least: int, meaning: str) -> None:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
 
 
-def _check_prefix(prefix: Any) -> None:
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix must be a string such as 'phase_time', got {shown(prefix)}")
-    if not prefix or prefix != prefix.strip("/ "):
-        raise ValueError(
-            f"prefix must be a key such as 'phase_time', without outer '/', got {shown(prefix)}"
-        )
-
-
-def _check_probes(every_n_steps: int) -> None:
-    if 0 < every_n_steps < 3:
-        raise ValueError(
-            f"probe_every_n_steps must be 0 or 3 or more ({_PROBES}), got {every_n_steps}"
-        )
-
-
-def _check_sync_ranks(sync_ranks: Any) -> None:
-    if sync_ranks is not True and sync_ranks is not False and sync_ranks != "log":
-        raise ValueError(
-            "sync_ranks must be True (compare the ranks at the end of each epoch), 'log' (at every"
-            f" log) or False, got {shown(sync_ranks)}"
-        )
-
-
-def _check_on_step(on_step: Any) -> None:
-    if on_step is not None and not callable(on_step):
-        raise TypeError(
-            f"on_step must be a function of a StepTimes, or a metric, got {shown(on_step)}"
-        )
-
-
-def _check_items(items: Any) -> None:
-    if items is not None and not callable(items) and not _is_amount(items):
-        raise TypeError(
-            "items must be a function of the batch, the number of items in a batch, or None for the"
-            f" size of the batch's first tensor, got {shown(items)}"
-        )
-
-
-def _check_flops(flops: Any) -> None:
-    if flops is None or flops == "count" or callable(flops) or _is_amount(flops):
-        return
-    is_pair = isinstance(flops, list | tuple) and len(flops) == 2
-    if not is_pair or not all(map(_is_amount, flops)):
-        raise TypeError(
-            "flops must be 'count', the FLOPs of forward and backward of an item, as one number or"
-            f" as two, a function of the batch, or None, got {shown(flops)}"
-        )
-
-
 def _is_amount(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and isfinite(value) and value > 0
 
 
-def _check_clock(clock: Any) -> None:
-    methods = ("event", "host_ns", "is_capturing", "for_graphs")
-    if clock is not None and not all(callable(getattr(clock, name, None)) for name in methods):
-        raise TypeError(f"clock must have the methods {', '.join(methods)}, got {shown(clock)}")
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
 
 
-def _check_modules(modules: Any) -> None:
-    if isinstance(modules, int) and not isinstance(modules, bool):
+def _is_several(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_flops(value: Any) -> bool:
+    if _is_several(value):
+        return len(value) == 2 and all(map(_is_amount, value))
+    return _is_function(value) or value == "count" or _is_amount(value)
+
+
+_INTEGERS = {
+    "lag": (0, "0 to have a step's times when it ends, 1 to keep the device busy"),
+    "warmup_steps": (0, "the number of first steps to leave out of the summary"),
+    "history": (1, "the number of newest steps to keep"),
+    "every_n_steps": (1, "or 'auto'; 1 of n steps is timed"),
+    "probe_every_n_steps": (0, _PROBES),
+}
+"""Options that are integers: the least that each may be, and what it means."""
+
+_OF_CLOCK = ("event", "host_ns", "is_capturing", "for_graphs")
+
+_Requirements = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""For other options: whether a value is right, and what it must be."""
+
+_TYPES: _Requirements = {
+    "items": (
+        lambda value: _is_function(value) or _is_amount(value),
+        "be a function of the batch, the number of items in a batch, or None for the size of the"
+        " batch's first tensor",
+    ),
+    "flops": (
+        _is_flops,
+        "be 'count', the FLOPs of forward and backward of an item, as one number or as two, a"
+        " function of the batch, or None",
+    ),
+    "prefix": (lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
+    "on_step": (_is_function, "be a function of a StepTimes, or a metric"),
+    "on_slow_step": (_is_function, "be a function of a SlowStep"),
+    "observers": (_is_several, "be a list of objects (see StepObserver)"),
+    "clock": (
+        lambda value: (
+            value is None or all(callable(getattr(value, one, None)) for one in _OF_CLOCK)
+        ),
+        f"have the methods {', '.join(_OF_CLOCK)}",
+    ),
+    "modules": (
+        lambda value: _is_depth(value) or all(map(_is_module_name, _names(value))),
+        "be a depth such as 2, 'all', a dotted name or a pattern such as 'layers.*', a list of"
+        " these such as ['body', 'head.norm'], or a mapping from names without '/' to modules",
+    ),
+}
+
+_RANGES: _Requirements = {
+    "prefix": (
+        lambda value: bool(value) and value == value.strip("/ "),
+        "be a key such as 'phase_time', without outer '/'",
+    ),
+    "probe_every_n_steps": (lambda value: value not in (1, 2), f"be 0 or 3 or more ({_PROBES})"),
+    "sync_ranks": (
+        lambda value: isinstance(value, bool) or value == "log",
+        "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False",
+    ),
+}
+
+
+def _is_depth(modules: Any) -> bool:
+    return isinstance(modules, int) and not isinstance(modules, bool)
+
+
+def _names(modules: Any) -> list[Any]:
+    """Return the names that the option `modules` has, with None among them if it is none."""
+    if isinstance(modules, Mapping):
+        return [name if isinstance(one, nn.Module) else None for name, one in modules.items()]
+    return [*modules] if _is_several(modules) else [modules]
+
+
+def _is_module_name(name: Any) -> bool:
+    return isinstance(name, str) and "/" not in name
+
+
+def _check_modules(modules: Modules) -> None:
+    """Check the values of an option that has the right type."""
+    if isinstance(modules, int):
         check_int("modules", modules, 1, "a depth: 1 for the modules that the model itself holds")
+    if not isinstance(modules, Mapping):
         return
-    if isinstance(modules, Mapping):
-        right = all(isinstance(module, nn.Module) for module in modules.values())
-        names = list(modules)
-    else:
-        right = isinstance(modules, str | list | tuple)
-        names = [modules] if isinstance(modules, str) else list(modules) if right else []
-    if not right or not all(isinstance(name, str) and "/" not in name for name in names):
-        raise TypeError(
-            "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
-            " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
-            f" without '/' to modules, got {shown(modules)}"
-        )
-    if isinstance(modules, Mapping):
-        for name in names:
-            try:
-                check_name(name)
-            except ValueError as error:
-                raise ValueError(f"modules: {error}") from None
-    if "comm" in names:
+    try:
+        for name in modules:
+            check_name(name)
+    except ValueError as error:
+        raise ValueError(f"modules: {error}") from None
+    if COMM in modules:
         raise ValueError(
-            "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks;"
-            " give a mapping with another name"
+            "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks"
         )
-    if isinstance(modules, Mapping) and len({*map(id, modules.values())}) < len(modules):
-        raise ValueError(f"modules must not name a module twice, got {names}")
+    if len({*map(id, modules.values())}) < len(modules):
+        raise ValueError(f"modules must not name a module twice, got {[*modules]}")

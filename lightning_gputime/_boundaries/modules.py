@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gputime._boundaries.compiled import patch_compiled_call
 from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._boundaries.patching import Attachments, hook_after, hook_before
-from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, check_name
+from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
 
@@ -39,7 +39,7 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
         ValueError: If the model has none of a name or a pattern, or too many of a pattern.
     """
     if isinstance(modules, Mapping):
-        return {check_name(name): module for name, module in modules.items()}
+        return dict(modules)
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
     inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
     # A module that the model holds twice has two names.
