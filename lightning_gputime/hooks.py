@@ -222,10 +222,6 @@ class GPUPhaseHooks(Timer):
             self._body = None
             if body == (self._step, self._micro_batches) and self._session.is_attached:
                 self.step()
-            # Another one, where the body has removed or attached the timer.
-            session = self._session
-            if not session.is_off:
-                session.analyzer.fetch_starts()
         self._session.compare_ranks()
 
     def _leave_body(self) -> None:

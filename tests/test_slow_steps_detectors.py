@@ -50,7 +50,6 @@ class Bench:
         self.gpu = gpu
         self.analyzer = SlowStepAnalyzer(gpu, SlowLog())
         self.analyzer.detectors = [getattr(one, "detect", one) for one in asked]
-        self.loaders = [one for one in asked if isinstance(one, Loader)]
         for one in asked:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
             setattr(self.analyzer, name.get(type(one), "_"), one)
@@ -63,8 +62,6 @@ class Bench:
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
         """Runs a step: what it takes longer than the usual one."""
         begin = self.gpu.now
-        for loader in self.loaders:
-            loader.fetch_starts()
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
         self.gpu.host_work(sum(on_host))
@@ -188,17 +185,20 @@ def test_where_steps_are_too_short_for_it_nobody_asks_the_scheduler(
 def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_causes(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    detector, loader = Scheduler(gpu).detector(), Loader(gpu.host_ns)
+    detector, loader = Scheduler(gpu).detector(), Loader()
     bench = Bench(gpu, detector, loader)
     bench.usual()
     monkeypatch.setattr(analyzer, "_WORTH_MS", 1e3)
 
-    def fetch_starts() -> None:
+    host_work = gpu.host_work
+
+    def work(ms: float) -> None:
         # The steps before are read while it is open.
         gpu.now += 1
         bench.analyzer._baseline_changed()
+        host_work(ms)
 
-    monkeypatch.setattr(loader, "fetch_starts", fetch_starts)
+    monkeypatch.setattr(gpu, "host_work", work)
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
     assert (slow.causes, slow.unexplained_ms) == ((), 50.0)
@@ -272,7 +272,7 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
     class Loads:
         num_workers = 4
 
-    loader = Loader(gpu.host_ns)
+    loader = Loader()
     loader.set_loader(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
@@ -283,7 +283,7 @@ def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
     class Loads:
         num_workers = 4
 
-    loader = Loader(gpu.host_ns)
+    loader = Loader()
     loader.set_loader(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     bench.usual()
@@ -294,7 +294,7 @@ def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
 
 
 def test_data_is_no_fetch_where_nobody_says_so(gpu: FakeGPU) -> None:
-    assert Bench(gpu, Loader(gpu.host_ns)).slow({"data": 20.0}, {"data": 20.0}) == ()
+    assert Bench(gpu, Loader()).slow({"data": 20.0}, {"data": 20.0}) == ()
 
 
 class Memory:

@@ -235,7 +235,7 @@ def test_a_wait_whose_mark_fails_costs_its_step_alone(
 ) -> None:
     run.run("forward", 4.0)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_is_capturing", None)
+        patch.setattr(run, "_host_ns", None)
         run.wait()
     assert run.label is None
     run.end_step(0)

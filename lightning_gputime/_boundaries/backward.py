@@ -73,7 +73,8 @@ class BackwardBoundary:
         if not self._model.calls and self._is_anothers():
             return False
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
-        self._model.backward_begins(tensors)
+        if self._model.losses.candidates:
+            self._model.find_losses(tensors)
         # Around the call, in the thread that calls: when it returns, its stream waits for all that
         # the engine has launched, DDP's and FSDP's communication included. A hook on a gradient
         # would end too early, and a `full_backward_pre_hook` begins late and costs 15 us.
@@ -92,7 +93,7 @@ class BackwardBoundary:
         if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
         self._returns_to = AFTER_GRAD
-        self._model.backward_begins(outputs, is_last=False)
+        self._model.find_losses(outputs, is_last=False)
         self._recorder.mark(GRAD)
         return True
 

@@ -84,7 +84,8 @@ class ForwardBoundary:
         self._evaluates = False
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
-        self._losses = _LossSearch(recorder)
+        self.losses = _LossSearch(recorder)
+        """What may be losses until a backward begins."""
         self._evaluation = _EvaluationSearch(recorder, loop.model)
         self._hooked: dict[int, tuple[Attachment, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
@@ -102,21 +103,20 @@ class ForwardBoundary:
     def clear(self) -> None:
         """Forget the calls of the open step that are running, or may be losses."""
         self._running.clear()
-        self._losses.candidates.clear()
+        self.losses.candidates.clear()
 
-    def backward_begins(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Find out whether what computed the tensors of a backward is a loss.
+    def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
+        """Find out which of the candidates a backward of some tensors shows to be losses.
 
         Args:
             tensors: One tensor or several.
             is_last: Whether no other backward can begin from what was computed before.
         """
-        if self._losses.candidates:
-            for module in self._losses.settle(tensors, is_last=is_last):
-                # What is inside a loss is part of it.
-                self._forget([id(one) for one in module.modules()])
-                if module is not self._model:
-                    self._time_loss(module)
+        for module in self.losses.settle(tensors, is_last=is_last):
+            # What is inside a loss is part of it.
+            self._forget([id(one) for one in module.modules()])
+            if module is not self._model:
+                self._time_loss(module)
 
     def step_ended(self, timed: bool) -> None:
         """Take the hooks off modules that the calls of others cover: they would cost time.
@@ -127,7 +127,7 @@ class ForwardBoundary:
             return
         # Not by `clear`: it is a call in each step.
         self._running.clear()
-        self._losses.candidates.clear()
+        self.losses.candidates.clear()
         self._evaluation.steps += 1
         if self.calls:
             self.was_ever_called = True
@@ -176,7 +176,7 @@ class ForwardBoundary:
         # of them a forward took the host 925 us, not 297), and with them torch silently compiles
         # nothing.
         self._discovers = True
-        for module in _inside(self._model, everywhere, self._losses.found):
+        for module in _inside(self._model, everywhere, self.losses.found):
             if id(module) in self._hooked:
                 continue
             if isinstance(module, _Loss):
@@ -226,7 +226,8 @@ class ForwardBoundary:
             self._nested.add(key)
             return
         if self._pause_evaluation:
-            self._evaluates = _is_evaluation(module)
+            # As `_is_evaluation`, without another call.
+            self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
                 self._evaluation.call_begins()
                 return
@@ -255,8 +256,8 @@ class ForwardBoundary:
             pass  # Calls inside this one that raised.
         if not running and not self._evaluates:
             recorder.mark(AFTER_FORWARD)
-            if key not in self._losses.known:
-                self._losses.judge(module, output, is_first=self.calls == 1)
+            if key not in self.losses.known:
+                self.losses.judge(module, output, is_first=self.calls == 1)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss that the model computes inside its own call is part of that call.

@@ -83,14 +83,16 @@ class OptimizerBoundary:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # At rest it is enough to count its end.
-        if self._recorder.state is not AT_REST and self._is_ours(optimizer):
+        if self._recorder.state is not AT_REST and (
+            id(optimizer) in self._given or self._is_ours(optimizer)
+        ):
             if self.depth:
                 # No hook tells of an update that raised.
                 self.depth = min(self.depth, _steps_on_stack() - 1)
             self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._is_ours(optimizer):
+        if id(optimizer) in self._given or self._is_ours(optimizer):
             self._end()
 
     def _begin(self, closure: Any) -> None:
@@ -128,8 +130,7 @@ class OptimizerBoundary:
             self._recorder.mark(self._interrupted or AFTER_UPDATE)
 
     def _is_ours(self, optimizer: Any) -> bool:
-        if id(optimizer) in self._given:
-            return True
+        """Return whether an optimizer that was not given is the loop's."""
         # Outside of a batch another callback may train a part of the model with its own optimizer.
         if not self._batch.is_open:
             return False

@@ -49,8 +49,8 @@ class SlowStepAnalyzer:
         """Call where the timer calls loggers, and functions of the user's."""
         self.end_own_call = partial(self._spans.end, "callback")
         """Call where these are over, with what was called."""
-        self._loader = Loader(now_ns)
-        self.set_loader, self.fetch_starts = self._loader.set_loader, self._loader.fetch_starts
+        self._loader = Loader()
+        self.set_loader = self._loader.set_loader
         device = getattr(clock, "device", None)
         read_allocator, read_clocks = allocator_of(device), clocks_of(device)
         self._allocator = Allocator(read_allocator) if read_allocator is not None else None

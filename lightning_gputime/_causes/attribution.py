@@ -268,19 +268,6 @@ class ExcessAttribution:
         """Attribute a part's excess on the device to a cause, whatever the host did."""
         _attribute(part.device_causes, kind, detail, part.device_excess_ms)
 
-    def host_excess_since(self, name: str, starts_ns: Iterable[int]) -> float:
-        """Return the host's excess in what came last in a part, and started then; at least 0."""
-        part = self._parts.get(name)
-        if part is None:
-            return 0.0
-        took_ns = sum(
-            end - started
-            for started in starts_ns
-            for start, end in part.intervals
-            if start <= started < end
-        )
-        return max(took_ns / 1e6 - self.baseline.part(name)[1], 0.0)
-
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, those first of which most reached the device."""
         host_ms: _Causes = {}

@@ -123,11 +123,8 @@ class HostSpans:
 class Loader:
     """Sees fetches that took long."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns = now_ns
+    def __init__(self) -> None:
         self._loops_ns: deque[int] = deque(maxlen=100)
-        # The starts of fetches, where `data` holds other things, too.
-        self._fetches_ns: deque[int] = deque(maxlen=500)
         self._phase = FETCH
         self._workers = 0
 
@@ -136,12 +133,6 @@ class Loader:
         self._phase = DATA if in_data else FETCH
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
-        if in_data:
-            self.fetch_starts()
-
-    def fetch_starts(self) -> None:
-        """Call just before each fetch that is no phase of its own."""
-        self._fetches_ns.append(self._now_ns())
 
     def loop_begins(self, now_ns: int) -> None:
         """Remember when: loaders start their workers there."""
@@ -149,13 +140,8 @@ class Loader:
 
     def detect(self, attribution: ExcessAttribution) -> None:
         """Attribute the host's excess in fetches."""
-        most_ms = math.inf
-        if self._phase == DATA:
-            start_ns, end_ns = attribution.start_ns, attribution.end_ns
-            fetches_ns = [ns for ns in [*self._fetches_ns] if start_ns <= ns < end_ns]
-            most_ms = attribution.host_excess_since(DATA, fetches_ns)
         detail = self._detail(attribution)
-        attribution.attribute_host_excess("loader", detail, most_ms, self._phase.__eq__)
+        attribution.attribute_host_excess("loader", detail, math.inf, self._phase.__eq__)
 
     def _detail(self, attribution: ExcessAttribution) -> str:
         start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns

@@ -116,6 +116,8 @@ class Recorder:
         sampler: Sampler | None = None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
+        # Asked first, at every mark: it is cheaper, and nearly always enough.
+        self._may_capture = getattr(clock, "may_capture", clock.is_capturing)
         self.streams: Any = getattr(clock, "streams", None)
         """The `Streams` of the device, if it has some."""
         # Where events come from: those that a graph holds can be compared with their own kind only.
@@ -185,10 +187,11 @@ class Recorder:
             self._base = label
             return
         try:
-            if self._is_watched or self._captured or not self._free or self._is_capturing():
+            # What `_record` does in most cases, without another call.
+            is_rare = self._is_watched or self._captured or not self._free
+            if is_rare or (self._may_capture() and self._is_capturing()):
                 self._record(label)
                 return
-            # What `_record` does in most cases, without another call.
             event = self._free.pop()
             event.record()
             self._open.append((label, event, self._host_ns()))
@@ -477,7 +480,7 @@ class Recorder:
 
     def _record(self, label: str, *, annotate: bool = True) -> None:
         try:
-            if self._is_capturing():
+            if self._may_capture() and self._is_capturing():
                 self._record_in_graph(label)
                 return
             # No call tells that a capture is over: the first mark after it does.

@@ -38,29 +38,24 @@ class StepDispatcher:
         self._means, self._ranks = means, ranks
         self._warmup = options.timed_warmup_steps
         self._calls = methods(observers, "steps_read")
-        # The numbers of the last steps that ended, as many as are needed to know which one ended
-        # `lag` steps ago: every rank has read it by now, if it was timed.
+        # The numbers of the last steps that ended and were due, as many as are needed to know which
+        # one ended `lag` steps ago: every rank has read it by now, if it was timed.
         self._ended: deque[int] = deque(maxlen=options.lag + 1)
-        # From this number on a step is the next to be logged.
-        self._due = math.inf
+        self.due = -math.inf
+        """From this number on a step is the next to be logged; at first, any."""
 
-    def end_step(self, number: int) -> bool:
-        """Return whether the finished steps must be read now, because they are to be logged.
-
-        Args:
-            number: That of the step that ends.
-        """
-        ended = self._ended
-        if not ended:
+    def end_due_step(self, number: int) -> None:
+        """Note the end of the first step, or of one that is due: others need not be noted."""
+        if self.due == -math.inf:
             self._means.start(number - 1)
-            self._due = self._means.next_due(number - 1)
+            self.due = self._means.next_due(number - 1)
+        ended = self._ended
         ended.append(number)
-        if number >= self._due and len(ended) == ended.maxlen and ended[0] >= self._due:
+        if len(ended) == ended.maxlen and ended[0] >= self.due:
             finished = ended[0]
-            self._due = self._means.next_due(finished)
+            self.due = self._means.next_due(finished)
             self._means.note_finished(finished)
             self._ranks.log_is_due(finished)
-        return self._means.is_owed
 
     def dispatch(self, records: list[StepRecord]) -> None:
         """Hand over the next steps that were read."""

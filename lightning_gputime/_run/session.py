@@ -266,7 +266,9 @@ class Session:
             call_safely(self._step_ends, now_ns)
         recorder = self.recorder
         recorder.load = self.work.take_step_work()
-        reads = self._dispatcher.end_step(number)
+        if number >= self._dispatcher.due:
+            self._dispatcher.end_due_step(number)
+        reads = self._means.is_owed
         if self.times_all:
             recorder.end_step(number, self._boundaries.step_ended(), reads, label)
         else:
@@ -301,7 +303,7 @@ class Session:
         if has_ended:
             self._newest = number
             self._tried_update = False
-            self._dispatcher.end_step(number)
+            self._dispatcher.end_due_step(number)
             self._boundaries.step_ended()
             self._index += 1
             if not self.is_off:
@@ -444,7 +446,8 @@ class Session:
         self._newest = number
         before_ns, before = self._looked
         now_ns, steps = self._now_ns(), self._index - before
-        self.recorder.end_untimed(self._dispatcher.end_step(number), steps=steps)
+        self._dispatcher.end_due_step(number)
+        self.recorder.end_untimed(self._means.is_owed, steps=steps)
         if not self.is_attached:
             return False
         if self._auto is not None:

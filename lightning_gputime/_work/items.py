@@ -10,6 +10,8 @@ from lightning_gputime._messages import messages
 
 FIRST_DIMENSION = "first dimension of the batch's first tensor"
 
+_HAVE_TENSORS = (Tensor, Mapping, list, tuple)
+
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
 
@@ -45,7 +47,7 @@ class Items:
                 return size
             except Exception:
                 pass  # It has other contents than the last one.
-        return self._search(batch)
+        return self._search(batch) if isinstance(batch, _HAVE_TENSORS) else nan
 
     def _search(self, batch: Any) -> float:
         self._kind = None
