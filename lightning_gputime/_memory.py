@@ -5,9 +5,10 @@ recorder leaves them in the step's record; `PhaseMemory` makes peaks of them whe
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +37,6 @@ _NO_COUNTERS = (
     "memory=True: the peaks of %s cannot be read, and no memory is measured (%s). That needs"
     " torch's own allocator on a GPU (CUDA or ROCm; others from torch 2.9 on)."
 )
-_DRIVERS = (
-    "memory=True: under the backend cudaMallocAsync memory counts until the GPU has passed where it"
-    " is freed, so the peak of a phase may hold what the one before has freed."
-)
 _RESETS = (
     "memory=True resets torch's peak counters in the steps that it samples (the first %d, then 1"
     " in %d): max_memory_allocated() then has the peak since the last boundary of such a step."
@@ -54,24 +51,7 @@ _GRAPHS = (
 )
 
 
-@dataclass(frozen=True)
-class AllocatorCounters:
-    """The counters of a device's allocator. A clock may have them as its attribute `allocator`.
-
-    Attributes:
-        index: The number of the device.
-        total: The device's memory (in bytes); None if it is not known.
-        read: Returns the counters as torch.cuda.memory_stats_as_nested_dict does.
-        reset: Sets all peaks to what is allocated now.
-    """
-
-    index: int
-    total: int | None
-    read: Callable[[], Mapping[str, Any]]
-    reset: Callable[[], None]
-
-
-def torch_counters(device: torch.device) -> AllocatorCounters:
+def torch_counters(device: torch.device) -> Any:
     """Return the counters of torch's allocator of an accelerator, or raise if there are none."""
     kind = device.type
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -86,9 +66,7 @@ def torch_counters(device: torch.device) -> AllocatorCounters:
     read, reset = (partial(getattr(torch._C, name), index) for name in found[0])
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     total = getattr(properties(device), "total_memory", None) if properties else None
-    if kind == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-        messages.warning(_DRIVERS)
-    return AllocatorCounters(index, total, read, reset)
+    return SimpleNamespace(index=index, total=total, read=read, reset=reset)
 
 
 # By the number of a device, which sampler has reset its peaks last. Module state, as the counters
@@ -98,10 +76,17 @@ _last_reset: dict[int, int] = {}
 
 @untraced
 class MemorySampler:
-    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there."""
+    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there.
 
-    def __init__(self, counters: AllocatorCounters) -> None:
-        self.total = counters.total
+    Args:
+        counters: Has `index`, the number of the device; `total`, its memory in bytes, None if that
+            is not known; `read()`, which returns what torch.cuda.memory_stats_as_nested_dict does;
+            `reset()`, which sets all peaks to what is allocated now. A clock may have such an
+            object as its attribute `allocator`.
+    """
+
+    def __init__(self, counters: Any) -> None:
+        self.total: int | None = counters.total
         self._index, self._read, self._reset = counters.index, counters.read, counters.reset
         if "peak" not in self._read()["allocated_bytes"]["all"]:
             raise LookupError("it does not count them")
@@ -127,14 +112,12 @@ def sampler_for(clock: Clock) -> MemorySampler | None:
     if isinstance(clock, HostClock):
         messages.warning(_CPU)
         return None
-    device = getattr(clock, "device", None)
-    counters: AllocatorCounters | None = getattr(clock, "allocator", None)
+    device: Any = getattr(clock, "device", None)
+    counters = getattr(clock, "allocator", None)
     try:
-        if counters is None:
-            if device is None:
-                raise LookupError("it has no attribute `allocator`")
-            counters = torch_counters(device)
-        sampler = MemorySampler(counters)
+        if counters is None and device is None:
+            raise LookupError("it has no attribute `allocator`")
+        sampler = MemorySampler(counters or torch_counters(device))
     except Exception as error:
         messages.warning(_NO_COUNTERS, device or "this clock", error)
         return None
@@ -166,12 +149,7 @@ class MemorySummary:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is printed."""
-        return (self.sentence,)
-
-    @property
-    def sentence(self) -> str:
-        """Which phase would run out first, and what helps where that is near."""
+        """What is printed: which phase would run out first, and what helps where that is near."""
         top_level = [name for name in self.peak_mb if "/" not in name]
         highest, *others = sorted(top_level, key=lambda name: -self.peak_mb[name])
         of_total = "" if self.total_mb is None else f" of {self.total_mb:,.0f}"
@@ -181,7 +159,7 @@ class MemorySummary:
         )
         if others:
             said += f"; `{others[0]}` follows with {self.peak_mb[others[0]]:,.0f}"
-        return said + self._advice(highest)
+        return (said + self._advice(highest),)
 
     def _advice(self, highest: str) -> str:
         peak_mb = self.peak_mb[highest]

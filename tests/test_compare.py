@@ -69,17 +69,17 @@ def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -
     step = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0])
     forward = step / 4
     times = np.stack([step, forward, step - forward], axis=1)
-    found = statistics.typical(times)
-    assert found.values.tolist() == [4.5, 1.125, 3.375]
+    values, influence = statistics.typical(times)
+    assert values.tolist() == [4.5, 1.125, 3.375]
     # Beyond the borders a step moves the estimate as the border does, here by 2 (4.5 - 2.5).
-    assert found.influence[:, 0].tolist() == [-4.0, -4.0, -3.0, -1.0, 1.0, 3.0, 4.0, 4.0]
-    assert found.influence[:, 1:].sum(axis=1) == pytest.approx(found.influence[:, 0])
+    assert influence[:, 0].tolist() == [-4.0, -4.0, -3.0, -1.0, 1.0, 3.0, 4.0, 4.0]
+    assert influence[:, 1:].sum(axis=1) == pytest.approx(influence[:, 0])
 
 
 def test_the_mean_moves_with_each_step() -> None:
-    found = statistics.mean(np.array([[1.0], [2.0], [6.0]]))
-    assert found.values.tolist() == [3.0]
-    assert found.influence.ravel().tolist() == [-2.0, -1.0, 3.0]
+    values, influence = statistics.mean(np.array([[1.0], [2.0], [6.0]]))
+    assert values.tolist() == [3.0]
+    assert influence.ravel().tolist() == [-2.0, -1.0, 3.0]
 
 
 @pytest.mark.parametrize("lasting", [0.0, 0.9])
@@ -183,8 +183,8 @@ def test_equal_runs_of_two_speeds_are_rarely_called_different(part: float) -> No
 
     def side() -> tuple[float, float]:
         steps = np.where(rng.random(2000) < part, 20, 10) + rng.normal(0, 0.1, 2000)
-        found = statistics.typical(steps[:, np.newaxis])
-        return float(found.values[0]), float(statistics.variance(found.influence)[0])
+        values, influence = statistics.typical(steps[:, np.newaxis])
+        return float(values[0]), float(statistics.variance(influence)[0])
 
     width = statistics.quantile_of_t(11)
     pairs = [(side(), side()) for _ in range(100)]

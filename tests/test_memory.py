@@ -601,4 +601,4 @@ def test_advice_is_given_where_the_numbers_back_it(
     peaks: dict[str, int], held: int, advice: str
 ) -> None:
     found = MemorySummary(peaks, dict.fromkeys(peaks, 4), held, 100, steps=1)
-    assert advice in f"{found.sentence}\n"
+    assert advice in f"{found.sentences[0]}\n"

@@ -14,7 +14,7 @@ from fake_gpu import raw
 from test_compare import run
 from test_runs import timed
 
-from lightning_gputime import Ledger, Run, compare, load
+from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.throughput import WorkSummary
@@ -49,14 +49,7 @@ def full() -> Run:
         summary=summary,
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
-            {
-                "step": 7,
-                "step_ms": 90.5,
-                "usual_ms": 15.0,
-                "phase": EVIL,
-                "causes": [{"name": "garbage collection", "reached_ms": 70.25, "detail": EVIL}],
-                "unexplained_ms": 5.25,
-            }
+            SlowStep(7, 90.5, 15.0, EVIL, (Cause("garbage", 70.25, 70.25, EVIL),), 5.25).to_dict()
         ],
         evaluations=[{"stage": EVIL, "step": 3, "forward_ms": 2.5}],
     )
@@ -87,8 +80,8 @@ def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
         "Phases over steps",
         "How long the steps took",
         "Slowest steps",
-        "70.250 ms garbage collection",
-        "5.250 ms unexplained",
+        "70.2 ms garbage collection",
+        "5.25 ms unexplained",
         "Evaluation",
         "Where the whole fit went",
         "71.0 %",

@@ -20,7 +20,7 @@ from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
-from lightning_gputime._runs import saved
+from lightning_gputime._runs import environment, saved
 from lightning_gputime._runs.environment import Environment
 
 
@@ -186,7 +186,7 @@ def test_a_network_that_is_compiled_is_said_to_be() -> None:
 def test_an_environment_that_cannot_be_found_ends_no_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("platform.python_version", lambda: 1 / 0)
+    monkeypatch.setattr(environment, "version", lambda _: 1 / 0)
     timer = timed(2)
     assert timer.summary().steps == 2
     assert "could not be found: ZeroDivisionError" in caplog.text

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from lightning_gputime._boundaries.comm import is_distributed
@@ -24,6 +25,7 @@ from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._results.advice import Setup
+from lightning_gputime._work.peaks import device_name
 
 _MAX_LOADERS = 10
 """More side by side are not loaders, but the batches themselves."""
@@ -39,11 +41,9 @@ class Environment:
     Attributes:
         device: The name of the GPU, or of the CPU that took its place.
         device_type: Such as "cuda" or "cpu".
-        driver: The version of NVIDIA's driver.
         cuda: The version of CUDA that torch was built with.
         torch: The version of torch.
         lightning: The version of Lightning.
-        python: The version of Python.
         package: The version of lightning_gputime.
         world_size: How many processes train together.
         rank: Which of them this one is.
@@ -59,11 +59,9 @@ class Environment:
 
     device: str = ""
     device_type: str = ""
-    driver: str = ""
     cuda: str = ""
     torch: str = ""
     lightning: str = ""
-    python: str = ""
     package: str = ""
     world_size: int = 1
     rank: int = 0
@@ -97,19 +95,18 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
     device = parameters[0].device if parameters else torch.device("cpu")
     shared = is_distributed()
     return {
-        "device": _processor() if device.type == "cpu" else _name_of(device),
+        "device": _processor() if device.type == "cpu" else device_name(device),
         "device_type": device.type,
-        "driver": _driver() if device.type == "cuda" else "",
         "cuda": torch.version.cuda or "",
         "torch": torch.__version__,
         "lightning": version("lightning"),
-        "python": platform.python_version(),
         "package": sys.modules["lightning_gputime"].__version__,
         "world_size": torch.distributed.get_world_size() if shared else 1,
         "rank": torch.distributed.get_rank() if shared else 0,
         "precision": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "compiled": loop.compiled_step or any(map(is_compiled, loop.model.modules())),
-        "parameters": sum(map(_size, parameters)),
+        # One that is lazy has no shape yet.
+        "parameters": sum(one.numel() for one in parameters if not is_lazy(one)),
         "commit": _commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "options": _options_to_save(options),
@@ -128,33 +125,13 @@ def _options_to_save(options: Options) -> dict[str, Any]:
     return found
 
 
-def _size(parameter: nn.Parameter) -> int:
-    # One that is lazy has no shape yet.
-    return 0 if isinstance(parameter, nn.UninitializedParameter) else parameter.numel()
-
-
-def _name_of(device: torch.device) -> str:
-    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(get_name(device)) if get_name is not None else device.type
-
-
-def _processor() -> str:
-    found = _search(r"^model name\s*: (.+)$", "/proc/cpuinfo")
-    return found or platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    return _search(r"\s(\d+\.\d+(?:\.\d+)?)\s", "/proc/driver/nvidia/version")
-
-
 @lru_cache
-def _search(pattern: str, path: str) -> str:
-    try:
-        text = Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1].strip() if found else ""
+def _processor() -> str:
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 # Once in a process: what runs is what was there when it began.

@@ -232,22 +232,8 @@ def _drawn(figure: Any) -> str:
 
 
 def _slow(run: Run) -> str:
-    header = ("step", "took (ms)", "usually (ms)", "grew in", "causes")
-    names = ("step", "step_ms", "usual_ms", "phase")
-    rows = [
-        (*(_cell(name, one) for name in names), _causes(one)) for one in run.slow_steps[:_MAX_ROWS]
-    ]
-    return _table(header, rows, left=(3, 4))
-
-
-def _causes(step: Mapping[str, Any]) -> str:
-    causes = [
-        f"{_ms(one.get('reached_ms'))} ms {one.get('name', '')} {one.get('detail') or ''}".strip()
-        for one in step.get("causes") or ()
-    ]
-    if unexplained := _ms(step.get("unexplained_ms")):
-        causes.append(f"{unexplained} ms unexplained")
-    return ", ".join(causes)
+    rows = [(str(one.get("step", "")), str(one.get("text", ""))) for one in run.slow_steps]
+    return _table(("step", "why"), rows[:_MAX_ROWS], left=(1,))
 
 
 def _losses(run: Run) -> str:
@@ -257,29 +243,36 @@ def _losses(run: Run) -> str:
         return ""
     lost = sorted(work.lost.items(), key=lambda one: -one[1])
     shares = [*((name, share) for name, share in lost if share), ("MFU", work.mfu)]
-    rows = [(name, f"{100 * share:.1f}", "█" * round(_MAX_BAR * share)) for name, share in shares]
+    rows = [(name, f"{100 * share:.1f}", _bar(share)) for name, share in shares]
     return _table(("", "points of the peak", ""), rows, left=(2,))
 
 
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
     names = tuple(dict.fromkeys(name for one in evaluations for name in one))
-    rows = [tuple(_cell(name, one) for name in names) for one in evaluations[-_MAX_ROWS:]]
+    rows = [
+        tuple(_value(name, one.get(name, "")) for name in names) for one in evaluations[-_MAX_ROWS:]
+    ]
     return _table(names, rows, "The newest")
+
+
+def _value(name: str, value: Any) -> str:
+    is_number = name.endswith(("_ms", "_per_s")) and isinstance(value, int | float)
+    return f"{value:.3f}" if is_number else str(value)
 
 
 def _ledger(run: Run) -> str:
     if run.ledger is None:
         return ""
+    entries_s, shares = run.ledger.entries_s, run.ledger.shares
     rows = [
-        (
-            name,
-            f"{run.ledger.entries_s[name]:.3g} s",
-            f"{100 * share:.1f} %",
-            "█" * round(_MAX_BAR * share),
-        )
-        for name, share in run.ledger.shares.items()
+        (name, f"{entries_s[name]:.3g} s", f"{100 * share:.1f} %", _bar(share))
+        for name, share in shares.items()
     ]
     return _table(("", "time", "share", ""), rows, left=(3,))
+
+
+def _bar(share: float) -> str:
+    return "█" * round(_MAX_BAR * share)
 
 
 def _environment(run: Run) -> str:
@@ -305,12 +298,3 @@ def _scrolled(table: str) -> str:
 
 def _note(text: str) -> str:
     return Markup('<p class="note">{}</p>').format(text)
-
-
-def _cell(name: str, record: Mapping[str, Any]) -> str:
-    is_number = name.endswith(("_ms", "_per_s"))
-    return _ms(record.get(name)) if is_number else str(record.get(name, ""))
-
-
-def _ms(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else ""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,23 +22,16 @@ _FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
 """Fractions of a block whose lengths have few periods in common."""
 
 
-class Estimate(NamedTuple):
-    """The estimate of each column of one run, and by how much each step moves it.
-
-    Attributes:
-        values: The estimate of each column.
-        influence: For each step and column, how far the estimate would move by it, times the
-            number of steps. Its mean is zero, and the error of that mean is the estimate's.
-    """
-
-    values: Floats
-    influence: Floats
+Estimate = tuple[Floats, Floats]
+"""The estimate of each column of one run; and for each step and column its influence: how far the
+estimate would move by it, times the number of steps. The mean of that is zero, and the error of
+that mean is the estimate's."""
 
 
 def mean(times: Floats) -> Estimate:
     """Return the mean of each column of times, of shape (steps, columns)."""
     values = times.mean(axis=0)
-    return Estimate(values, times - values)
+    return values, times - values
 
 
 def typical(times: Floats) -> Estimate:
@@ -61,7 +53,7 @@ def typical(times: Floats) -> Estimate:
     influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
     influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
     influence -= influence.mean(axis=0)
-    return Estimate(times[kept].mean(axis=0), influence * n / len(kept))
+    return times[kept].mean(axis=0), influence * n / len(kept)
 
 
 def variance(influence: Floats) -> Floats:
@@ -121,13 +113,9 @@ def mean_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats
     return _difference(first, second, 0.995)
 
 
-class _Side(NamedTuple):
-    """The mean of the estimates of several runs, each field but their number for each column."""
-
-    runs: int
-    mean: Floats
-    variance: Floats  # of the mean, by the noise of the steps
-    squares: Floats  # the squared distances of the runs from their mean, added up
+_Side = tuple[int, Floats, Floats, Floats]
+"""Of several runs: their number; for each column the mean of their estimates, its variance by the
+noise of the steps, and the squared distances of the runs from their mean, added up."""
 
 
 def _side(
@@ -135,32 +123,33 @@ def _side(
     estimate: Callable[[Floats], Estimate],
     variance_of: Callable[[Floats], Floats],
 ) -> _Side:
-    estimates = [estimate(times) for times in runs]
-    values = np.array([one.values for one in estimates])
-    of_mean = np.sum([variance_of(one.influence) for one in estimates], axis=0) / len(runs) ** 2
-    center = values.mean(axis=0)
-    return _Side(len(runs), center, of_mean, ((values - center) ** 2).sum(axis=0))
+    values, influences = zip(*map(estimate, runs), strict=True)
+    of_mean = np.sum([variance_of(one) for one in influences], axis=0) / len(runs) ** 2
+    center = np.mean(values, axis=0)
+    return len(runs), center, of_mean, ((values - center) ** 2).sum(axis=0)
 
 
 def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
-    none = np.full_like(before.mean, math.nan)
-    is_there = before.mean > 0
-    ratio = np.divide(after.mean, before.mean, out=np.zeros_like(none), where=is_there)
+    n_before, before_ms, before_noise, before_squares = before
+    n_after, after_ms, after_noise, after_squares = after
+    none = np.full_like(before_ms, math.nan)
+    is_there = before_ms > 0
+    ratio = np.divide(after_ms, before_ms, out=np.zeros_like(none), where=is_there)
 
     def errors(of_before: Floats, of_after: Floats, freedom: int) -> Floats:
         width = quantile_of_t(freedom, confidence)
         # The second: the error of the quotient, times the time before.
         return width * np.sqrt([of_before + of_after, of_before * ratio**2 + of_after])
 
-    freedom = (_BLOCKS - 1) * min(before.runs, after.runs)
-    error, of_ratio = errors(before.variance, after.variance, freedom)
-    if freedom := before.runs + after.runs - 2:
+    freedom = (_BLOCKS - 1) * min(n_before, n_after)
+    error, of_ratio = errors(before_noise, after_noise, freedom)
+    if freedom := n_before + n_after - 2:
         # Never narrower than the spread between runs says.
-        pooled = (before.squares + after.squares) / freedom
-        spread = errors(pooled / before.runs, pooled / after.runs, freedom)
+        pooled = (before_squares + after_squares) / freedom
+        spread = errors(pooled / n_before, pooled / n_after, freedom)
         error, of_ratio = np.maximum((error, of_ratio), spread)
-    error_ratio = np.divide(of_ratio, before.mean, out=none, where=is_there)
-    return np.stack((before.mean, after.mean, error, error_ratio), axis=1)
+    error_ratio = np.divide(of_ratio, before_ms, out=none, where=is_there)
+    return np.stack((before_ms, after_ms, error, error_ratio), axis=1)
 
 
 def quantile_of_t(freedom: float, confidence: float = 0.95) -> float:

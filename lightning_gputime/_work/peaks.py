@@ -149,10 +149,11 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as torch gives it."""
+    """Return the name of a device, as torch gives it; else its type."""
     if device.type == "cpu":
         return "a CPU"
-    return str(torch.get_device_module(device).get_device_name(device))
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if get_name is None else str(get_name(device))
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
