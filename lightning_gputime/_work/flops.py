@@ -37,6 +37,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 # A copy shares these with its original: they may be large, and compute nothing.
 _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader)
+_OUTSIDE = "its forward keeps tensors outside of the model, or may"
 _SHARED_AMONG_RANKS = ("placements", "_fsdp_flattened", "ds_id")
 
 
@@ -60,16 +61,10 @@ class Call:
     autocast: torch.dtype | None
 
 
-@dataclass(frozen=True, slots=True)
-class CallFlops:
-    """FLOPs of one call, in the order of a step's work; operators that have no formula for them.
+CallFlops = tuple[list[float], list[float]]
+"""FLOPs of one call, of its forward and of its backward, each in the order of a step's work.
 
-    A multiplication and an addition are two FLOPs.
-    """
-
-    forward: list[float]
-    backward: list[float]
-    uncounted: list[str]
+A multiplication and an addition are two FLOPs."""
 
 
 def describe_call(
@@ -94,11 +89,11 @@ def _describe(value: Any) -> Any:
     raise UncountableError(f"it takes a {kind}, which is no plain tensor")
 
 
-def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
+def count_flops(call: Call, parts: Sequence[nn.Module]) -> tuple[CallFlops, list[str]]:
     """Count the FLOPs of a call and of its backward, and those of some parts of the model apart.
 
-    A copy of the module is called on fake tensors. The module, its hooks and random numbers stay as
-    they are.
+    Also return the operators for which there is no formula, and which are left out. A copy of the
+    module is called on fake tensors: the module, its hooks and random numbers stay as they are.
     """
     _check(call.module)
     counter = _Counter(len(parts))
@@ -107,31 +102,27 @@ def count_flops(call: Call, parts: Sequence[nn.Module]) -> CallFlops:
     if any(one() is not None for one in counter.made):
         gc.collect()
     if any(one() is not None for one in counter.made):
-        raise UncountableError(
-            "its forward keeps tensors outside of the model, where fake ones may be left"
-        )
-    return counter.flops()
+        raise UncountableError(f"{_OUTSIDE}, where fake ones may be left")
+    return counter.flops(), sorted(counter.uncounted)
 
 
 def _check(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise UncountableError("the module, or a part of it, is scripted")
-    for name, one in (*module.named_parameters(), *module.named_buffers()):
+    """Raise if a copy would compute something else, or if others would hear of it."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise UncountableError("the module, or a part of it, is scripted")
+    for one in (*module.parameters(), *module.buffers()):
         if any(hasattr(one, attribute) for attribute in _SHARED_AMONG_RANKS):
-            raise UncountableError(f"{name} is shared with other ranks (FSDP, tensor parallelism)")
+            raise UncountableError("it is shared with other ranks (FSDP, tensor parallelism)")
     if torch.is_anomaly_enabled():
         raise UncountableError("detect_anomaly would look for NaN in what has no values")
-    kinds = ("forward", "forward_pre", "backward", "backward_pre")
     if any(vars(of_modules)[f"_global_{kind}_hooks"] for kind in kinds):
         raise UncountableError("there are hooks on all modules of the process")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise UncountableError("there are hooks on saved tensors around the loop")
     for name, value in _named_outside(module):
         if isinstance(value, list | dict | deque) and any(map(torch.is_tensor, tree_leaves(value))):
-            raise UncountableError(
-                f"its forward keeps tensors outside of the model, or may: {name}"
-            )
+            raise UncountableError(f"{_OUTSIDE}: {name}")
 
 
 def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -255,7 +246,8 @@ class _Counter(TorchDispatchMode):
         """The results of all operators."""
         # Forward, backward, and what is computed again: of all, and of each part.
         self._flops: list[list[float]] = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
-        self._uncounted: set[str] = set()
+        self.uncounted: set[str] = set()
+        """Operators that may be work, and have no formula."""
         # Parts that run, and the sequence numbers of what is recorded in each call of one.
         self._running: list[tuple[int, int]] = []
         self._recorded: list[tuple[int, range]] = []
@@ -267,7 +259,7 @@ class _Counter(TorchDispatchMode):
         for forward, backward, again in self._flops:
             of_forward += [forward, 0.0]
             of_backward += [0.0, backward + again]
-        return CallFlops(of_forward, of_backward, sorted(self._uncounted))
+        return of_forward, of_backward
 
     def watch(self, part: int, module: nn.Module) -> None:
         """Count the FLOPs of a module apart."""
@@ -313,7 +305,7 @@ class _Counter(TorchDispatchMode):
             name = getattr(operator, "_qualified_op_name", "") or str(operator)
             namespace, _, operation = name.partition("::")
             if namespace not in _KNOWN_NAMESPACES or _WORK.match(operation):
-                self._uncounted.add(name)
+                self.uncounted.add(name)
             return
         factor = next(one for one in args if isinstance(one, Tensor))
         # Of two complex numbers a product is four, with two additions, and a sum is two.

@@ -61,12 +61,7 @@ _PEAKS = {
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 
-_SHORT = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _REPEATS = 5
 # The larger one is nearer to the peak, and takes 0.4 GB.
 _SIDE, _SMALL_SIDE, _LEAST_FREE = 8192, 4096, 4 * 2**30
@@ -103,7 +98,8 @@ def precision_of(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     """Return the name of a precision: "bf16", "fp16", "tf32", "fp32", or that of another dtype."""
     if dtype is torch.float32 and device.type == "cuda" and _allows_tf32(model, device):
         return "tf32"  # It takes the same numbers, and has another peak.
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
@@ -111,13 +107,8 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
         return False
     # By default convolutions are allowed it and products of matrices are not: what holds most of
     # the parameters decides.
-    in_convolutions = sum(
-        parameter.numel()
-        for module in model.modules()
-        if isinstance(module, nn.modules.conv._ConvNd)
-        for parameter in module.parameters()
-    )
-    if 2 * in_convolutions > sum(parameter.numel() for parameter in model.parameters()):
+    convolutions = [one for one in model.modules() if isinstance(one, nn.modules.conv._ConvNd)]
+    if 2 * sum(map(_size, convolutions)) > _size(model):
         setting = getattr(torch.backends.cudnn, "conv", None)
         if setting is not None:
             return bool(setting.fp32_precision == "tf32")
@@ -127,6 +118,10 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
 
 
 def fill_in_peak(reference: ThroughputReference, device: torch.device, precision: str) -> None:

@@ -182,13 +182,13 @@ class WorkCounter:
         """Return the FLOPs of the calls of a step: of the model, and as they ran."""
         known = [self._counted.get(key) for key in self._calls]
         self._calls.clear()
-        calls = [one for one in known if isinstance(one, CallFlops)]
+        calls = [one for one in known if isinstance(one, tuple)]
         if not calls or len(calls) < len(known):
             return [nan] * (3 + 2 * len(self._parts))
-        flops = [one.forward for one in calls]
+        flops = [forward for forward, _ in calls]
         # Inference outside of no_grad is recorded for a backward that never comes.
         if self._loop.optimizers or self._recorder.has_marked(BACKWARD):
-            flops += [one.backward for one in calls]
+            flops += [backward for _, backward in calls]
         return [sum(of) for of in zip(*flops, strict=True)]
 
     def measure(self) -> None:
@@ -210,11 +210,10 @@ class WorkCounter:
         is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
         try:
             for key, call in new.items():
-                found = count_flops(call, [*self._parts.values()])
-                if found.uncounted:
-                    named = f"No formula tells the FLOPs of {', '.join(found.uncounted)}"
+                self._counted[key], uncounted = count_flops(call, [*self._parts.values()])
+                if uncounted:
+                    named = f"No formula tells the FLOPs of {', '.join(uncounted)}"
                     self._warn_once(f"{named}, which are left out: {_FIX}")
-                self._counted[key] = found
         finally:
             self._loop.batch.is_open = is_open
 
