@@ -1,0 +1,404 @@
+"""Measures what timing adds to a step in a loop that does real work: the judge of what it costs.
+
+An empty loop keeps the timer's code in the processor's cache, and hides most of it. Here ways of
+timing take turns in one training of a small net whose steps the host paces: blocks of steps with a
+way, each between two blocks without. In Lightning each turn is a fit of its own.
+
+    python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
+    python benchmarks/cold_cost.py --layers 32 --rounds 20 --no-lightning
+"""
+
+import logging
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from threading import get_ident
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from loops import bare_trainer, be_quiet
+from record import environment, new_parser, save
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+SETTLE, STEPS = 100, 50
+"""Steps before a block that is measured, in which a timer finds its way, and in the block."""
+
+LEAST, TIMED = "the least timer", "every step timed"
+
+Hook = Callable[..., Any]
+
+
+def synchronize() -> None:
+    """Waits for the device, if there is one."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+class Task(pl.LightningModule):
+    """A small net and its training: many kernels, each of which is short."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(96, 96) for _ in range(layers)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Training:
+    """A plain loop. `zero_grad` and the like are where ways put their hooks."""
+
+    def __init__(self, layers: int) -> None:
+        self.net = Task(layers).net.to(DEVICE)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
+        self.x = torch.randn(64, 96, device=DEVICE)
+
+    def step(self, boundary: Callable[[], object] | None = None) -> None:
+        if boundary is None:
+            self.optimizer.zero_grad()
+            self.net(self.x).square().mean().backward()
+            self.optimizer.step()
+            return
+        self.optimizer.zero_grad()
+        out = self.net(self.x)
+        boundary()
+        loss = out.square().mean()
+        boundary()
+        loss.backward()
+        boundary()
+        self.optimizer.step()
+        boundary()
+
+
+class Way(Protocol):
+    """A way of timing; between `on` and `off` it trains steps."""
+
+    def on(self) -> None: ...
+    def train(self, steps: int) -> None: ...
+    def off(self) -> None: ...
+
+
+class Nothing:
+    """No timer."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def on(self) -> None:
+        pass
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.training.step()
+
+    def off(self) -> None:
+        pass
+
+
+class Synchronize(Nothing):
+    """What a timer replaces: the host waits at each boundary, and reads its own clock."""
+
+    def train(self, steps: int) -> None:
+        def boundary() -> None:
+            synchronize()
+            time.perf_counter()
+
+        for _ in range(steps):
+            self.training.step(boundary)
+
+
+class Events(Nothing):
+    """Five events a step, which are read one step late."""
+
+    def train(self, steps: int) -> None:
+        def new() -> torch.Event:
+            return torch.Event(device=DEVICE, enable_timing=True)
+
+        rows = [[new() for _ in range(5)] for _ in range(2)]
+        for step in range(steps):
+            mine, last = rows[step % 2], rows[(step + 1) % 2]
+            mine[0].record()
+            self.training.step(map(torch.Event.record, mine[1:]).__next__)
+            if step:
+                last[4].synchronize()
+                [start.elapsed_time(end) for start, end in pairwise(last)]
+
+
+class Hooks(Nothing):
+    """Hooks that do nothing, in the places of a timer's."""
+
+    def begin(self, label: str) -> None:
+        pass
+
+    def on(self) -> None:
+        self.handles: list[Any] = []
+        self.zero_grad = zero_grad = self.training.optimizer.zero_grad
+        self.engine = engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        begin, net = self.begin, self.training.net
+
+        def timed_zero_grad(*args: Any, **kwargs: Any) -> Any:
+            begin("other")
+            return zero_grad(*args, **kwargs)
+
+        def timed_engine(*args: Any, **kwargs: Any) -> Any:
+            begin("backward")
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                begin("optimizer")
+
+        self.handles = [
+            net.register_forward_pre_hook(lambda *_: begin("forward")),
+            net.register_forward_hook(lambda *_: begin("loss")),
+            optimizers.register_optimizer_step_post_hook(lambda *_: begin("after")),
+        ]
+        vars(self.training.optimizer)["zero_grad"] = timed_zero_grad
+        vars(torch.autograd)["_engine_run_backward"] = timed_engine
+
+    def off(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        del vars(self.training.optimizer)["zero_grad"]
+        vars(torch.autograd)["_engine_run_backward"] = self.engine
+
+
+class Least(Hooks):
+    """The least that is a whole timer.
+
+    It makes the same marks, checks label and thread, cuts steps, reads some at a time, and waits
+    once.
+    """
+
+    def on(self) -> None:
+        self.label, self.thread = "", get_ident()
+        self.marks: list[tuple[str, Any]] = []
+        self.steps: list[list[tuple[str, Any]]] = []
+        self.free: list[Any] = []
+        self.sums: dict[str, float] = {}
+        super().on()
+
+    def begin(self, label: str) -> None:
+        if label != self.label and get_ident() == self.thread:
+            self.label = label
+            if CUDA:
+                free = self.free
+                at = free.pop() if free else torch.Event(device=DEVICE, enable_timing=True)
+                at.record()
+            else:
+                at = time.perf_counter_ns()
+            self.marks.append((label, at))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.begin("before")
+            self.training.step()
+            self.begin("data")
+            self.steps.append(self.marks)
+            self.marks = self.marks[-1:]
+            if len(self.steps) > 25:
+                self._read()
+
+    def _read(self) -> None:
+        ready = self.steps[:-1]
+        del self.steps[:-1]
+        if CUDA:
+            ready[-1][-1][1].synchronize()
+        for step in ready:
+            for (label, start), (_, end) in pairwise(step):
+                ms = start.elapsed_time(end) if CUDA else end - start
+                self.sums[label] = self.sums.get(label, 0.0) + ms
+            if CUDA:
+                self.free += [at for _, at in step[:-1]]
+
+
+class Timed(Nothing):
+    """This package's timer."""
+
+    def __init__(self, training: Training, **options: Any) -> None:
+        super().__init__(training)
+        self.options = options
+
+    def on(self) -> None:
+        self.timer = GPUPhaseHooks(self.training.net, self.training.optimizer, **self.options)
+        self.timer.attach()
+        self.batches: Iterator[Tensor] = iter(self.timer.steps([self.training.x] * 10_000))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            next(self.batches)
+            self.training.step()
+
+    def off(self) -> None:
+        self.timer.remove()
+
+
+def in_plain_loop(layers: int, rounds: int) -> dict[str, list[float]]:
+    """Returns what each way added to a step in each round (in us), and the step without."""
+    training = Training(layers)
+    nothing = Nothing(training)
+    ways: dict[str, Way] = {
+        "hooks that do nothing": Hooks(training),
+        **({"five events": Events(training)} if CUDA else {}),
+        "four synchronize": Synchronize(training),
+        LEAST: Least(training),
+        "no step timed": Timed(training, every_n_steps=10**6),
+        "one step in ten timed": Timed(training, every_n_steps=10),
+        TIMED: Timed(training, every_n_steps=1),
+    }
+
+    def us_a_step(way: Way) -> float:
+        synchronize()
+        start = time.perf_counter()
+        way.train(STEPS)
+        synchronize()
+        return (time.perf_counter() - start) / STEPS * 1e6
+
+    us_a_step(nothing)
+    found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways}}
+    for _ in range(rounds):
+        for name in random.sample([*ways], len(ways)):
+            before = us_a_step(nothing)
+            ways[name].on()
+            ways[name].train(SETTLE)
+            us = us_a_step(ways[name])
+            ways[name].off()
+            nothing.train(5)
+            after = us_a_step(nothing)
+            found["step"].append((before + after) / 2)
+            found[name].append(us - (before + after) / 2)
+    return found
+
+
+class Batches:
+    """A loader that takes no time."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._batch = number, torch.randn(64, 96)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([self._batch] * self._number)
+
+
+class Idle(pl.Callback):
+    """Does nothing, where a timer does something."""
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+    def on_train_batch_end(self, *_: Any) -> None: ...
+    def on_before_zero_grad(self, *_: Any) -> None: ...
+    def on_before_backward(self, *_: Any) -> None: ...
+    def on_after_backward(self, *_: Any) -> None: ...
+    def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+
+class FourSynchronize(pl.Callback):
+    """What a timer replaces, in Lightning."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        synchronize()
+
+    def on_before_backward(self, *_: Any) -> None:
+        synchronize()
+
+    def on_after_backward(self, *_: Any) -> None:
+        synchronize()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        synchronize()
+
+
+class Stopwatch(pl.Callback):
+    """Takes the time of the steps behind the first ones (in us a step)."""
+
+    us = 0.0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx in (SETTLE, SETTLE + STEPS):
+            synchronize()
+            self.us = time.perf_counter() * 1e6 / STEPS - self.us
+
+
+def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
+    """Returns the same of Lightning."""
+    task, batches = Task(layers), Batches(SETTLE + STEPS + 1)
+    ways: dict[str, Callable[[], pl.Callback]] = {
+        "a callback that does nothing": Idle,
+        "four synchronize": FourSynchronize,
+        "no step timed": partial(GPUPhaseTimer, every_n_steps=10**6, summary=False),
+        "one step in ten timed": partial(GPUPhaseTimer, every_n_steps=10, summary=False),
+        TIMED: partial(GPUPhaseTimer, every_n_steps=1, summary=False),
+    }
+
+    def us_a_step(*callbacks: pl.Callback) -> float:
+        watch = Stopwatch()
+        bare_trainer(max_epochs=1, callbacks=[*callbacks, watch]).fit(task, batches)
+        return watch.us
+
+    us_a_step()
+    found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways}}
+    for _ in range(rounds):
+        before = us_a_step()
+        for name in random.sample([*ways], len(ways)):
+            us, after = us_a_step(ways[name]()), us_a_step()
+            found["step"].append(before)
+            found[name].append(us - (before + after) / 2)
+            before = after
+    return found
+
+
+def mean_and_error(us: list[float]) -> dict[str, float]:
+    """Returns the mean without the eighth at each end, and its standard error."""
+    cut = len(us) // 8
+    kept = sorted(us)[cut : len(us) - cut]
+    # The error of what is cut at both ends, by Winsor's variance.
+    ends = [kept[0]] * cut + kept + [kept[-1]] * cut
+    error = statistics.pstdev(ends) / (len(kept) / len(us)) / math.sqrt(max(len(us) - 1, 1))
+    return {"us": round(statistics.mean(kept), 1), "error_us": round(error, 1)}
+
+
+if __name__ == "__main__":
+    parser = new_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--no-lightning", action="store_true")
+    arguments = parser.parse_args()
+    be_quiet()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    loops = {
+        "plain": in_plain_loop,
+        **({} if arguments.no_lightning else {"lightning": in_lightning}),
+    }
+    results: dict[str, Any] = {}
+    for loop, measure in loops.items():
+        rows = measure(arguments.layers, arguments.rounds)
+        results[loop] = {name: mean_and_error(us) for name, us in rows.items()}
+        step_us = results[loop]["step"]["us"]
+        print(f"{loop}: a step without a timer takes {step_us:.0f} us")
+        for name, row in results[loop].items():
+            if name != "step":
+                share = row["us"] / step_us
+                print(f"  {name:30s} {row['us']:+7.1f} ± {row['error_us']:.1f} us  {share:+.1%}")
+    header = environment(
+        *(["gpu"] if CUDA else []), "host", "python", "torch", "lightning", "command"
+    )
+    save(arguments.out, header | {"results": results})
