@@ -47,7 +47,7 @@ class Actions:
 
     def _know_awaited(self) -> None:
         patch = self._subscription.patch
-        awaited = patch.replacement.awaited
+        awaited = patch.replacement.__self__.awaited
         awaited.clear()
         for name in {name for one in patch.listeners for name in one.calls}:
             calls = [(one.calls[name], one.fail) for one in patch.listeners if name in one.calls]
@@ -57,27 +57,35 @@ class Actions:
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
 
 
+@untraced
+class _Dispatcher:
+    """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
+
+    __slots__ = ("_call", "_patch", "awaited")
+
+    def __init__(self, call: Callable[[str], Any]) -> None:
+        self._call = call
+        self.awaited: dict[str, Callable[[], None]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Dispatcher, (self._call,)  # Nobody listens to the copy of a profiler.
+
+    def start(self, action_name: str) -> Any:
+        if action_name in self.awaited:
+            self.awaited[action_name]()
+        return self._call(action_name)
+
+    def start_alone(self, action_name: str) -> None:
+        if action_name in self.awaited:
+            self.awaited[action_name]()
+
+
 def _dispatch(call: Callable[..., Any], listeners: list[Actions]) -> Any:
-    awaited: dict[str, Callable[[], None]] = {}
-
-    def start(action_name: str) -> Any:
-        if action_name in awaited:
-            awaited[action_name]()
-        return call(action_name)
-
-    start.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
-    return start
+    return _Dispatcher(call).start
 
 
 def _dispatch_alone(call: Callable[..., Any], listeners: list[Actions]) -> Any:
-    awaited: dict[str, Callable[[], None]] = {}
-
-    def start(action_name: str) -> None:
-        if action_name in awaited:
-            awaited[action_name]()
-
-    start.awaited = awaited  # type: ignore[attr-defined]  # found by `Actions`
-    return start
+    return _Dispatcher(call).start_alone
 
 
 def _guarded(

@@ -49,7 +49,9 @@ class Fit:
         fail: Callable[[Exception], None],
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
-        self._batch, self._books, self._epochs = batch, books, epochs
+        self._batch, self._books = batch, books
+        self.epochs = epochs
+        """As given."""
         self._fail = fail
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
@@ -70,7 +72,8 @@ class Fit:
         self._in_batch = self._batch.is_open = False
         self._listen_while_off()
         self._books.epoch_turns()
-        self._epochs.begins()
+        self.end_late_step()
+        self.epochs.begins()
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.pause()
@@ -78,6 +81,16 @@ class Fit:
         else:
             self._session.begin(_lightning.step_number(self._trainer))
         self._session.part_began(CALLBACKS)
+
+    def end_late_step(self) -> None:
+        """End a step of manual optimization whose update came after its last batch."""
+        session = self._session
+        if self._accumulates and session.has_updated:
+            self._accumulates = False
+            # That batch is counted already.
+            number = _lightning.step_number(self._trainer) - 1
+            if not session.is_left(number):
+                session.end_step(number)
 
     # The next two run in every batch: without the function of `never_raises` around them.
 
@@ -245,7 +258,8 @@ class Fit:
         ):
             at_work = [one for one in others if _lightning.defines(one, hook)]
             for one in at_work:
-                label = f"{CALLBACKS}/{type(one).__name__}.{hook}"
+                # A part of a name has no "/".
+                label = f"{CALLBACKS}/{type(one).__name__.replace('/', '_')}.{hook}"
                 yield _lightning.callback_action(one, hook), partial(self._callback_begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.

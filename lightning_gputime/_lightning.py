@@ -128,7 +128,9 @@ def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: Step
     verdict = results().in_short()
     # One short entry: tqdm's bar takes what it has no room for from the bar itself.
     took = f"{unit.number(times.step_ms)}{unit.name}"
-    bar["step"] = f"{took} ({verdict})" if verdict else took
+    # The module may log a number under that name.
+    name = "step" if isinstance(bar.get("step", ""), str) else "gpu_step"
+    bar[name] = f"{took} ({verdict})" if verdict else took
 
 
 def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:

@@ -44,6 +44,11 @@ _ELSEWHERE = {
 }
 """Options of the other timers."""
 
+_ALIKE = (
+    "%d timers of this Trainer log under the same keys, '%s/...': keep one, or give each its own"
+    " prefix=, and all but one summary=False."
+)
+
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
 
@@ -166,6 +171,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
+        timers = [one for one in _lightning.callbacks_of(trainer) if isinstance(one, GPUPhaseTimer)]
+        if len({*map(id, timers)}) < len(timers):
+            raise ValueError("A timer is twice in the callbacks of this Trainer: give it once.")
+        alike = [one for one in timers if one._options.prefix == self._options.prefix]
+        if len(alike) > 1 and alike[0] is self:
+            messages.warning(_ALIKE, len(alike), self._options.prefix)
 
     @_lightning.never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -291,12 +302,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @_lightning.never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session.is_attached:
+        fit = self._fit
+        if fit is not None and self._session.is_attached:
+            fit.end_late_step()
             self._leave_fit()
             self._finish()
             self._books.turn(REST)
             if self.last is not None and (books := self._results.books) is not None:
-                log = _lightning.mean_log_of(trainer, self._options.prefix)
+                row = fit.epochs.row
+                log = _lightning.mean_log_of(trainer, self._options.prefix, beside=row)
                 log.log_values(books.metrics(), self.last.step)
             self._reports.show(self, trainer, self._options.prefix)
 

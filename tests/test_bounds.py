@@ -70,17 +70,18 @@ def test_a_large_lag_holds_a_bounded_number_of_events_and_loses_no_step(loop: Lo
 
 
 @pytest.mark.usefixtures("_bounds")
-def test_a_long_step_that_ends_is_told_and_timed(
-    loop: Loop, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("accumulate", [30, "auto"])
+def test_a_long_step_that_ends_is_timed_and_told_where_its_end_is_not_known(
+    loop: Loop, accumulate: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hooks(loop, accumulate_grad_batches=30) as timer:
+    with hooks(loop, accumulate_grad_batches=accumulate) as timer:
         for number, x in enumerate(timer.steps(loop.batches(120)), 1):
             loop.micro_batch(x)
             if number % 30 == 0:
                 loop.update()
     micro = {name: 30 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [{**micro, "optimizer": 2.0}] * 4
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == (accumulate == "auto")
 
 
 def test_a_timer_that_nobody_has_any_more_does_nothing_and_comes_off(gpu: FakeGPU) -> None:
@@ -159,7 +160,7 @@ def test_updates_that_no_hook_sees_hold_a_bounded_number_of_events(
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
         assert loop.gpu.created == 500
-    assert told(caplog, "A step has 100 boundaries and has not ended") == 1
+    assert told(caplog, "A step has 250 boundaries and has not ended") == 1
 
 
 def test_a_step_that_waits_often_is_not_taken_for_one_that_never_ends(

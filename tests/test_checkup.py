@@ -221,3 +221,26 @@ def test_with_auto_a_step_ends_with_the_update(gpu: FakeGPU) -> None:
 def test_auto_needs_optimizers(loop: Loop) -> None:
     with pytest.raises(ValueError, match=r"must be a number where .* got 'auto'"):
         GPUPhaseHooks(loop.model, accumulate_grad_batches="auto")
+
+
+def test_a_loop_that_leaves_batches_out_of_its_accumulation_is_told_what_to_pass(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(accumulate: Any) -> int:
+        trained = 0
+        with hooks(loop, accumulate_grad_batches=accumulate) as timer:
+            for number, x in enumerate(timer.steps(loop.batches(240))):
+                if number % 2:
+                    continue  # A bad batch.
+                loop.micro_batch(x)
+                trained += 1
+                if trained % 4 == 0:
+                    loop.update()
+        return len(timer.history())
+
+    assert train(4) == 60
+    [message] = told(caplog)
+    assert 'pass accumulate_grad_batches="auto": a step ends with the update' in message
+    caplog.clear()
+    assert train("auto") == 30
+    assert not told(caplog)

@@ -13,6 +13,7 @@ from fake_lightning import Loader, MemoryLogger, Model, trainer
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
+from lightning_gputime._record import recorder
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
@@ -548,3 +549,205 @@ def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
     assert "forward       4.000   25.6%" in printed
     assert "bound" not in printed  # A warm-up says nothing about the training.
     assert timer.summary().steps == 0
+
+
+# What others do with a Trainer in the middle of a fit
+
+
+class Calls(pl.Callback):
+    """Calls a function in the middle of a fit, and at its end before the timer hears of that."""
+
+    def __init__(self, call: Callable[[pl.Trainer, pl.LightningModule], Any]) -> None:
+        self.call = call
+        self.results: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *rest: Any) -> None:
+        self.results.append(self.call(trainer, pl_module))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.results.append(self.call(trainer, pl_module))
+
+
+class Scripted(Plain):
+    """A model that can be scripted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*to_torchscript.*", "ignore:.*torch.jit.*")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_a_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> None:
+    def script(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
+        one = model.to_torchscript(method=method, example_inputs=torch.ones(1, 2))
+        assert model.training
+        return one
+
+    timer, calls = timer_of(gpu), Calls(script)
+    model = Scripted()
+    trainer(calls, timer, max_epochs=2).fit(model)
+    x = torch.ones(1, 2)
+    assert len(calls.results) == 5
+    assert torch.equal(calls.results[-1](x), model(x))
+    assert [sorted(one) for one in steps(timer)] == [sorted(STEP_MS)] * 4
+
+
+@pytest.mark.parametrize("name", ["pickle", "cloudpickle", "copy"])
+@pytest.mark.parametrize("of", ["trainer", "profiler"])
+def test_a_trainer_and_its_profiler_are_copied_in_the_middle_of_a_fit(
+    gpu: FakeGPU, name: str, of: str
+) -> None:
+    how = pytest.importorskip(name)
+    if (name, of) == ("pickle", "trainer"):
+        pytest.skip("Trainer holds functions of its own that cannot be pickled")
+
+    def twin(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
+        one = trainer if of == "trainer" else trainer.profiler  # type: ignore[attr-defined]
+        return how.deepcopy(one) if name == "copy" else how.loads(how.dumps(one))
+
+    timer, calls = GPUPhaseTimer(summary=False, warmup_steps=0), Calls(twin)
+    trainer(calls, timer).fit(Plain())
+    assert len(calls.results) == 3
+    assert len(timer.history()) == 2
+    if of == "profiler":
+        with calls.results[0].profile("[Strategy]SingleDeviceStrategy.batch_to_device"):
+            pass  # It tells nobody.
+
+
+# Manual optimization
+
+
+class ByHand(Model):
+    """A model whose micro-batches are two a step; the last update of an epoch comes at its end."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.work(0.125)
+        self.loss(batch).backward()
+        if batch_idx % 2:
+            self.update()
+
+    def on_train_epoch_end(self) -> None:
+        self.update()
+
+    def update(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_an_update_at_an_epochs_end_ends_the_step_of_its_batches(
+    gpu: FakeGPU, validates: bool
+) -> None:
+    timer = timer_of(gpu)
+    validation = Loader(gpu, 2) if validates else None
+    trainer(timer, max_epochs=2).fit(ByHand(gpu), Loader(gpu, 3), validation)
+    two, one = micro_batches(2, 1)
+    if validates:
+        # What follows the validation is no step's.
+        one = {name: ms for name, ms in one.items() if name != "optimizer"}
+    assert steps(timer) == [two, one] * 2
+    assert timer.history()["step"].tolist() == [1, 2, 4, 5]
+    assert timer.summary().skipped_updates == 0
+
+
+# Several timers of one Trainer
+
+
+def test_two_timers_with_the_same_keys_are_told(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(timer_of(gpu), timer_of(gpu)).fit(Model(gpu), Loader(gpu, 2))
+    assert caplog.text.count("2 timers of this Trainer log under the same keys, 'phase_time/") == 1
+
+
+def test_two_timers_with_keys_of_their_own_are_not_told(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    timers = timer_of(gpu, prefix="one"), timer_of(gpu, prefix="two")
+    trainer(*timers).fit(Model(gpu), Loader(gpu, 2))
+    assert [steps(timer) for timer in timers] == [[STEP_MS] * 2] * 2
+    assert not [one for one in caplog.records if one.name == "lightning_gputime"]
+
+
+def test_a_timer_that_is_given_twice_is_told_before_training(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    with pytest.raises(ValueError, match="A timer is twice in the callbacks of this Trainer"):
+        trainer(timer, timer).fit(Model(gpu), Loader(gpu, 2))
+    assert not steps(timer)
+
+
+# Fits one after another, and inside one another
+
+
+def test_a_fit_in_a_callback_of_a_fit_has_a_timer_of_its_own(gpu: FakeGPU) -> None:
+    class Fits(pl.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            trainer(inner).fit(Model(gpu), Loader(gpu, 2))
+
+    inner, outer = timer_of(gpu), timer_of(gpu)
+    trainer(outer, Fits(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
+    assert steps(outer) == [STEP_MS] * 6
+    assert steps(inner) == [STEP_MS] * 2
+
+
+def test_a_fit_after_one_that_raised_is_a_new_measurement(gpu: FakeGPU) -> None:
+    class Breaks(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise RuntimeError("bad batch")
+            return super().training_step(batch, batch_idx)
+
+    timer = timer_of(gpu, lag=0)
+    with pytest.raises(RuntimeError, match="bad batch"):
+        trainer(timer).fit(Breaks(gpu), Loader(gpu, 4))
+    assert steps(timer) == [STEP_MS] * 2
+    trainer(timer).fit(Model(gpu), Loader(gpu, 3))
+    assert steps(timer) == [STEP_MS] * 3
+
+
+# Words
+
+
+def test_the_bar_shows_a_step_of_the_modules_own(gpu: FakeGPU) -> None:
+    class Logs(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("step", 7.0, prog_bar=True, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    bar = pl.callbacks.TQDMProgressBar()
+    timer = timer_of(gpu, prog_bar=True, lag=0)
+    runner = trainer(bar, timer, enable_progress_bar=True, max_epochs=3)
+    runner.fit(Logs(gpu), Loader(gpu, 2))
+    shown = bar.get_metrics(runner, runner.lightning_module)
+    assert shown["step"] == 7.0
+    assert shown["gpu_step"] == "15.6ms (GPU-bound)"
+
+
+def test_a_fits_shares_are_logged_in_a_row_of_its_last_epoch(gpu: FakeGPU) -> None:
+    logger = MemoryLogger()
+    trainer(timer_of(gpu), logger=logger, max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
+    [(step, row)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
+    assert (step, row["epoch"]) == (5, 1)
+
+
+def test_a_callback_whose_name_has_a_slash_is_one_part_of_data(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    odd = type("Odd/Name", (Slow,), {})
+    trainer(timer, odd(gpu)).fit(Model(gpu), Loader(gpu, 8))
+    assert "`Odd_Name.on_train_batch_" in str(timer.summary())
+
+
+def test_many_micro_batches_in_a_step_are_not_taken_for_one_that_never_ends(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MANY_MARKS", 20)
+    timer = timer_of(gpu)
+    trainer(timer, accumulate_grad_batches=50).fit(Model(gpu), Loader(gpu, 100))
+    assert len(steps(timer)) == 2
+    assert "has not ended" not in caplog.text

@@ -1,6 +1,9 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import (
@@ -15,8 +18,11 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, patch_zero_grad
-from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
 from lightning_gputime._record.recorder import Recorder
+
+# By this both `torch.jit.script` and `torch.jit.trace` make their modules.
+_SCRIPTS = "create_script_module"
 
 _HIDDEN = (
     "Collectives inside compiled code are not told from work: compile the parts between them, or"
@@ -73,7 +79,15 @@ class Boundaries:
         if loop.wrap_backward:
             self._comm = CommBoundary(recorder, own, loop.called) if shared else None
             BackwardBoundary(recorder, own, loop.batch, self._forward, self._optimizer, self._comm)
+        if hasattr(torch.jit._recursive, _SCRIPTS):
+            calls = Calls(self._script_begins, lambda _: self.reattach())
+            own.add(patch_function(torch.jit._recursive, _SCRIPTS, calls))
         activate(recorder)
+
+    def _script_begins(self, *_: Any, **__: Any) -> bool:
+        # TorchScript compiles the hooks that a module has, and cannot compile ours.
+        self.suspend(keep_updates=True)
+        return True
 
     @property
     def has_optimizers(self) -> bool:

@@ -75,10 +75,11 @@ class FunctionPatch:
         functools.update_wrapper(self, self._call, updated=())
         self.replacement: Any = self
         if wrap is not None:
+            # A function, or a method, which can be pickled as no function in a function can.
             self.replacement = untraced(wrap(self._call, self.listeners))
         elif isinstance(owner, type):
             self.replacement = self._as_method()
-        self.replacement._patch = self  # found by `patch_function`
+        getattr(self.replacement, "__self__", self.replacement)._patch = self  # for `_find`
         # Compiled code enters ours here, or by hooks of an optimizer, which is patched, too.
         leave_untraced()
 
@@ -206,8 +207,11 @@ class Subscription:
 
     def _find(self) -> FunctionPatch:
         """Return the patch that is there, or a new one."""
-        patch = getattr(vars(self._owner).get(self._name), "_patch", None)
-        return patch or FunctionPatch(self._owner, self._name, self._wrap)
+        there = vars(self._owner).get(self._name)
+        patch = getattr(getattr(there, "__self__", there), "_patch", None)
+        if isinstance(patch, FunctionPatch):
+            return patch
+        return FunctionPatch(self._owner, self._name, self._wrap)
 
 
 def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> Subscription:

@@ -95,6 +95,12 @@ REGISTER = (
         "a hook of the module would be compiled",
     ),
     Replaced(
+        "`torch.jit._recursive.create_script_module`",
+        MODULE,
+        frozenset({"create_script_module"}),
+        "TorchScript compiles a module's hooks, so ours are off while a module is scripted",
+    ),
+    Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
         frozenset({*LAUNCHES, *BLOCKS}),

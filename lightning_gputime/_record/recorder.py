@@ -30,7 +30,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
 
 MANY_MARKS = 2_000
-"""The user is told of a step with this many boundaries: perhaps none ever ends."""
+"""The user is told of a step with this many boundaries a batch: perhaps none ever ends."""
 
 MOST_EVENTS = 100_000
 """A recorder creates at most this many events; a step that would need more is dropped."""
@@ -165,8 +165,8 @@ class Recorder:
         self._post_spin_index = 0
         # Whether a mark is also shown or sampled.
         self._is_watched = annotate is not None
-        # At this many marks a step is looked at.
-        self._many = MANY_MARKS
+        # At this many marks a step is looked at; with this many boundaries the user is told of it.
+        self._look_at = self._many = MANY_MARKS
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
@@ -369,6 +369,10 @@ class Recorder:
 
     # Steps
 
+    def expect_batches(self, n: int) -> None:
+        """Let a step have the boundaries of `n` micro-batches before the user is told of it."""
+        self._many = min(MANY_MARKS * n, MOST_EVENTS // 2)
+
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
         if get_ident() != self._home:
@@ -500,7 +504,7 @@ class Recorder:
 
     def _new_event(self) -> TimingEvent:
         """Return a new event; where there are too many, one that the device has reached."""
-        if len(self._open) >= self._many:
+        if len(self._open) >= self._look_at:
             self._look_whether_it_ends()
         if self._events >= MOST_EVENTS:
             # Finished steps hold events, many of them with a large `lag`. Nothing is waited for.
@@ -515,9 +519,9 @@ class Recorder:
         # A step may wait often for other ranks, or have many modules, and end all the same.
         labels = (label for label, *_ in self._open if label not in INTERRUPTIONS)
         boundaries = sum(1 for _ in groupby(label.partition("/")[0] for label in labels))
-        if boundaries >= MANY_MARKS:
-            self.tell_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
-        self._many += MANY_MARKS
+        if boundaries >= self._many:
+            self.tell_once(_NEVER_ENDS, self._many, MOST_EVENTS)
+        self._look_at += MANY_MARKS
 
     def _record_in_graph(self, label: str) -> None:
         """Record a mark into the graph that is being captured. The step itself is not timed."""

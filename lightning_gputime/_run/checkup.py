@@ -40,8 +40,8 @@ _TWICE = (
     " once, at the end of the loop's body, or only iterate over steps()."
 )
 _ACCUMULATED = (
-    "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%d (or"
-    ' "auto": a step ends with the update), so that a step is one update.'
+    "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%s, so"
+    " that a step is one update."
 )
 
 
@@ -52,10 +52,13 @@ class Checkup:
         results: Have the sums.
         boundaries: Have seen the loop.
         recorder: Knows of other threads.
+        accumulates: Whether the user has said that gradients accumulate.
     """
 
-    def __init__(self, results: Results, boundaries: Boundaries, recorder: Recorder) -> None:
-        self._results = results
+    def __init__(
+        self, results: Results, boundaries: Boundaries, recorder: Recorder, *, accumulates: bool
+    ) -> None:
+        self._results, self._accumulates = results, accumulates
         self._boundaries, self._recorder = boundaries, recorder
         self._is_over = False
 
@@ -94,8 +97,10 @@ class Checkup:
         elif trains and without_update == n:
             messages.warning(_NO_UPDATE, n)
         elif trains and 2 * without_update >= n - 1:
-            batches = round(n / (n - without_update))
-            messages.warning(_ACCUMULATED, without_update, n, batches)
+            ends = '"auto": a step ends with the update'
+            if not self._accumulates:
+                ends = f"{round(n / (n - without_update))} (or {ends})"
+            messages.warning(_ACCUMULATED, without_update, n, ends)
 
     def _tell_forward(self) -> None:
         if not self._boundaries.model_was_called:

@@ -17,6 +17,7 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
+    BACKWARD,
     DATA,
     FETCH,
     OPTIMIZER,
@@ -137,7 +138,9 @@ class Session:
         results.yardstick = means.yardstick = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
-        self._checkup = Checkup(results, self._boundaries, self.recorder)
+        self._checkup = Checkup(
+            results, self._boundaries, self.recorder, accumulates=loop.needs_updates
+        )
         memory = []
         if sampler is not None:
             results.peaks = PhaseMemory(sampler.total)
@@ -297,6 +300,11 @@ class Session:
             has_ended = self.has_updated or not self.needs_updates
         elif self._kind is TIMED:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
+            if not self.sees_updates and self.recorder.has_marked(BACKWARD):
+                # An update by hand shows nowhere: it is over here, and is `other`.
+                self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
+                self.recorder.mark(AFTER_UPDATE)
+                last = AFTER_UPDATE
             has_ended = self.recorder.end_at(last, number)
         else:
             has_ended = self.has_updated
