@@ -1,6 +1,6 @@
 """A slow step beside its baseline: where its excess is, and what explains it."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from math import inf
@@ -29,8 +29,8 @@ deviation, a fraction of the median, and a time (in milliseconds)."""
 _LEAST_SHARE = 0.05
 """A cause of a smaller fraction of the excess is left out: it stays unexplained."""
 
-_Causes = dict[tuple[Kind, str], float]
-
+_Causes = defaultdict[tuple[Kind, str], float]
+"""Times by cause, and by what it was (in milliseconds)."""
 
 Span = tuple[int, int, Kind, str]
 """When something that held up the host started and ended (in nanoseconds), and what it was."""
@@ -143,16 +143,15 @@ class PartExcess:
     def __init__(self, name: str) -> None:
         self.name = name
         self.device_ms = self.host_ms = 0.0
-        # When the host was in it, and when no span was yet.
-        self.intervals: list[tuple[int, int]] = []
+        # When the host was in it, less the spans that were attributed.
         self.free: list[tuple[int, int]] = []
         self.device_excess_ms = 0.0
         # How much of that the device may have waited for the host.
         self.idle_ms = 0.0
         # Host time beyond the baseline without a cause; 0 if it may be chance.
         self.unattributed_host_ms = 0.0
-        self.host_causes: _Causes = {}
-        self.device_causes: _Causes = {}
+        self.host_causes: _Causes = defaultdict(float)
+        self.device_causes: _Causes = defaultdict(float)
 
     def compare(self, baseline: Baseline, waits: Sequence[tuple[int, int]]) -> None:
         """Set the excess over a baseline; the timer's own waits are none."""
@@ -211,7 +210,6 @@ class ExcessAttribution:
                 part.device_ms += ms
                 part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
                 part.host_ms += (interval[1] - interval[0]) / 1e6
-                part.intervals.append(interval)
                 part.free.append(interval)
         for part in self._parts.values():
             part.compare(baseline, waits)
@@ -250,7 +248,7 @@ class ExcessAttribution:
             for part in self._parts.values():
                 ms = part.take(start_ns, end_ns)
                 if ms:
-                    _attribute(part.host_causes, kind, detail, ms)
+                    part.host_causes[kind, detail] += ms
                     part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
 
     def attribute_host_excess(
@@ -260,38 +258,34 @@ class ExcessAttribution:
         for part in self.parts:
             ms = min(part.unattributed_host_ms, most_ms)
             if ms > 0.0 and is_there(part.name):
-                _attribute(part.host_causes, kind, detail, ms)
+                part.host_causes[kind, detail] += ms
                 part.unattributed_host_ms -= ms
                 most_ms -= ms
 
     def attribute_device_excess(self, kind: Kind, part: PartExcess, detail: str) -> None:
         """Attribute a part's excess on the device to a cause, whatever the host did."""
-        _attribute(part.device_causes, kind, detail, part.device_excess_ms)
+        part.device_causes[kind, detail] += part.device_excess_ms
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, those first of which most reached the device."""
-        host_ms: _Causes = {}
-        reached_ms: _Causes = {}
+        host_ms: _Causes = defaultdict(float)
+        reached_ms: _Causes = defaultdict(float)
         for part in self._parts.values():
             left_ms = part.device_excess_ms
             for causes, most_ms in ((part.device_causes, inf), (part.host_causes, part.idle_ms)):
                 total_ms = sum(causes.values())
                 share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
                 left_ms -= total_ms * share
-                for (kind, detail), ms in causes.items():
-                    _attribute(reached_ms, kind, detail, ms * share)
-            for (kind, detail), ms in part.host_causes.items():
-                _attribute(host_ms, kind, detail, ms)
+                for cause, ms in causes.items():
+                    reached_ms[cause] += ms * share
+            for cause, ms in part.host_causes.items():
+                host_ms[cause] += ms
         # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
         all_ms = sum(reached_ms.values())
         share = min(self.excess_ms / all_ms, 1.0) if all_ms else 0.0
         found = [
-            Cause(kind, host_ms.get((kind, detail), 0.0), ms * share, detail)
+            Cause(kind, host_ms[kind, detail], ms * share, detail)
             for (kind, detail), ms in reached_ms.items()
             if ms * share >= _LEAST_SHARE * self.excess_ms
         ]
         return tuple(sorted(found, key=lambda cause: cause.reached_ms, reverse=True))
-
-
-def _attribute(causes: _Causes, kind: Kind, detail: str, ms: float) -> None:
-    causes[kind, detail] = causes.get((kind, detail), 0.0) + ms

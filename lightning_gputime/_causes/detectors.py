@@ -198,13 +198,14 @@ class Preemption:
         """Attribute the time in which others ran, or in which the thread was stopped."""
         samples = [*self._samples]
         found = _off_cpu(samples, attribution.start_ns, attribution.end_ns)
+        if found is None or found[0] < _LEAST_OFF_CPU_MS:
+            return  # Before what takes longest: most slow steps have another cause.
         steps = attribution.baseline.steps
         others = [_off_cpu(samples, one.host_ns[0], one.host_ns[-1]) for one in steps]
-        usual = [one for one in others if one is not None]
-        if found is None or not usual:
+        usual = [*zip(*filter(None, others), strict=True)]
+        if not usual:
             return
-        medians = map(median, zip(*usual, strict=True))
-        off_ms, waits, losses = (ms - of for ms, of in zip(found, medians, strict=True))
+        off_ms, waits, losses = (ms - median(of) for ms, of in zip(found, usual, strict=True))
         if off_ms < _LEAST_OFF_CPU_MS:
             return
         if losses > max(waits, 0.0):
