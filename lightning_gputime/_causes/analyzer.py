@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter_ns
-from typing import Any
 
 from lightning_gputime._causes.attribution import Baseline, ExcessAttribution
 from lightning_gputime._causes.detectors import (
@@ -83,19 +82,16 @@ class SlowStepAnalyzer:
     def attach(self) -> None:
         """Let the detectors look."""
         self._is_attached = True
-        self._call(self._spans.attach)
+        try:
+            self._spans.attach()
+        except Exception as error:
+            self._give_up(error)
 
     def remove(self) -> None:
         """Take everything off. Safe to call twice, and in a process that was forked."""
         self._is_attached, self._sample_usage = False, None
         self._host_threshold_ns = inf
         self._spans.remove()
-
-    def _call(self, method: Callable[..., Any], *args: Any) -> None:
-        try:
-            method(*args)
-        except Exception as error:
-            self._give_up(error)
 
     def loop_begins(self) -> None:
         """Call where a loop begins, in its thread."""
@@ -165,7 +161,7 @@ class SlowStepAnalyzer:
         is_long = self._baseline.host_ms >= _WORTH_MS
         if self._preemption is not None:
             self._sample_usage = self._preemption.sample if is_long else None
-        self._call(self._spans.attach)  # Dynamo may have been loaded, or reset, since.
+        self._spans.attach()  # Dynamo may have been loaded, or reset, since.
         # To read them takes some 70 us.
         self._reads_allocator = not self._reads_allocator
         if self._reads_allocator and self._allocator is not None:

@@ -232,7 +232,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds FLOPs up: forward, backward, and what backward computes again.
+    """FLOPs, added up: forward, backward, and what backward computes again.
 
     Not torch's `FlopCounterMode`, which puts hooks on all modules of the process.
     """

@@ -49,7 +49,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class WorkCounter:
-    """Adds up the work of the open step, until `take_step_work` hands it over as numbers."""
+    """The work of the open step, until `take_step_work` hands it over as numbers."""
 
     def __init__(self, options: Options, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
