@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import (
 )
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._results.loggers import Destination
+from lightning_gputime._results.loggers import add_charts, send
 
 LOGGED = [1, 3, 4]
 KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
@@ -159,7 +159,7 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
 )
 def test_the_group_of_a_value_stands_before_the_first_slash(name: str, tag: str) -> None:
     writer = Writer()
-    Destination(writer, "a/b").send({name: 1.0}, 3, {"epoch": 0})
+    send(writer, "a/b", "", {name: 1.0}, 3, {"epoch": 0})
     assert writer.logged == [({tag: 1.0}, 3)]
 
 
@@ -208,9 +208,8 @@ def test_loggers_that_draw_no_charts_are_asked_for_none(gpu: FakeGPU) -> None:
             self.experiment = Dummy()  # type: ignore[assignment]
 
     logger = Silent()
-    destination = Destination(logger, "phase_time")
-    destination.begin()
-    destination.send({"host_wait_ms": 1.0}, 0, {"epoch": 2})
+    add_charts(logger, "phase_time")
+    send(logger, "phase_time", "", {"host_wait_ms": 1.0}, 0, {"epoch": 2})
     assert logger.logged == [({"phase_time/host_wait_ms": 1.0, "epoch": 2}, 0)]
 
 

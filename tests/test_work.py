@@ -71,7 +71,7 @@ def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPh
 
 def loads(timer: Any) -> list[tuple[float, ...]]:
     timer.flush()
-    return [step.load for step in timer._results._newest.steps()]
+    return [step.load for step in timer._results._newest]
 
 
 @pytest.fixture
@@ -257,11 +257,11 @@ def test_a_function_that_raises_ends_no_training(
 def test_steps_whose_items_are_not_known_are_left_out(loop: Loop) -> None:
     sizes = iter([4, 4, float("nan"), 4])
     timer = train(loop, loop.batches(4))
-    for record, size in zip(timer._results._newest.steps(), sizes, strict=True):
+    for record, size in zip(timer._results._newest, sizes, strict=True):
         assert record.load == (1.0,)
-        timer._results.sums.work.add([(size,)], [10.0], {})
-    assert timer._results.sums.work.items == 4 + 12
-    assert timer._results.sums.work.items_ms == 4 * STEP + 30
+        timer._results.sums.add_work([(size,)], [10.0], {})
+    assert timer._results.sums.items == 4 + 12
+    assert timer._results.sums.items_ms == 4 * STEP + 30
 
 
 def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeGPU) -> None:

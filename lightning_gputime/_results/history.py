@@ -1,8 +1,8 @@
 """The newest steps, kept in little memory and read as columns."""
 
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,48 +15,17 @@ _MIN_PACKED_MARKS = 40
 """Steps with this many marks, as with many modules, are packed, which takes a microsecond."""
 
 
-class Newest:
-    """The newest steps.
-
-    Args:
-        capacity: Maximum number of steps.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._steps: deque[StepRecord] = deque(maxlen=capacity)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def copy(self) -> "Newest":
-        """Return another one with the same steps."""
-        copied = Newest(0)
-        copied._steps = self._steps.copy()
-        return copied
-
-    def extend(self, steps: Iterable[StepRecord]) -> None:
-        """Add the next steps; the oldest ones make room for them."""
-        self._steps.extend(
-            [step if len(step.labels) < _MIN_PACKED_MARKS else _pack(step) for step in steps]
-        )
-
-    def last(self) -> StepRecord:
-        """Return the newest step."""
-        return _unpack(self._steps[-1])
-
-    def steps(self) -> Sequence[StepRecord]:
-        """Return all steps, oldest first."""
-        return [*map(_unpack, self._steps.copy())]
-
-
-def _pack(step: StepRecord) -> StepRecord:
-    # 8 bytes per number; a float in a tuple takes 32. Bytes, because the garbage collector tracks
-    # arrays.
+def pack(step: StepRecord) -> StepRecord:
+    """Return a step of many marks in 8 bytes per number; a float in a tuple takes 32."""
+    if len(step.labels) < _MIN_PACKED_MARKS:
+        return step
+    # Bytes, because the garbage collector tracks arrays.
     device_ms, host_ns = array("d", step.device_ms), array("q", step.host_ns)
     return step._replace(device_ms=device_ms.tobytes(), host_ns=host_ns.tobytes())
 
 
-def _unpack(step: StepRecord) -> StepRecord:
+def unpack(step: StepRecord) -> StepRecord:
+    """Return a step as it was before `pack`."""
     if not isinstance(step.device_ms, bytes) or not isinstance(step.host_ns, bytes):
         return step
     device_ms, host_ns = memoryview(step.device_ms).cast("d"), memoryview(step.host_ns).cast("q")

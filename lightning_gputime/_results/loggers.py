@@ -29,8 +29,30 @@ _GROUPS = (
 """By the name of a value, its group where that is not the one of the phases."""
 
 
-class Destination:
-    """A logger that values are sent to.
+def add_charts(logger: MetricsLogger, prefix: str) -> None:
+    """Give TensorBoard its charts of all phases. Call as training begins.
+
+    Of several layouts TensorBoard shows the last: one of the user's own may come later.
+    """
+    writer = _tensorboard_writer(logger)
+    if writer is not None:
+        own = re.escape(prefix)  # It finds phases by regular expressions.
+        charts = {
+            "phases (ms)": ["Multiline", [rf"^{own}/(?!step_ms$)[^/]+_ms$"]],
+            "step (ms)": ["Multiline", [rf"^{own}/step_ms$"]],
+        }
+        writer.add_custom_scalars({prefix: charts})
+
+
+def send(
+    logger: MetricsLogger,
+    prefix: str,
+    stage: str,
+    values: Mapping[str, float],
+    step: int,
+    beside: Mapping[str, float],
+) -> None:
+    """Log values.
 
     TensorBoard groups its charts by what stands before the first "/" of a tag. So that the phases
     stand alone there, all else has a group of its own: "phase_time_val/forward_ms".
@@ -39,45 +61,26 @@ class Destination:
         logger: The logger.
         prefix: First part of the keys.
         stage: Second part of the keys, such as "val"; empty for training.
+        values: They are logged under keys with the prefix.
+        step: The number that they are logged under.
+        beside: They are logged in the same row, under keys as they are.
     """
+    if _tensorboard_writer(logger) is None:
+        separator = getattr(logger, "group_separator", "/")
+        own = {key(prefix, stage, name): value for name, value in values.items()}
+        own = {name.replace("/", separator): value for name, value in own.items()} | {**beside}
+    else:
+        # Lightning logs there what stands beside, at every step that it logs itself.
+        own = {_tag(prefix, stage, name): value for name, value in values.items()}
+    logger.log_metrics(own, step=step)
 
-    def __init__(self, logger: MetricsLogger, prefix: str, stage: str = "") -> None:
-        self._logger, self._prefix, self._stage = logger, prefix, stage
 
-    def begin(self) -> None:
-        """Begin training: TensorBoard gets its chart."""
-        # Now, because of several layouts TensorBoard shows the last: one of the user's own may
-        # come later.
-        writer = _tensorboard_writer(self._logger)
-        if writer is not None:
-            writer.add_custom_scalars(_layout(self._prefix))
-
-    def send(self, values: Mapping[str, float], step: int, beside: Mapping[str, float]) -> None:
-        """Log values.
-
-        Args:
-            values: They are logged under keys with the prefix.
-            step: The number that they are logged under.
-            beside: They are logged in the same row, under keys as they are.
-        """
-        writer = _tensorboard_writer(self._logger)
-        if writer is None:
-            separator = getattr(self._logger, "group_separator", "/")
-            own = {key(self._prefix, self._stage, name): one for name, one in values.items()}
-            own = {name.replace("/", separator): value for name, value in own.items()}
-            own |= beside
-        else:
-            # Lightning logs there what stands beside, at every step that it logs itself.
-            own = {self._tag(name): value for name, value in values.items()}
-        self._logger.log_metrics(own, step=step)
-
-    def _tag(self, name: str) -> str:
-        group = self._stage or next((one for has, one in _GROUPS if has.match(name)), "")
-        if not group:
-            return key(self._prefix, "", name)
-        first, slash, rest = self._prefix.partition("/")
-        name = name.removeprefix(f"{group}/")
-        return f"{first}_{group}{slash}{rest}/{name}"
+def _tag(prefix: str, stage: str, name: str) -> str:
+    group = stage or next((one for has, one in _GROUPS if has.match(name)), "")
+    if not group:
+        return key(prefix, "", name)
+    first, slash, rest = prefix.partition("/")
+    return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
 
 
 def key(prefix: str, stage: str, name: str) -> str:
@@ -90,17 +93,6 @@ def _tensorboard_writer(logger: MetricsLogger) -> Any:
     experiment = getattr(logger, "experiment", None)
     # Of the class: on ranks that log nothing an experiment has whatever one asks for.
     return experiment if hasattr(type(experiment), "add_custom_scalars") else None
-
-
-def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
-    """Return TensorBoard's charts of all phases; it finds phases by regular expressions."""
-    own = re.escape(prefix)
-    return {
-        prefix: {
-            "phases (ms)": ["Multiline", [rf"^{own}/(?!step_ms$)[^/]+_ms$"]],
-            "step (ms)": ["Multiline", [rf"^{own}/step_ms$"]],
-        }
-    }
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:

@@ -1,14 +1,14 @@
 """Means over a window of steps, sent to loggers."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.loggers import Destination, MetricsLogger, key
+from lightning_gputime._results.loggers import MetricsLogger, add_charts, key, send
 from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
@@ -19,7 +19,7 @@ _ONE_CALLBACK = f"{CALLBACKS}/"
 
 
 class MeanLog:
-    """Sends the means since the last log to the loggers, once every so many steps.
+    """Sends the means since the last log to the loggers, every n steps.
 
     Args:
         prefix: First part of each key.
@@ -44,44 +44,39 @@ class MeanLog:
         self._prefix, self._stage, self._beside = prefix, stage, beside
         self.every_n_steps = every_n_steps
         """As given."""
-        self.observers: Sequence[Any] = ()
-        """Their metrics are logged beside the means."""
+        self.loggers = loggers
+        """What gets the means."""
+        self._publish = publish
         self.on_logged: Callable[[], object] = lambda: None
         """Called where steps that were read are logged."""
-        self.is_owed = False
-        """Whether a step that is to be logged has finished, and is not read."""
-        self._loggers = loggers
-        self._destinations = [Destination(logger, prefix, stage) for logger in loggers]
-        self._publish = publish
-        self._sums = Sums()
-        self._logged = -1
-        self.newest: int | None = None
-        """The number of the newest step that was added, or of the one before the first."""
-        self.busy: StepTimes | None = None
-        """The newest step that was probed; logged beside the means."""
-        self._failed = False
+        self.observers: Sequence[Any] = ()
+        """Their metrics are logged beside the means."""
         self.yardstick = ThroughputReference()
         """What the work of the steps is held against."""
         self.slow = SlowLog()
         """The slow steps, which are logged with their window."""
-
-    @property
-    def loggers(self) -> Sequence[MetricsLogger]:
-        """What gets the means."""
-        return self._loggers
+        self.busy: StepTimes | None = None
+        """The newest step that was probed; logged beside the means."""
+        self.newest: int | None = None
+        """The number of the newest step that was added, or of the one before the first."""
+        self.is_owed = False
+        """Whether a step that is to be logged has finished, and is not read."""
+        self._sums = Sums()
+        self._logged = -1
+        self._failed = False
 
     def begin(self) -> None:
-        """Must be told that training begins."""
-        for one in self._destinations:
-            self._try(one.begin)
+        """Note that training begins."""
+        for one in self.loggers:
+            self._try(partial(add_charts, one, self._prefix))
 
     def start(self, before: int) -> None:
-        """Must be told the number of the step before the first."""
+        """Take the number of the step before the first."""
         if self.newest is None:
             self.newest = before
 
     def next_due(self, step: int) -> float:
-        """Returns the number from which on a step is logged, if `step` is the last before."""
+        """Return the number from which on a step is logged, if `step` is the last before."""
         every = self.every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
@@ -96,7 +91,7 @@ class MeanLog:
             self.on_logged()
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
-        """Takes the next steps, and logs where one is due. Tells if it did.
+        """Take the next steps, and log where one is due. Return whether it did.
 
         Args:
             steps: What was read, in order.
@@ -120,7 +115,7 @@ class MeanLog:
         self.newest = steps[-1].number
 
     def log_means(self, *, only_publish: bool = False) -> None:
-        """Logs the steps since the last log, if there are any, under the newest one's number.
+        """Log the steps since the last log, if there are any, under the newest one's number.
 
         Args:
             only_publish: Publish their means, and keep them for the next log.
@@ -130,20 +125,15 @@ class MeanLog:
             self._sums = Sums()
             if not self.every_n_steps:
                 return
-        n = sums.step.n
-        if n and self.newest is not None:
+        if sums.step.n and self.newest is not None:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
-            means |= {"step": sums.step.device_ms / n, "host_wait": sums.wait_ms / n}
+            means |= {"step": sums.step.device_ms / sums.step.n}
+            means |= {"host_wait": sums.wait_ms / sums.step.n}
             if self.busy is not None:
-                busy = {**self.busy.phase_ms, "step": self.busy.step_ms}
-                means |= {f"{name}_busy": ms for name, ms in busy.items()}
-                # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
-                as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
-                comm_ms = sum(ms for name, ms in means.items() if _is_wait(name))
-                means["step_gap"] = max(as_run_ms - comm_ms - busy_ms, 0.0)
-            means |= self.slow.metrics(self.newest, n, keep=only_publish)
+                means |= _busy_means(means, self.busy)
+            means |= self.slow.metrics(self.newest, sums.step.n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
-            values |= self.yardstick.metrics(sums.work)
+            values |= self.yardstick.metrics(sums)
             if self.observers:
                 values |= metrics_of(self.observers, self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
@@ -151,17 +141,18 @@ class MeanLog:
     def log_values(
         self, values: Mapping[str, float], step: int, *, only_publish: bool = False
     ) -> None:
-        """Logs `values` under the number of a step, or of the last log if that is newer."""
+        """Log `values` under the number of a step, or of the last log if that is newer."""
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
             # One call for all values: CSV writes a row a call, W&B counts a step, and MLflow sends
             # a request.
-            for one in self._destinations:
-                self._try(functools.partial(one.send, values, step, self._beside(step)))
+            beside = self._beside(step)
+            for one in self.loggers:
+                self._try(partial(send, one, self._prefix, self._stage, values, step, beside))
         if self._publish is not None:
             metrics = {key(self._prefix, self._stage, name): ms for name, ms in values.items()}
-            self._try(functools.partial(self._publish, metrics))
+            self._try(partial(self._publish, metrics))
 
     def _try(self, call: Callable[[], Any]) -> None:
         try:
@@ -173,6 +164,11 @@ class MeanLog:
             self._failed = True
 
 
-def _is_wait(name: str) -> bool:
-    # That in `data` is left out with all of `data`.
-    return is_wait(name) and name != WAIT
+def _busy_means(means: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
+    """Return the times of a step that was probed, and how long the device waits for launches."""
+    busy = {**probed.phase_ms, "step": probed.step_ms}
+    # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
+    as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
+    comm_ms = sum(ms for name, ms in means.items() if is_wait(name) and name != WAIT)
+    gap_ms = max(as_run_ms - comm_ms - busy_ms, 0.0)
+    return {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}

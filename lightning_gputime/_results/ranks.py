@@ -108,9 +108,9 @@ def totals_of(
         totals |= _host_totals(sums)
     if changes is not None:
         totals |= {noise(scale): one for scale, one in changes.changes().items()}
-    if sums.work.items_ms:
-        totals[ITEMS] = (sums.work.items, sums.step.n)
-        totals[ITEMS_TIME] = (sums.work.items_ms, sums.step.n)
+    if sums.items_ms:
+        totals[ITEMS] = (sums.items, sums.step.n)
+        totals[ITEMS_TIME] = (sums.items_ms, sums.step.n)
     if stage is not None:
         totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
     return totals

@@ -1,13 +1,16 @@
 """Sums over steps: many at a time, for little."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from math import nan
 from operator import attrgetter
 
-from lightning_gputime._phases import settle
+from lightning_gputime._phases import BACKWARD, FORWARD, TRAINING_STEP, settle
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.throughput import WorkSums
+
+COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
+"""The phases that the FLOPs of the model are in."""
 
 
 class Sums:
@@ -18,7 +21,12 @@ class Sums:
         step: Of the step.
         wait_ms: How long the host waited (in milliseconds).
         skipped_updates: Number of skipped updates.
-        work: The work of the steps.
+        items: Items of the steps whose items are known.
+        items_ms: Device time of these steps (in milliseconds).
+        model_flops: FLOPs of the model, where they are known, without what was computed again.
+        flops_ms: Device time of these steps (in milliseconds).
+        ran: Their FLOPs that ran by phase, in the order of `StepRecord.load`.
+        compute_ms: Their device time in each part of forward and backward (in milliseconds).
         each_ms: Device time of each step that was passed (in milliseconds), in their order; without
             steps that were merged.
     """
@@ -29,7 +37,9 @@ class Sums:
         self.each_ms: list[float] = []
         self.wait_ms = 0.0
         self.skipped_updates = 0
-        self.work = WorkSums()
+        self.items = self.items_ms = self.model_flops = self.flops_ms = 0.0
+        self.ran: Sequence[float] = ()
+        self.compute_ms: dict[str, float] = {}
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_alike(labels, alike)
 
@@ -51,13 +61,54 @@ class Sums:
             took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
             if name is None:
                 self.each_ms += of_steps_ms
-                self.work.add(loads, of_steps_ms, phases_ms)
+                self.add_work(loads, of_steps_ms, phases_ms)
             else:
                 phases_ms[name] = of_steps_ms
             phase = self.step if name is None else self._phase(name)
             phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
         self.wait_ms += sum(waits_ms)
         self.skipped_updates += sum(skipped_updates)
+
+    def add_work(
+        self,
+        loads: Sequence[tuple[float, ...]],
+        each_ms: Sequence[float],
+        phases_ms: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Add the work of steps.
+
+        Args:
+            loads: That of each step, empty if nobody counts it.
+            each_ms: The device time of each step (in milliseconds).
+            phases_ms: That of each phase.
+        """
+        items, items_ms = [load[0] if load else nan for load in loads], each_ms
+        all_items = sum(items)
+        if all_items != all_items:
+            known = [i for i, n in enumerate(items) if n == n]
+            all_items, items_ms = sum([items[i] for i in known]), [each_ms[i] for i in known]
+        self.items += all_items
+        self.items_ms += sum(items_ms)
+        if not loads or len(loads[-1]) < 2:
+            return
+        known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
+        if known:
+            flops, *ran = [sum(of) for of in zip(*(loads[i][1:] for i in known), strict=True)]
+            compute_ms = {
+                name: sum([ms[i] for i in known])
+                for name, ms in phases_ms.items()
+                if name.partition("/")[0] in COMPUTE
+            }
+            self._add_flops(flops, sum([each_ms[i] for i in known]), ran, compute_ms)
+
+    def _add_flops(
+        self, flops: float, ms: float, ran: Sequence[float], compute_ms: Mapping[str, float]
+    ) -> None:
+        self.model_flops += flops
+        self.flops_ms += ms
+        self.ran = [a + b for a, b in zip(self.ran or [0.0] * len(ran), ran, strict=True)]
+        for name, of_phase_ms in compute_ms.items():
+            self.compute_ms[name] = self.compute_ms.get(name, 0.0) + of_phase_ms
 
     def merge(self, other: "Sums") -> None:
         """Add the sums over other steps."""
@@ -66,7 +117,10 @@ class Sums:
             self._phase(name).merge(phase)
         self.wait_ms += other.wait_ms
         self.skipped_updates += other.skipped_updates
-        self.work.merge(other.work)
+        self.items += other.items
+        self.items_ms += other.items_ms
+        if other.flops_ms:
+            self._add_flops(other.model_flops, other.flops_ms, other.ran, other.compute_ms)
 
     def copy(self) -> "Sums":
         """Return the sums as they are now."""
@@ -82,14 +136,7 @@ class Sums:
 
 
 class PhaseSum:
-    """Sums of a phase over the steps in which it ran.
-
-    Attributes:
-        n: Number of those steps.
-        device_ms: Device time (in milliseconds).
-        host_ms: Host time (in milliseconds).
-        max_ms: The longest device time (in milliseconds).
-    """
+    """Sums of a phase over the `n` steps in which it ran (in milliseconds)."""
 
     __slots__ = ("device_ms", "host_ms", "max_ms", "n")
 

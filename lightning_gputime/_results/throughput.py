@@ -1,102 +1,18 @@
 """Work per second: items, FLOPs, and what they are of what the GPU could do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
 
-from lightning_gputime._phases import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    TRAINING_STEP,
-    is_wait,
-)
+from lightning_gputime._phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, is_wait
 from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.sums import COMPUTE, Sums
 
 KERNELS = "kernels below the peak"
 GAPS = "launch gaps"
 COMMUNICATION = "communication"
 
-# The phases that the FLOPs of the model are in.
-_COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
-
 Rows = Mapping[str, PhaseStats]
-Loads = Sequence[tuple[float, ...]]
-PhasesMs = Mapping[str, Sequence[float]]
-
-
-class WorkSums:
-    """Sums of the work of steps, over those whose items, or whose FLOPs, are known.
-
-    Attributes:
-        model_flops: FLOPs of the model, without what was computed again.
-        ran: FLOPs that ran by phase, in the order of `StepRecord.load`.
-        phase_ms: The time of each part of forward and backward where FLOPs are known.
-    """
-
-    __slots__ = ("flops_ms", "items", "items_ms", "model_flops", "phase_ms", "ran")
-
-    def __init__(self) -> None:
-        self.items = self.items_ms = self.model_flops = self.flops_ms = 0.0
-        self.ran: list[float] = []
-        self.phase_ms: dict[str, float] = {}
-
-    def add(self, loads: Loads, each_ms: Sequence[float], phases_ms: PhasesMs) -> None:
-        """Add steps: the work of each, empty if nobody counts it, its time, and its phases'."""
-        items, items_ms = [load[0] if load else nan for load in loads], each_ms
-        all_items = sum(items)
-        if all_items != all_items:
-            known = [i for i, n in enumerate(items) if n == n]
-            all_items, items_ms = sum([items[i] for i in known]), [each_ms[i] for i in known]
-        self.items += all_items
-        self.items_ms += sum(items_ms)
-        if loads and len(loads[-1]) > 1:
-            self._add_flops(loads, each_ms, phases_ms)
-
-    def _add_flops(self, loads: Loads, each_ms: Sequence[float], phases_ms: PhasesMs) -> None:
-        known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
-        if not known:
-            return
-        self.model_flops += sum([loads[i][1] for i in known])
-        self.flops_ms += sum([each_ms[i] for i in known])
-        self._add_ran([sum(of) for of in zip(*(loads[i][2:] for i in known), strict=True)])
-        for name, ms in phases_ms.items():
-            if name.partition("/")[0] in _COMPUTE:
-                took_ms = self.phase_ms.get(name, 0.0) + sum([ms[i] for i in known])
-                self.phase_ms[name] = took_ms
-
-    def _add_ran(self, ran: Sequence[float]) -> None:
-        self.ran = [a + b for a, b in zip(self.ran or [0.0] * len(ran), ran, strict=True)]
-
-    def merge(self, other: "WorkSums") -> None:
-        """Add the sums over other steps."""
-        self.items += other.items
-        self.items_ms += other.items_ms
-        if other.flops_ms:
-            self.model_flops += other.model_flops
-            self.flops_ms += other.flops_ms
-            self._add_ran(other.ran)
-            for name, ms in other.phase_ms.items():
-                self.phase_ms[name] = self.phase_ms.get(name, 0.0) + ms
-
-    @property
-    def items_per_s(self) -> float | None:
-        """Items per second; None if they are not known."""
-        return 1e3 * self.items / self.items_ms if self.items_ms else None
-
-    def tflops(self, parts: Sequence[str]) -> dict[str, float]:
-        """Return the TFLOP/s of each phase, with what it computes again; `parts` in their order."""
-        names = [(top, part) for part in ("", *parts) for top in (FORWARD, BACKWARD)]
-        ran = dict(zip(names, self.ran, strict=False))
-        found = {}
-        for name, ms in self.phase_ms.items():
-            top, _, part = name.partition("/")
-            flops = ran.get((top, part.rpartition("/")[2]), nan)
-            if ms > 0 and flops == flops:
-                found[name] = flops / ms / 1e9
-        return found
 
 
 @dataclass(slots=True)
@@ -121,10 +37,22 @@ class ThroughputReference:
     matmul_tflops: float | None = None
     note: str = ""
 
-    def metrics(self, sums: WorkSums) -> dict[str, float]:
+    def tflops(self, sums: Sums) -> dict[str, float]:
+        """Return the TFLOP/s of each phase, with what it computes again."""
+        names = [(top, part) for part in ("", *self.parts) for top in (FORWARD, BACKWARD)]
+        ran = dict(zip(names, sums.ran, strict=False))
+        found = {}
+        for name, ms in sums.compute_ms.items():
+            top, _, part = name.partition("/")
+            flops = ran.get((top, part.rpartition("/")[2]), nan)
+            if ms > 0 and flops == flops:
+                found[name] = flops / ms / 1e9
+        return found
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
         """Return what is logged of some steps."""
-        metrics = {} if sums.items_per_s is None else {"items_per_s": sums.items_per_s}
-        metrics |= {f"{name}_tflops": one for name, one in sums.tflops(self.parts).items()}
+        metrics = {"items_per_s": 1e3 * sums.items / sums.items_ms} if sums.items_ms else {}
+        metrics |= {f"{name}_tflops": one for name, one in self.tflops(sums).items()}
         if sums.flops_ms and self.peak_tflops is not None:
             peak = self.peak_tflops * 1e9 * sums.flops_ms
             metrics["mfu"] = sums.model_flops / peak
@@ -133,12 +61,12 @@ class ThroughputReference:
                 metrics["hfu"] = sum(sums.ran[:2]) / peak
         return metrics
 
-    def summary(self, sums: WorkSums, rows: Rows, step: PhaseStats, probed: bool) -> "WorkSummary":
+    def summary(self, sums: Sums, rows: Rows, step: PhaseStats, probed: bool) -> "WorkSummary":
         """Return the work of a run, some of whose steps may have been probed."""
         metrics = self.metrics(sums)
         mfu, ran = metrics.get("mfu"), sum(sums.ran[:2])
         return WorkSummary(
-            items_per_s=sums.items_per_s,
+            items_per_s=metrics.get("items_per_s"),
             items_by=self.items_by,
             tflops=sums.model_flops / sums.flops_ms / 1e9 if sums.flops_ms else None,
             mfu=mfu,
@@ -246,7 +174,7 @@ def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]
         # What a probe has not seen is taken for work.
         busy_ms = own_ms if row.busy_mean_ms is None else row.n * row.busy_mean_ms
         lost[GAPS] += own_ms - busy_ms
-        if name not in _COMPUTE:
+        if name not in COMPUTE:
             lost[OPTIMIZER if name == OPTIMIZER else OTHER] += busy_ms
     # Below zero only by chance: the probed steps are others.
     shares = {name: max(ms / whole_ms, 0.0) for name, ms in lost.items()}
