@@ -195,7 +195,7 @@ class Results:
         """Return the mean verdict so far in some words, for a progress bar; it costs little."""
         with self._lock:
             sums, busy = self.sums.copy(), self._busy.copy()
-        return self._bare_summary(sums, busy)._judged().in_short
+        return self._bare_summary(sums, busy)._judged.in_short
 
     def _bare_summary(
         self,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gputime._memory import MemorySummary
-from lightning_gputime._phases import DATA, WAIT, is_wait, of_one_callback
+from lightning_gputime._phases import DATA, WAIT, is_wait
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
@@ -14,10 +14,13 @@ from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.table import Section, Table, Tabular
 from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.units import unit_of
-from lightning_gputime._results.verdict import Verdict, advice_sentence, judge, wait_sentence
-
-_LONG_CALLBACK = 0.1
-"""From this fraction of a step on a callback is named."""
+from lightning_gputime._results.verdict import (
+    Verdict,
+    advice_sentence,
+    judge,
+    longest_callback,
+    wait_sentence,
+)
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"
@@ -94,9 +97,11 @@ class PhaseSummary(Tabular):
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        return str(self._judged())
+        return str(self._judged)
 
+    @property
     def _judged(self) -> Verdict:
+        """What bounds the training."""
         if not self.steps or not self.step.mean_ms:
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
@@ -188,31 +193,20 @@ class PhaseSummary(Tabular):
         yield self._gap_sentence()
         yield self.probe_failure
         pace = Section("pace", (self._pace_sentence(),))
-        features = (
-            self.memory,
-            self.work,
-            pace,
-            self.slow,
-            self.ranks,
-            self.ledger,
-            *self.sections,
-        )
-        for feature in features:
+        features = (self.memory, self.work, pace, self.slow, self.ranks, self.ledger)
+        for feature in (*features, *self.sections):
             if feature is not None:
                 yield from feature.sentences
 
     def _callback_sentence(self) -> str:
-        took = {
-            callback: row.share
-            for name, row in self.rows.items()
-            if (callback := of_one_callback(name)) and row.share >= _LONG_CALLBACK
-        }
-        if not took:
+        name, share = longest_callback(self.rows)
+        if not name:
             return ""
-        callback = max(took, key=took.__getitem__)
         unit = unit_of(self.step.mean_ms)
-        ms = unit.number(took[callback] * self.step.mean_ms)
-        return f"another callback takes {ms} of {unit.of(self.step.mean_ms)}: `{callback}`"
+        step = unit.of(self.step.mean_ms)
+        return (
+            f"another callback takes {unit.number(share * self.step.mean_ms)} of {step}: `{name}`"
+        )
 
     def _lead_sentence(self) -> str:
         lead_ms = self.run_ahead_mean_ms

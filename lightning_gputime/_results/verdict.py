@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait, of_one_callback
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.units import unit_of
 
@@ -19,6 +19,9 @@ _HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT:
 
 _HELD_UP = 0.3
 """From this fraction of a step on something holds it up."""
+
+_LONG_CALLBACK = 0.1
+"""From this fraction of a step on a callback is named."""
 
 _LONG_WAITS = 0.05
 """From this fraction of a step on, waits for other ranks are told."""
@@ -55,12 +58,7 @@ def judge(
 ) -> Verdict:
     """Return what bounds a training.
 
-    Args:
-        rows: The phases.
-        step: Whole steps.
-        host_wait_ms: How long the host waits for the device per step (in milliseconds); None
-            without a device.
-        gap_share: The fraction of the step in which the device waits for launches, if it is known.
+    `host_wait_ms` is how long the host waits for the device per step, None without a device.
     """
     held_up = _held_up_between_batches(rows, step) or _held_up_by_ranks(rows)
     if held_up is not None:
@@ -145,6 +143,14 @@ def _part(name: str, rows: Rows) -> str:
     took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
     most = max(took, key=took.__getitem__, default=name)
     return most if 2 * took.get(most, 0.0) >= rows[name].n * rows[name].host_mean_ms else name
+
+
+def longest_callback(rows: Rows) -> tuple[str, float]:
+    """Return the callback that takes longest, and its share of the step, from 10 % on."""
+    shares = {one: row.share for name, row in rows.items() if (one := of_one_callback(name))}
+    name = max(shares, key=shares.__getitem__, default="")
+    share = shares.get(name, 0.0)
+    return (name, share) if share >= _LONG_CALLBACK else ("", 0.0)
 
 
 def advice_sentence(advice: Sequence[str]) -> str:
