@@ -388,7 +388,7 @@ class _FitBooks:
 
     def _save_begins(self) -> None:
         if self._books is not None and self._trainer is not None and self._save is None:
-            self._books.save_begins()
+            self._books.set_saving(True)
             # Only until then: a step has dozens of actions that end.
             profiler, _ = _lightning.profiler_of(self._trainer)
             self._save = patch_function(profiler, "stop", self)
@@ -403,7 +403,7 @@ class _FitBooks:
         save, self._save = self._save, None
         if save is not None and self._books is not None:
             save.remove()
-            self._books.save_ends()
+            self._books.set_saving(False)
 
     def close(self, trainer: pl.Trainer | None = None) -> WallTimeRecorder | None:
         """End and return those that are open, if they are of this trainer. Safe to call twice."""

@@ -312,19 +312,6 @@ def test_a_half_written_file_replaces_nothing(
     assert load(tmp_path / "run.json.gz").summary.steps == 4
 
 
-def test_what_a_killed_process_was_writing_is_removed_by_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "run[1].json"
-    killed, writing, another = (
-        tmp_path / f".{name}.tmp" for name in ("run[1].json.1", "run[1].json.2", "run1.json.3")
-    )
-    for one in (killed, writing, another):
-        one.touch()
-    for one in (killed, another):
-        os.utime(one, (0, 0))
-    files.write(path, "a")
-    assert {*tmp_path.iterdir()} == {path, writing, another}
-
-
 def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     old = os.umask(0o027)

@@ -2,19 +2,14 @@
 
 import csv
 import errno
-import glob
 import io
 import os
 import stat
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-
-_STALE_S = 60
-"""A temporary file this much older than a new file belongs to a process that was killed."""
 
 
 def csv_text(table: npt.NDArray[Any]) -> str:
@@ -59,7 +54,6 @@ def write(
     except OSError as error:
         message = f"{target} cannot be written ({error.strerror}){kept}"
         raise type(error)(error.errno, message) from error
-    _remove_stale(target)
 
 
 def _mode(path: Path) -> int | None:
@@ -77,13 +71,3 @@ def _mode(path: Path) -> int | None:
     if not stat.S_ISREG(found):
         raise OSError(errno.EINVAL, "it is no regular file: pass the path of one")
     return stat.S_IMODE(found)
-
-
-def _remove_stale(target: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote this file."""
-    with suppress(OSError):
-        # Not by the time of this host: that of a shared disk may differ.
-        latest = target.stat().st_mtime - _STALE_S
-        for one in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-            if one.stat().st_mtime < latest:
-                one.unlink()

@@ -11,14 +11,12 @@ import numpy.typing as npt
 from lightning_gputime._phases import in_order, settle
 from lightning_gputime._record.steps import StepRecord
 
-_MIN_PACKED_MARKS = 40
+MIN_PACKED_MARKS = 40
 """Steps with this many marks, as with many modules, are packed, which takes a microsecond."""
 
 
 def pack(step: StepRecord) -> StepRecord:
     """Return a step of many marks in 8 bytes per number; a float in a tuple takes 32."""
-    if len(step.labels) < _MIN_PACKED_MARKS:
-        return step
     # Bytes, because the garbage collector tracks arrays.
     device_ms, host_ns = array("d", step.device_ms), array("q", step.host_ns)
     return step._replace(device_ms=device_ms.tobytes(), host_ns=host_ns.tobytes())

@@ -45,11 +45,6 @@ class Ledger:
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
     @property
-    def sentences(self) -> tuple[str, ...]:
-        """What is printed."""
-        return (self.sentence,)
-
-    @property
     def sentence(self) -> str:
         """One sentence, the steps first; empty if nothing was measured."""
         shares = self.shares
@@ -75,13 +70,7 @@ def _time(seconds: float) -> str:
 
 
 class WallTimeRecorder:
-    """Records where the time of a fit goes: all of it belongs to the entry that is open.
-
-    An observer of steps; a trainer tells it what else it does.
-
-    Args:
-        now_ns: Returns the host's time (in nanoseconds).
-    """
+    """Records where the time of a fit goes: all of it belongs to the entry that is open."""
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns: Callable[[], int] | None = now_ns
@@ -119,15 +108,10 @@ class WallTimeRecorder:
         if self._has_stepped:
             self.switch_to(EPOCH_ENDS)
 
-    def save_begins(self) -> None:
-        """Attribute time to checkpoints until `save_ends`, inside of whatever is open."""
+    def set_saving(self, is_saving: bool) -> None:
+        """Attribute time to checkpoints, inside of whatever is open, or no longer."""
         self._add_elapsed()
-        self._is_saving = True
-
-    def save_ends(self) -> None:
-        """End that."""
-        self._add_elapsed()
-        self._is_saving = False
+        self._is_saving = is_saving
 
     def remove(self) -> None:
         """Stop: what follows belongs to nothing. Safe to call twice."""

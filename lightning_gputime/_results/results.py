@@ -14,7 +14,13 @@ from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import Setup, advise
-from lightning_gputime._results.history import history, mean_run_ahead_ms, pack, unpack
+from lightning_gputime._results.history import (
+    MIN_PACKED_MARKS,
+    history,
+    mean_run_ahead_ms,
+    pack,
+    unpack,
+)
 from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import STEP, RankSummary
@@ -114,7 +120,8 @@ class Results:
             sums: The sums over these steps, if they are known.
         """
         with self._lock:
-            self._newest.extend([pack(step) for step in steps])
+            many = MIN_PACKED_MARKS
+            self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
             warmup = max(self._warmup_steps - self._seen, 0)
             self._seen += len(steps)
             self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])

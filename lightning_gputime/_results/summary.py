@@ -187,43 +187,29 @@ class PhaseSummary(Tabular):
         return f"{least} - {most} ({row.slowest})"
 
     def _sentences(self) -> Iterator[str]:
-        yield self._callback_sentence()
+        step_ms, gaps, ahead_ms = self.step.mean_ms, self.gap_share, self.run_ahead_mean_ms
+        unit = unit_of(step_ms)
+        step = unit.of(step_ms)
+        callback, share = longest_callback(self.rows)
+        if callback:
+            yield f"another callback takes {unit.number(share * step_ms)} of {step}: `{callback}`"
         yield wait_sentence(self.rows, self.step)
-        yield self._lead_sentence()
-        yield self._gap_sentence()
+        if ahead_ms is not None and not self.on_host_clock and ahead_ms >= 0.05 * step_ms:
+            yield f"the host runs {unit.of(ahead_ms)} ahead of the GPU"
+        if gaps is not None:
+            yield f"{gaps:.0%} of this step is launch gaps"
         yield self.probe_failure
-        pace = Section("pace", (self._pace_sentence(),))
-        features = (self.memory, self.work, pace, self.slow, self.ranks, self.ledger)
-        for feature in (*features, *self.sections):
-            if feature is not None:
-                yield from feature.sentences
-
-    def _callback_sentence(self) -> str:
-        name, share = longest_callback(self.rows)
-        if not name:
-            return ""
-        unit = unit_of(self.step.mean_ms)
-        step = unit.of(self.step.mean_ms)
-        return (
-            f"another callback takes {unit.number(share * self.step.mean_ms)} of {step}: `{name}`"
-        )
-
-    def _lead_sentence(self) -> str:
-        lead_ms = self.run_ahead_mean_ms
-        if lead_ms is None or self.on_host_clock or lead_ms < 0.05 * self.step.mean_ms:
-            return ""
-        return f"the host runs {unit_of(self.step.mean_ms).of(lead_ms)} ahead of the GPU"
-
-    def _gap_sentence(self) -> str:
-        share = self.gap_share
-        return "" if share is None else f"{share:.0%} of this step is launch gaps"
-
-    def _pace_sentence(self) -> str:
-        n, share = self.timed_every_n_steps, self.timing_share
-        if n == 1 or share is None:
-            return ""
-        step = unit_of(self.step.mean_ms).of(self.step.mean_ms)
-        return f"timed 1 in {n} steps: timing each would take {share:.0%} of a step of {step}"
+        for feature in (self.memory, self.work):
+            yield from feature.sentences if feature is not None else ()
+        n, cost = self.timed_every_n_steps, self.timing_share
+        if n > 1 and cost is not None:
+            yield f"timed 1 in {n} steps: timing each would take {cost:.0%} of a step of {step}"
+        for later in (self.slow, self.ranks):
+            yield from later.sentences if later is not None else ()
+        if self.ledger is not None:
+            yield self.ledger.sentence
+        for section in self.sections:
+            yield from section.sentences
 
 
 def with_none(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of time.
-
-    Attributes:
-        name: Such as "ms".
-        ms: How long it is (in milliseconds).
-        digits: How many stand behind the point, in a table.
-    """
+    """A unit of time of `ms` milliseconds; a table shows `digits` behind the point."""
 
     name: str
     ms: float
