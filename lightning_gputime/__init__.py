@@ -8,7 +8,7 @@ from lightning_gputime._options import TimerOptions
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, TimingEvent
 from lightning_gputime._results.ledger import Ledger
-from lightning_gputime._results.loggers import MetricsLogger
+from lightning_gputime._results.means import MetricsLogger
 from lightning_gputime._results.observers import StepObserver
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.slow import Cause, SlowStep

@@ -27,8 +27,7 @@ from lightning_gputime._options import (
     takes_options,
 )
 from lightning_gputime._record.clock import check_device, clock_for, device_of
-from lightning_gputime._results.loggers import MetricsLogger, check_loggers
-from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._timer import Steps, Timer
 
 T = TypeVar("T")

@@ -1,21 +1,41 @@
-"""Means over a window of steps, sent to loggers."""
+"""Means over a window of steps, and what each kind of logger gets of them."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_gputime._messages import messages
-from lightning_gputime._phases import CALLBACKS, DATA, WAIT, StepTimes, is_wait
+from lightning_gputime._messages import messages, shown
+from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.loggers import MetricsLogger, add_charts, key, send
 from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference
 
-# The parts of `data/callbacks` are not logged.
 _ONE_CALLBACK = f"{CALLBACKS}/"
+"""What parts of `data/callbacks` begin with: they are not logged."""
+
+_GROUPS = (
+    (re.compile(r"host_wait_ms$"), "host"),
+    (re.compile(r".+_peak_mb$"), "memory"),
+    (re.compile(r"items_per_s$|.+_tflops$|[mh]fu$"), "work"),
+    (re.compile(r".+_busy_ms$|step_gap_ms$"), "gaps"),
+    (re.compile(r"slow(_ms$|/)"), "slow"),
+    (re.compile(r"ranks/"), "ranks"),
+    (re.compile(r"fit/"), "fit"),
+    (re.compile(rf".+/{COMM}_ms$"), "comm"),
+    (re.compile(r".+/"), "parts"),
+)
+"""By the name of a value, its group where that is not the one of the phases."""
+
+
+class MetricsLogger(Protocol):
+    """What a logger must have. Lightning's and Fabric's loggers do, and the module `mlflow`."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Store `metrics` under `step`."""
 
 
 class MeanLog:
@@ -51,7 +71,7 @@ class MeanLog:
         """Called where steps that were read are logged."""
         self.observers: Sequence[Any] = ()
         """Their metrics are logged beside the means."""
-        self.yardstick = ThroughputReference()
+        self.throughput = ThroughputReference()
         """What the work of the steps is held against."""
         self.slow = SlowLog()
         """The slow steps, which are logged with their window."""
@@ -133,7 +153,7 @@ class MeanLog:
                 means |= _busy_means(means, self.busy)
             means |= self.slow.metrics(self.newest, sums.step.n, keep=only_publish)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
-            values |= self.yardstick.metrics(sums)
+            values |= self.throughput.metrics(sums)
             if self.observers:
                 values |= metrics_of(self.observers, self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
@@ -172,3 +192,87 @@ def _busy_means(means: Mapping[str, float], probed: StepTimes) -> dict[str, floa
     comm_ms = sum(ms for name, ms in means.items() if is_wait(name) and name != WAIT)
     gap_ms = max(as_run_ms - comm_ms - busy_ms, 0.0)
     return {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}
+
+
+def add_charts(logger: MetricsLogger, prefix: str) -> None:
+    """Give TensorBoard its charts of all phases. Call as training begins.
+
+    Of several layouts TensorBoard shows the last: one of the user's own may come later.
+    """
+    writer = _tensorboard_writer(logger)
+    if writer is not None:
+        own = re.escape(prefix)  # It finds phases by regular expressions.
+        charts = {
+            "phases (ms)": ["Multiline", [rf"^{own}/(?!step_ms$)[^/]+_ms$"]],
+            "step (ms)": ["Multiline", [rf"^{own}/step_ms$"]],
+        }
+        writer.add_custom_scalars({prefix: charts})
+
+
+def send(
+    logger: MetricsLogger,
+    prefix: str,
+    stage: str,
+    values: Mapping[str, float],
+    step: int,
+    beside: Mapping[str, float],
+) -> None:
+    """Log values.
+
+    TensorBoard groups its charts by what stands before the first "/" of a tag. So that the phases
+    stand alone there, all else has a group of its own: "phase_time_val/forward_ms".
+
+    Args:
+        logger: The logger.
+        prefix: First part of the keys.
+        stage: Second part of the keys, such as "val"; empty for training.
+        values: They are logged under keys with the prefix.
+        step: The number that they are logged under.
+        beside: They are logged in the same row, under keys as they are.
+    """
+    if _tensorboard_writer(logger) is None:
+        separator = getattr(logger, "group_separator", "/")
+        own = {key(prefix, stage, name): value for name, value in values.items()}
+        own = {name.replace("/", separator): value for name, value in own.items()} | {**beside}
+    else:
+        # Lightning logs there what stands beside, at every step that it logs itself.
+        own = {_tag(prefix, stage, name): value for name, value in values.items()}
+    logger.log_metrics(own, step=step)
+
+
+def _tag(prefix: str, stage: str, name: str) -> str:
+    group = stage or next((one for has, one in _GROUPS if has.match(name)), "")
+    if not group:
+        return key(prefix, "", name)
+    first, slash, rest = prefix.partition("/")
+    return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
+
+
+def key(prefix: str, stage: str, name: str) -> str:
+    """Return the key of a value."""
+    return "/".join(part for part in (prefix, stage, name) if part)
+
+
+def _tensorboard_writer(logger: MetricsLogger) -> Any:
+    """Return what writes TensorBoard's files, if the logger has one."""
+    experiment = getattr(logger, "experiment", None)
+    # Of the class: on ranks that log nothing an experiment has whatever one asks for.
+    return experiment if hasattr(type(experiment), "add_custom_scalars") else None
+
+
+def check_loggers(logger: Any) -> list[MetricsLogger]:
+    """Return the loggers of an option that takes none, one or several.
+
+    Raises:
+        TypeError: If one of them is none.
+    """
+    if logger is None:
+        return []
+    several = logger if isinstance(logger, list | tuple) else [logger]
+    for one in several:
+        if not callable(getattr(one, "log_metrics", None)):
+            raise TypeError(
+                f"logger must have a method log_metrics(metrics, step), got {shown(one)};"
+                " Lightning's loggers have it, such as TensorBoardLogger"
+            )
+    return list(several)

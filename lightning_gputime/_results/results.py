@@ -72,7 +72,7 @@ class Results:
         """The memory of phases."""
         self.setup = Setup()
         """How the training is set up."""
-        self.yardstick = ThroughputReference()
+        self.throughput = ThroughputReference()
         """What the work of the steps is held against."""
         self.timed_every_n_steps = 1
         """1 of this many steps is timed now, with `every_n_steps="auto"`."""
@@ -182,7 +182,7 @@ class Results:
             busy,
             times_ms,
             memory.peak_mb if memory is not None else {},
-            self.yardstick.tflops(sums),
+            self.throughput.tflops(sums),
         )
         return replace(
             summary,
@@ -193,7 +193,7 @@ class Results:
             timing_share=self.timing_share,
             sections=sections_of(self.observers),
             slow=self.slow.summary(summary.steps, sums.step.device_ms),
-            work=self.yardstick.summary(sums, summary.rows, summary.step, busy.step.n > 0),
+            work=self.throughput.summary(sums, summary.rows, summary.step, busy.step.n > 0),
             ledger=self.books.summary() if self.books is not None else None,
             memory=memory,
         )

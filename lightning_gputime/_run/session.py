@@ -135,7 +135,7 @@ class Session:
         """Records the marks."""
         self.work = WorkCounter(options, loop, self.recorder)
         """Counts what the steps work on."""
-        results.yardstick = means.yardstick = self.work.reference
+        results.throughput = means.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
         self._checkup = Checkup(
