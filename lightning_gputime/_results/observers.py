@@ -94,13 +94,11 @@ class StepObserver(Protocol):
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     """Return what observers add to a summary; one that raises adds nothing."""
-    sections = []
-    for one, found in _ask(observers, "summary"):
-        if isinstance(found, str):
-            sections.append(Section(type(one).__name__, (found,)))
-        elif found is not None:
-            sections.append(found)
-    return tuple(sections)
+    return tuple(
+        Section(type(one).__name__, (found,)) if isinstance(found, str) else found
+        for one, found in _ask(observers, "summary")
+        if found is not None
+    )
 
 
 def metrics_of(observers: Sequence[Any], newest: int, *, keep: bool) -> dict[str, float]:

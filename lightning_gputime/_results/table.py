@@ -93,17 +93,15 @@ class Table:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
         rows = [self._row(line, "td") for line in body] + [self._row(whole, "th")]
-        lead = "".join(
-            f"<br>{marked(sentence)}" if i else f"<strong>{marked(sentence)}</strong>"
+        lead = "<br>".join(
+            marked(sentence) if i else f"<strong>{marked(sentence)}</strong>"
             for i, sentence in enumerate(self.lead)
         )
         sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
-        return (
-            f"{f'<p>{lead}</p>' if lead else ''}"
-            f'<table><caption style="text-align:left">{html.escape(self.title)}</caption>'
-            f"<thead>{self._row(header, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
-            f"{sentences}"
-        )
+        caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
+        head, body_rows = self._row(header, "th"), "".join(rows)
+        table = f"{caption}<thead>{head}</thead><tbody>{body_rows}</tbody>"
+        return f"{f'<p>{lead}</p>' if lead else ''}<table>{table}</table>{sentences}"
 
     def _fitting(self, width: int) -> "Table":
         """Fold long names, or leave out ever more columns, until it is no wider than `width`."""

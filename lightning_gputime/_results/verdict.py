@@ -102,9 +102,9 @@ def _held_up_by_ranks(rows: Rows) -> Verdict | None:
 def _longest(rows: Rows) -> Verdict:
     """Name the longest phase, which is all that a clock of the host tells."""
     shares = {name: row.share for name, row in rows.items() if "/" not in name}
-    if not shares:
+    name = max(shares, key=shares.__getitem__, default="")
+    if not name:
         return Verdict()
-    name = max(shares, key=shares.__getitem__)
     return Verdict(LONGEST, f"{shares[name]:.0%} of the step is `{name}`", (name,))
 
 
@@ -170,14 +170,11 @@ def wait_sentence(rows: Rows, step: PhaseStats) -> str:
     )
     parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
     why = ""
-    # Only a trainer tells of the parts of `data`.
+    # Only a trainer tells of the parts of `data`, and of these only Lightning tells of copies.
     if FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms:
-        # Nobody but Lightning tells the copies apart.
-        is_lightning = COPY in rows
-        why = ", in which " + (
-            "Lightning asks all ranks before each batch"
-            if is_lightning
-            else "the Trainer asks all ranks before each step"
+        asks = "Lightning asks all ranks before each batch"
+        why = (
+            f", in which {asks if COPY in rows else 'the Trainer asks all ranks before each step'}"
         )
     return (
         f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
