@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
+from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._guard import never_raises as never_raises
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
@@ -26,8 +27,8 @@ def loop_of(
     """Describe the loop in which a trainer trains a model."""
     return Loop(
         model,
-        # Those of DeepSpeed, or in the style of Lookahead, are none of torch's, and have no hooks.
-        [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)],
+        # Those in the style of Lookahead are none of torch's, and may never update by one inside.
+        [one for one in trainer.optimizers if is_optimizer(one)],
         optimizer_wrappers=_optimizer_wrappers(model),
         wrapper=_wrapper(trainer),
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,

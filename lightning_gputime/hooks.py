@@ -14,6 +14,7 @@ from lightning_gputime._boundaries.arguments import (
     check_loader,
     check_model,
     check_optimizers,
+    is_engine,
     tell_devices,
     tell_what_is_odd,
 )
@@ -64,7 +65,7 @@ class GPUPhaseHooks(Timer):
         model: The model whose calls are `forward`. For several models, such as a GAN's, give
             `torch.nn.ModuleList([generator, discriminator])`.
         optimizers: The optimizers whose updates end `optimizer`: one, several, or none to time
-            inference.
+            inference. DeepSpeed's engine, as the model, has its own.
         device: The device to time; by default the one that the model's parameters are on.
         accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step;
             with "auto" a step ends with the update, and one that is skipped is part of the next.
@@ -112,10 +113,13 @@ class GPUPhaseHooks(Timer):
         check_bools(wrap_backward=wrap_backward)
         check_int("first_step", first_step, 0, "the number of the first step after attach()")
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        found = check_optimizers(optimizers, check_model(model, optimizers))
+        if is_engine(model) and accumulate_grad_batches == 1:
+            accumulate_grad_batches = int(model.gradient_accumulation_steps())  # type: ignore[operator]
         self._loop = Loop(
-            check_model(model, optimizers),
-            check_optimizers(optimizers),
-            pause_evaluation=optimizers is not None,
+            model,
+            found,
+            pause_evaluation=bool(found) or optimizers is not None,
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
             needs_updates=accumulate_grad_batches != 1,

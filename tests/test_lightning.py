@@ -538,6 +538,43 @@ def test_on_step_can_be_named_in_the_file_of_a_lightning_cli(
         assert metric.compute()["step_ms"] > 0.0
 
 
+@pytest.mark.filterwarnings("ignore")  # jsonargparse and Lightning warn of themselves
+@pytest.mark.parametrize(
+    "options",
+    [
+        "flops: count",
+        "flops: 3000000000.0",
+        "flops: [1.0, 2.0]",
+        "items: 4",
+        "{items: 2.5, flops: count, modules: [net], every_n_steps: auto, sync_ranks: log}",
+        "{modules: 2, every_n_steps: 1, save: null}",
+        "modules: net",
+    ],
+)
+def test_the_file_that_a_lightning_cli_saves_can_be_run_again(
+    options: str, tmp_path: Path, gpu: FakeGPU
+) -> None:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("jsonargparse")
+    config = yaml.safe_load(CONFIG % "null")
+    [callback] = config["trainer"]["callbacks"]
+    own = yaml.safe_load(options)
+    callback["init_args"] |= own
+    config["trainer"]["default_root_dir"] = str(tmp_path)
+    path = tmp_path / "first.yaml"
+    path.write_text(yaml.safe_dump(config))
+    for _ in range(2):
+        made = cli.LightningCLI(
+            Plain, args=["fit", "--config", str(path)], save_config_kwargs={"overwrite": True}
+        )
+        [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
+        taken = {name: getattr(timer._options, name) for name in own if name != "save"}
+        assert taken == {name: one for name, one in own.items() if name != "save"}
+        assert len(timer.history()) > 0
+        path = tmp_path / "config.yaml"
+
+
 def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:

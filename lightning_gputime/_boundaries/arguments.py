@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._messages import messages, shown
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
@@ -32,13 +33,19 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
     return model
 
 
-def check_optimizers(optimizers: Any) -> list[Any]:
+def is_engine(model: nn.Module) -> bool:
+    """Return whether a model is DeepSpeed's engine, which knows its optimizer and its steps."""
+    return hasattr(model, "is_gradient_accumulation_boundary")
+
+
+def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:
     """Return the optimizers that a user gave, or raise what is wrong with them."""
     if optimizers is None:
-        return []
+        own = getattr(model, "optimizer", None) if is_engine(model) else None
+        return [own] if is_optimizer(own) else []
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in several:
-        if not isinstance(optimizer, Optimizer):
+        if not is_optimizer(optimizer):
             raise TypeError(
                 "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
                 f" {shown(optimizers) if optimizer is None else _given(optimizer)}"
@@ -81,6 +88,8 @@ def check_loader(loader: Any) -> None:
 
 def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
     """Warn of optimizers that update nothing of the model."""
+    if is_engine(model):
+        return  # Its optimizer may update copies of parts of the parameters.
     own = set(model.parameters())
     for optimizer in optimizers:
         updated = {one for group in optimizer.param_groups for one in group["params"]}

@@ -68,6 +68,12 @@ class OptimizerBoundary:
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         for one in alone:
             attachments.add(patch_function(one, "step", Calls(self._call_begins, self._end)))
+        # What an update does around the one inside, as DeepSpeed's gathers weights, is its, too.
+        self._is_wrapped = False
+        calls = Calls(self._enter_wrapper, self._leave_wrapper)
+        for one in loop.optimizers:
+            if not isinstance(one, Optimizer):
+                attachments.add(patch_function(one, "step", calls))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
             # A compiled step has the hooks that it finds in it, and ours would break its graph.
@@ -76,6 +82,15 @@ class OptimizerBoundary:
         for before, after in pre_post:
             attachments.add(Registration(partial(before, self._before_step)))
             attachments.add(Registration(partial(after, self._after_step)))
+
+    def _enter_wrapper(self, *_: Any, **__: Any) -> bool:
+        self._is_wrapped = True
+        return True
+
+    def _leave_wrapper(self, result: Any = None) -> None:
+        self._is_wrapped = False
+        if self.updates and self._recorder.state is not AT_REST:
+            self._recorder.mark(AFTER_UPDATE)
 
     def _call_begins(self, closure: Any = None, **_: Any) -> bool:
         self._begin(closure)
@@ -122,7 +137,7 @@ class OptimizerBoundary:
         # A scaler that skips the update calls no hook at all: a step without one is taken for
         # skipped.
         self.updates += 1
-        if self._recorder.state is AT_REST:
+        if self._recorder.state is AT_REST or self._is_wrapped:
             return
         if _current_graph_task_id() != -1:
             self._recorder.mark_in_backward(self._interrupted or BACKWARD)
@@ -146,6 +161,14 @@ class OptimizerBoundary:
             # Those of the model may be others by now.
             self._parameters = {id(one) for one in self._model.parameters()}
         return not own.isdisjoint(self._parameters)
+
+
+def is_optimizer(one: Any) -> bool:
+    """Return whether it is an optimizer of torch's, or one around it, as DeepSpeed's are."""
+    if isinstance(one, Optimizer):
+        return True
+    inner = getattr(one, "__dict__", {}).get("optimizer")
+    return isinstance(inner, Optimizer) and hasattr(one, "zero_grad")
 
 
 def patch_zero_grad(recorder: Recorder, attachments: Attachments, optimizer: Any) -> None:

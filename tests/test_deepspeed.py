@@ -1,0 +1,145 @@
+"""DeepSpeed's engine, which trains by an optimizer that is none of torch's."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from fake_gpu import STEP_MS, Adder, FakeGPU, steps, work
+from fake_lightning import Loader, Model, trainer
+from fake_loop import Loop
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+UNSCALES_MS, GATHERS_MS = 0.5, 1.5
+"""What an update takes before and after that of the optimizer inside."""
+
+
+class Zero:
+    """An optimizer as DeepSpeed's: around one of torch's, which updates a copy of the weights."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.optimizer = Adder(nn.Linear(2, 2).parameters(), gpu, 2.0)
+        self.gpu = gpu
+        self.state: dict[Any, Any] = {}
+        self.overflows = False
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.gpu.work(UNSCALES_MS)
+        if not self.overflows:
+            self.optimizer.step()
+            self.gpu.work(GATHERS_MS)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
+class Engine(nn.Module):
+    """A model as DeepSpeed's engine: it runs backward and, of each few calls, the update."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, every: int = 1) -> None:
+        super().__init__()
+        self.module, self.optimizer, self._every = module, optimizer, every
+        self._batches = 0
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._every
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self._batches + 1) % self._every == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.module(x)
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._batches += 1
+
+
+def train(gpu: FakeGPU, engine: Engine, x: Tensor) -> None:
+    gpu.work(0.125)
+    engine.backward(work(engine(x), gpu, 0.5, 0.25).sum())
+    engine.step()
+
+
+STEP = {**STEP_MS, "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS}
+
+
+@pytest.mark.parametrize("gives", ["engine", "optimizer", "inner optimizer"])
+def test_an_engine_is_timed_with_its_optimizer(
+    loop: Loop, gives: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero = Zero(loop.gpu)
+    engine = Engine(loop.model, zero)
+    given: list[Any] = [zero] if gives == "optimizer" else []
+    if gives == "inner optimizer":
+        given = [zero.optimizer]
+    with GPUPhaseHooks(engine, *given, clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(30)):
+            train(loop.gpu, engine, x)
+    if given == [zero.optimizer]:
+        # Nothing tells what is around it.
+        own = {**STEP_MS, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
+        assert steps(timer) == [own] * 30
+    else:
+        assert steps(timer) == [STEP] * 30
+    assert not caplog.records
+    assert "step" not in vars(zero)
+
+
+def test_an_engine_says_itself_how_many_micro_batches_make_a_step(loop: Loop) -> None:
+    engine = Engine(loop.model, Zero(loop.gpu), every=3)
+    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(9)):
+            train(loop.gpu, engine, x)
+    micro = {name: 3 * ms for name, ms in STEP.items() if name != "optimizer"}
+    assert steps(timer) == [{**micro, "optimizer": STEP["optimizer"]}] * 3
+
+
+def test_an_update_that_overflows_is_a_skipped_one(loop: Loop) -> None:
+    zero = Zero(loop.gpu)
+    engine = Engine(loop.model, zero)
+    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(4))):
+            zero.overflows = number == 1
+            train(loop.gpu, engine, x)
+    skipped = {name: ms for name, ms in STEP.items() if name != "optimizer"}
+    skipped["other"] += UNSCALES_MS
+    assert steps(timer) == [STEP, skipped, STEP, STEP]
+    assert timer.summary().skipped_updates == 1
+
+
+def test_an_engine_of_optimizers_of_torch_is_timed(loop: Loop) -> None:
+    engine = Engine(loop.model, loop.optimizer)
+    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(3)):
+            train(loop.gpu, engine, x)
+    assert steps(timer) == [STEP_MS] * 3
+
+
+def test_under_lightning_the_update_is_optimizer(gpu: FakeGPU) -> None:
+    class Trains(Model):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            optimizer_closure()
+            zero.step()  # As the engine does.
+
+    class Swaps(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.strategy._optimizers = [zero]  # type: ignore[list-item]
+
+    zero = Zero(gpu)
+    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    trainer(Swaps(), timer).fit(Trains(gpu), Loader(gpu, 3))
+    assert steps(timer) == [STEP] * 3
