@@ -94,6 +94,8 @@ class PhaseTimeCallback(Timer):
         self._has_updated = self._has_batches = False
         # How many loaders of training batches are read now.
         self._loaders = 0
+        # Whether the newest update was one of models in eval mode, as with frozen batch norms.
+        self._trains_in_eval = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
@@ -128,7 +130,7 @@ class PhaseTimeCallback(Timer):
     @never_raises
     def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
         self._abort()
-        self._step, self._loaders = 0, 0
+        self._step, self._loaders, self._trains_in_eval = 0, 0, False
         self._has_updated = self._has_batches = False
         one, *others = self._models
         self._start(
@@ -159,6 +161,7 @@ class PhaseTimeCallback(Timer):
         if all(one is not optimizer for one in self._updated):
             self._updated.append(optimizer)
         self._has_updated = True
+        self._trains_in_eval = not any(one.training for one in self._models)
         if not self._loaders and optimizer is self._updated[-1]:
             self._end_step()
 
@@ -192,6 +195,8 @@ class PhaseTimeCallback(Timer):
         trains = self._loader_begins(loader)
         try:
             while True:
+                # Until its first update a model that is trained in eval mode is evaluated.
+                trains = trains or self._loader_begins(loader)
                 self._fetch_begins()
                 try:
                     item = next(items)
@@ -256,7 +261,9 @@ class PhaseTimeCallback(Timer):
             self._session.compare_ranks()
 
     def _trains(self) -> bool:
-        return torch.is_grad_enabled() and any(one.training for one in self._models)
+        if not torch.is_grad_enabled():
+            return False
+        return self._trains_in_eval or any(one.training for one in self._models)
 
     def _end_step(self) -> None:
         self._has_updated = self._has_batches = False

@@ -346,3 +346,37 @@ def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu
         train(fabric, gpu, model, optimizer, x)
     timer.remove()
     assert timer.summary().items_per_s == pytest.approx(1e3 / sum(STEP.values()))
+
+
+def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    model.eval()
+    loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
+    for _ in range(2):
+        for x in loader:
+            train(fabric, loop.gpu, model, optimizer, x)
+        with torch.no_grad():
+            for x in others:
+                model(x)
+    timer.remove()
+    # Until then it might be an evaluation, which belongs to no step.
+    assert steps(timer) == [{**STEP, "data": 0.0, "other": 0.0}, *[STEP] * 7]
+    assert timer.summary().items_per_s is not None
+
+
+def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
+    for _ in range(2):
+        for x in loader:
+            train(fabric, loop.gpu, model, optimizer, x)
+        model.eval()
+        for x in others:
+            model(x)
+        model.train()
+    timer.remove()
+    assert steps(timer) == [STEP] * 8
