@@ -10,14 +10,13 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
-from unittest import mock
 
 from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_gputime._results.ranks import Totals, compare
-from lightning_gputime._run import rank_comparer
+from lightning_gputime._results.ranks import RankTotals, compare
 from lightning_gputime._run.rank_comparer import Exchange
 
 T = TypeVar("T")
@@ -27,20 +26,16 @@ SIZES = ((8, 1000), (128, 1000), (1024, 1000), (1024, 10**6), (10_000, 1000))
 """Numbers of ranks and of steps."""
 
 
-def totals(rank: int, steps: int) -> Totals:
-    """Returns what a rank may have added up."""
-    return dict.fromkeys(PHASES, ((10.0 + rank % 7 / 10) * steps, steps))
+def totals(rank: int, steps: int) -> RankTotals:
+    """Return what a rank may have added up."""
+    return RankTotals(dict.fromkeys(PHASES, ((10.0 + rank % 7 / 10) * steps, steps)), {})
 
 
 def exchanges(world_size: int) -> list[Exchange]:
     """Returns the exchange of each rank."""
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, None, False)
-    # Each rank is a process of its own, whose first timer this is.
-    with mock.patch.object(rank_comparer, "_runs", iter([0] * world_size)):
-        return [
-            Exchange(client if rank else server, rank, world_size) for rank in range(world_size)
-        ]
+    return [Exchange(client if rank else server, rank, world_size) for rank in range(world_size)]
 
 
 def timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
@@ -66,7 +61,7 @@ def measure(world_size: int, steps: int) -> dict[str, Any]:
     return {
         "ranks": world_size,
         "steps": steps,
-        "sent_bytes": len(json.dumps(totals(1, steps))),
+        "sent_bytes": len(json.dumps(asdict(totals(1, steps)))),
         "send_ms": statistics.median(send_ms),
         "gather_ms": gather_ms,
         "compare_ms": compare_ms,

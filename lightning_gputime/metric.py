@@ -17,7 +17,7 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import SCALES, STEP, Noise, compare, noise
+from lightning_gputime._results.ranks import STEP, BatchMeans, RankTotals, compare
 
 
 class PhaseTimeMetric(Metric):
@@ -61,11 +61,12 @@ class PhaseTimeMetric(Metric):
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
         self._told: set[str] = set()
         self._phases = [check_name(name) for name in phases]
-        self._names = (*self._phases, STEP, *map(noise, SCALES))
-        self._noise = Noise()
+        self._names = (*self._phases, STEP)
+        self._local = BatchMeans()
         # In double precision: a million steps are added exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
-            zeros = torch.zeros(len(self._names), dtype=dtype)
+            # The last one is no sum: the deviation of the local time.
+            zeros = torch.zeros(len(self._names) + 1, dtype=dtype)
             self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
 
     def update(self, times: StepTimes) -> None:
@@ -84,15 +85,13 @@ class PhaseTimeMetric(Metric):
                 [*self._phases, *sorted(unknown)],
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
-        before = self._noise.changes()
-        self._noise.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
-        for scale, (sum_ms, n) in self._noise.changes().items():
-            if n > (known := before.get(scale, (0.0, 0)))[1]:
-                ms[noise(scale)] = sum_ms - known[0]
+        self._local.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
         # Not in place: a state that was loaded is the checkpoint's, too.
         added_ms = [ms.get(name, 0.0) for name in self._names]
+        added_ms.append(self._local.deviation_ms - float(self.sums_ms[-1]))
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
-        self.counts = self.counts + torch.tensor([int(name in ms) for name in self._names])
+        counts = [*(int(name in ms) for name in self._names), 1]
+        self.counts = self.counts + torch.tensor(counts)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the means of the phases that ran, of `step`, and of `local`, as scalars.
@@ -103,12 +102,14 @@ class PhaseTimeMetric(Metric):
         `slowest` is the rank whose local time is 5 % of a step or more above the others', and by
         more than the ranks' noise (see `RankSummary.slowest`), else -1.
         """
-        shape = (-1, len(self._names))
+        shape = (-1, len(self._names) + 1)
         rows = zip(
             self.sums_ms.reshape(shape).tolist(), self.counts.reshape(shape).tolist(), strict=True
         )
         totals = {
-            rank: {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}
+            rank: RankTotals(
+                {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}, {}, ms[-1]
+            )
             for rank, (ms, n) in enumerate(rows)
         }
         ranks = compare(totals)
@@ -131,9 +132,9 @@ class PhaseTimeMetric(Metric):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         loaded = state_dict.get(f"{prefix}counts")
-        if loaded is not None and loaded.shape[-1] != len(self._names):
+        if loaded is not None and loaded.shape[-1] != len(self._names) + 1:
             raise ValueError(
-                f"the checkpoint has {loaded.shape[-1] - 1 - len(SCALES)} phases, and the metric"
+                f"the checkpoint has {loaded.shape[-1] - 2} phases, and the metric"
                 f" {len(self._phases)}: create it with the same phases={self._phases}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

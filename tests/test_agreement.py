@@ -1,19 +1,16 @@
 """Ranks that agree on how many of their steps are timed."""
 
-from itertools import repeat
-
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._run import agreement
-from lightning_gputime._run.agreement import Agreement
+from lightning_gputime._run import rank_comparer
+from lightning_gputime._run.rank_comparer import Agreement
 
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Those of three ranks."""
-    monkeypatch.setattr(agreement, "_runs", repeat(0))
-    monkeypatch.setattr(agreement, "_LONGEST_S", 0.01)
+    monkeypatch.setattr(rank_comparer, "_AGREEMENT_TIMEOUT_S", 0.01)
     store = HashStore()
     return [Agreement(store, rank, 3) for rank in range(3)]
 

@@ -91,22 +91,6 @@ def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[
     assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
 
 
-def test_ranks_that_have_joined_are_not_compared(
-    two_ranks: None, gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(gpu)
-    loop.model = model = parallel(loop.model)  # type: ignore[assignment]
-    with hooks(loop, sync_ranks=False) as timer:
-        boundaries: Any = timer._session._boundaries
-        assert not boundaries.is_joining
-        assert not caplog.records
-        with model.join():
-            assert boundaries.is_joining
-        # Torch does not say that it is over.
-        assert boundaries.is_joining
-        assert [one.message[:23] for one in caplog.records] == ["Ranks are not compared:"]
-
-
 class Normed(nn.Module):
     """A layer with a buffer, which DDP broadcasts before each forward."""
 

@@ -10,7 +10,7 @@ from processes import finish, start
 from wait_fits import LATE_IN_FIT
 from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
-from lightning_gputime._results.ranks import Totals
+from lightning_gputime._results.ranks import PhaseTotals
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ class Runs:
         finish(*(start(SCRIPT, directory, rank) for rank in RANKS), timeout_s=100.0)
         return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
 
-    def totals(self, case: str, attempt: int) -> dict[int, Totals]:
+    def totals(self, case: str, attempt: int) -> dict[int, PhaseTotals]:
         """The totals of each rank, as they are gathered to be compared."""
         return dict(enumerate(found[case]["totals"] for found in self.attempt(attempt)))
 
@@ -61,13 +61,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("ranks"))
 
 
-def waited(totals: Totals) -> float:
+def waited(totals: PhaseTotals) -> float:
     """How long a rank waits for others, a step."""
     steps = totals["step"][1]
     return sum(ms / steps for name, (ms, _) in totals.items() if name.endswith("/comm"))
 
 
-def local(totals: Totals) -> dict[str, float]:
+def local(totals: PhaseTotals) -> dict[str, float]:
     """The time of each phase a step, and of the step, without the waits."""
     steps = totals["step"][1]
     own = {name: ms / steps for name, (ms, _) in totals.items() if "/" not in name}

@@ -305,21 +305,19 @@ def test_accumulated_batches_are_added_up_under_lightning(gpu: FakeGPU) -> None:
 
 
 def test_items_of_all_ranks_are_added_up_and_not_those_that_share_a_batch() -> None:
-    from lightning_gputime._results.ranks import ITEMS, ITEMS_TIME, STAGE, compare
+    from lightning_gputime._results.ranks import RankTotals, compare
 
     def rank(items: float, **more: Any) -> Any:
-        of = {"forward": (40.0, 4), "step": (40.0, 4), ITEMS: (items, 4), ITEMS_TIME: (40.0, 4)}
-        return {**of, **more}
+        phases = {"forward": (40.0, 4), "step": (40.0, 4)}
+        return RankTotals(phases, {}, items=items, **{"items_ms": 40.0, **more})
 
     both = compare({0: rank(32.0), 1: rank(16.0)})
     assert both is not None
     assert both.metrics()["items_per_s"] == 48 / 0.04
-    stages = compare({0: rank(32.0), 1: {**rank(32.0), STAGE: (4.0, 4)}})
+    stages = compare({0: rank(32.0), 1: rank(32.0, stage=1)})
     assert stages is not None
     assert stages.items_per_s is None
-    one_unknown = rank(16.0)
-    del one_unknown[ITEMS_TIME]
-    unknown = compare({0: rank(32.0), 1: one_unknown})
+    unknown = compare({0: rank(32.0), 1: rank(0.0, items_ms=0.0)})
     assert unknown is not None
     assert unknown.items_per_s is None
 

@@ -194,7 +194,7 @@ def told(timer: Timer) -> Told:
     assert summary.steps == STEPS - WARMUP
     ranks = summary.ranks
     return {
-        "totals": totals_of(timer._results.sums),
+        "totals": totals_of(timer._results.sums).phases,
         "slowest": ranks.slowest if ranks is not None else None,
         "sentence": ranks.sentence if ranks is not None else "",
     }

@@ -115,11 +115,6 @@ class Boundaries:
         return self._waits is not None
 
     @property
-    def is_joining(self) -> bool:
-        """Whether ranks may wait for others only in their collectives, as inside DDP's join."""
-        return self._comm is not None and self._comm.has_joined
-
-    @property
     def stage(self) -> int | None:
         """The stage of a pipeline that was seen to wait for others, if one was."""
         return self._waits.stage if self._waits is not None else None

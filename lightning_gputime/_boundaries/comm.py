@@ -38,12 +38,6 @@ _BETWEEN = (
 # From what is called at the start of a call to who calls the patched method.
 _TO_CALLER = 3
 
-_JOINED = (
-    "Ranks are not compared: the model was given to torch's Join, in which a rank without batches"
-    " may wait for the others' collectives. To compare them, train without Join, on as many batches"
-    " on each rank."
-)
-
 
 @untraced
 class WaitBoundary:
@@ -236,15 +230,6 @@ class CommBoundary:
         for module in self._synced:
             attachments.add(hook_before(module, self._enter_sync, first=False))
             attachments.add(hook_before(module.module, self._leave_sync))
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether `Join` was entered with a model: torch does not say when it is left."""
-        configs = (getattr(module, "_join_config", None) for module in self._synced)
-        has_joined = any(getattr(config, "enable", False) for config in configs)
-        if has_joined:
-            self._recorder.tell_once(_JOINED)
-        return has_joined
 
     def begin(self, tensors: Any) -> None:
         """Queue the mark. Call before a backward of `tensors`."""

@@ -2,59 +2,76 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, settle
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.units import duration, unit_of
 
-# What one rank adds up, and sends to be compared
-
-Totals = Mapping[str, tuple[float, int]]
-"""Sums of one rank by name, each with the number of steps in which it ran (in milliseconds).
-
-Of each phase, and of "step". Of `noise(scale)` those of changes, see `Noise`; of `STAGE` those of
-the rank's place in a pipeline; of `ITEMS` and `ITEMS_TIME` those of its items, and of the time of
-the steps whose items are known; of `host(phase)` those of the host's times.
-"""
-
 STEP = "step"
 LOCAL = "local"
-STAGE = "<stage>"
-ITEMS = "<items>"
-ITEMS_TIME = "<items time>"
 
-SCALES = tuple(2**i for i in range(11))
-"""Numbers of steps: what slows a rank down may last for some, or for hundreds."""
+PhaseTotals = Mapping[str, tuple[float, int]]
+"""Sums of phases and of "step" (in milliseconds), each with the number of steps in which it ran."""
 
 
-def host(phase: str) -> str:
-    """Return the name of the host's time in a phase, waits for other ranks excluded."""
-    return f"<host>{phase}"
+# What one rank adds up, and sends to be compared
 
 
-def noise(scale: int) -> str:
-    """Return the name of the changes at a scale."""
-    return f"<noise>{scale}"
+@dataclass(frozen=True, slots=True)
+class RankTotals:
+    """What one rank sends: sums over its steps.
+
+    Attributes:
+        phases: Device times.
+        host_ms: Host time of each top-level phase without waits for other ranks (in milliseconds);
+            empty without a device.
+        deviation_ms: See `BatchMeans.deviation_ms`.
+        items: Number of items, of the steps where that is known.
+        items_ms: Device time of those steps (in milliseconds).
+        stage: The rank's place in a pipeline, if there is one.
+    """
+
+    phases: PhaseTotals
+    host_ms: Mapping[str, float]
+    deviation_ms: float = 0.0
+    items: float = 0.0
+    items_ms: float = 0.0
+    stage: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return self.phases.get(STEP, (0.0, 0))[1]
 
 
-class Noise:
-    """Adds up the changes of a rank's local time, that without the waits for other ranks.
+_MAX_BLOCKS = 64
 
-    From one step to the next, from two steps to the next two, and so on. Changes, and not squares:
-    one step that took very long must not hide what all others show.
+_MIN_BLOCKS = 4
+"""With fewer blocks of several steps nothing is known."""
+
+_CORRELATED_STEPS = 10
+"""What slows a rank down lasts for some steps: this many count as one at least."""
+
+
+class BatchMeans:
+    """Estimates the noise of a rank's local time, which is that without waits for other ranks.
+
+    Steps are correlated: what slows a rank down may last for some, or for hundreds. Means over long
+    blocks of steps are not. The blocks are doubled when there are many: "dynamic batch means",
+    Yeh and Schmeiser (2000).
     """
 
     def __init__(self) -> None:
-        # Of each scale: the sum of the changes, their number, the last mean, and the first one of
-        # a pair.
-        self._sums_ms = [0.0] * len(SCALES)
-        self._n = [0] * len(SCALES)
-        self._last_ms: list[float | None] = [None] * len(SCALES)
-        self._first_ms: list[float | None] = [None] * len(SCALES)
+        self._length = 1
+        self._means_ms: list[float] = []
+        self._open_ms, self._n_open = 0.0, 0
+        # None where a block was added since it was estimated.
+        self._deviation_ms: float | None = None
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         """Add the next steps."""
@@ -63,23 +80,39 @@ class Noise:
 
     def take(self, local_ms: float) -> None:
         """Add the local time of the next step (in milliseconds)."""
-        mean_ms = local_ms
-        for i, last_ms in enumerate(self._last_ms):
-            if last_ms is not None:
-                self._sums_ms[i] += abs(mean_ms - last_ms)
-                self._n[i] += 1
-            self._last_ms[i] = mean_ms
-            first_ms = self._first_ms[i]
-            if first_ms is None:
-                self._first_ms[i] = mean_ms
-                return
-            self._first_ms[i] = None
-            mean_ms = (first_ms + mean_ms) / 2
+        self._open_ms += local_ms
+        self._n_open += 1
+        if self._n_open < self._length:
+            return
+        self._means_ms.append(self._open_ms / self._length)
+        self._open_ms, self._n_open, self._deviation_ms = 0.0, 0, None
+        if len(self._means_ms) == _MAX_BLOCKS:
+            self._means_ms = _by_twos(self._means_ms)
+            self._length *= 2
 
-    def changes(self) -> Mapping[int, tuple[float, int]]:
-        """Return for each scale the sum of its changes (in milliseconds), and their number."""
-        of_scales = zip(SCALES, self._sums_ms, self._n, strict=True)
-        return {scale: (sum_ms, n) for scale, sum_ms, n in of_scales if n}
+    @property
+    def deviation_ms(self) -> float:
+        """Standard deviation of one step; its correlation included (in milliseconds).
+
+        The standard error of the mean over n steps is this, divided by the root of n. It is the
+        largest of those by the blocks as they are, by blocks of twice their length, and so on.
+        """
+        if self._deviation_ms is None:
+            self._deviation_ms = self._estimate_ms()
+        return self._deviation_ms
+
+    def _estimate_ms(self) -> float:
+        means, length, largest_ms = self._means_ms, self._length, 0.0
+        while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
+            own_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
+            # The deviation of few blocks may be too small by chance.
+            largest_ms = max(largest_ms, own_ms * (1 + 2 / (n - 1)))
+            means, length = _by_twos(means), 2 * length
+        return largest_ms
+
+
+def _by_twos(means: list[float]) -> list[float]:
+    return [(one + other) / 2 for one, other in zip(means[::2], means[1::2], strict=False)]
 
 
 @lru_cache(maxsize=256)
@@ -89,49 +122,57 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def totals_of(
-    sums: Sums, changes: Noise | None = None, stage: int | None = None, *, with_host: bool = False
-) -> Totals:
+    sums: Sums,
+    deviation_ms: float = 0.0,
+    stage: int | None = None,
+    *,
+    with_host: bool = False,
+    with_items: bool = True,
+) -> RankTotals:
     """Return the totals of a rank's steps.
 
     Args:
         sums: Over the steps.
-        changes: Those of the steps, if they are known.
+        deviation_ms: See `BatchMeans`.
         stage: The rank's place in a pipeline, if there is one.
         with_host: Whether the host's times differ from the phases' own.
+        with_items: Whether no other rank works on the same batch.
     """
-    totals = {
-        name: (phase.device_ms, phase.n)
-        for name, phase in {**sums.phases, STEP: sums.step}.items()
-        if not of_one_callback(name)
-    }
-    if with_host:
-        totals |= _host_totals(sums)
-    if changes is not None:
-        totals |= {noise(scale): one for scale, one in changes.changes().items()}
-    if sums.items_ms:
-        totals[ITEMS] = (sums.items, sums.step.n)
-        totals[ITEMS_TIME] = (sums.items_ms, sums.step.n)
-    if stage is not None:
-        totals[STAGE] = (float(stage * sums.step.n), sums.step.n)
-    return totals
+    phases = {**sums.phases, STEP: sums.step}
+    return RankTotals(
+        {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},
+        _host_ms(sums) if with_host else {},
+        deviation_ms,
+        sums.items if with_items else 0.0,
+        sums.items_ms if with_items else 0.0,
+        stage,
+    )
 
 
-def _host_totals(sums: Sums) -> dict[str, tuple[float, int]]:
-    of_phases = {name: one.host_ms for name, one in sums.phases.items() if "/" not in name}
+def _host_ms(sums: Sums) -> dict[str, float]:
+    host_ms = {name: one.host_ms for name, one in sums.phases.items() if "/" not in name}
     for name, one in sums.phases.items():
         if is_wait(name):
-            of_phases[name.partition("/")[0]] -= one.host_ms
-    return {host(name): (ms, sums.phases[name].n) for name, ms in of_phases.items()}
+            host_ms[name.partition("/")[0]] -= one.host_ms
+    return host_ms
 
 
-def since(now: Totals, before: Totals) -> Totals:
+def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
     """Return what was added to a rank's totals since `before`."""
-    nothing = (0.0, 0)
-    changes = {
-        name: (ms - before.get(name, nothing)[0], n - before.get(name, nothing)[1])
-        for name, (ms, n) in now.items()
-    }
-    return {name: (ms, n) for name, (ms, n) in changes.items() if n > 0}
+    if before is None:
+        return now
+    phases = {}
+    for name, (ms, n) in now.phases.items():
+        ms_before, n_before = before.phases.get(name, (0.0, 0))
+        if n > n_before:
+            phases[name] = ms - ms_before, n - n_before
+    return replace(
+        now,
+        phases=phases,
+        host_ms={name: ms - before.host_ms.get(name, 0.0) for name, ms in now.host_ms.items()},
+        items=now.items - before.items,
+        items_ms=now.items_ms - before.items_ms,
+    )
 
 
 # What is told of all ranks
@@ -142,19 +183,8 @@ _MIN_BEHIND = 0.05
 _STANDARD_ERRORS = 4.0
 """And by this many standard errors of the difference."""
 
-_CORRELATED_STEPS = 10
-"""What slows a rank down lasts for some steps: this many count as one."""
-
-_MIN_CHANGES = 3
-"""With fewer changes at a scale of several steps nothing is known."""
-
 _HOST_BOUND = 0.8
 """From this fraction of the device's time on, the host's is as long."""
-
-# Of a normal distribution: its standard deviation, by the mean change from one value to the next.
-_DEVIATION = math.sqrt(math.pi) / 2
-
-_ERROR = "<error>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +217,8 @@ class RankSummary:
         ranks: The ranks that took part, in order.
         slowest: The rank whose local time is the longest, if it is longer than the median of the
             other ranks by 5 % of their median step or more, and by more than 4 standard errors;
-            else None. The standard error is the largest of those by the mean changes from step to
-            step (ten counted as one), from two steps to the next two, and so on up to 1,024.
+            else None. The standard error is by the means over blocks of steps ("batch means"), of
+            the block length where it is largest.
         behind_ms: How much longer the longest local time is than that median (in milliseconds).
         phase: The phase in which that rank loses most, of its local time; of `data` the part, if
             that is known.
@@ -225,7 +255,7 @@ class RankSummary:
         return metrics
 
 
-def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
+def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     """Compare the ranks.
 
     Args:
@@ -234,133 +264,165 @@ def compare(totals: Mapping[int, Totals]) -> RankSummary | None:
     Returns:
         The comparison, or None if no rank has timed a step.
     """
-    totals = {
-        rank: _with_local(one)
-        for rank, one in sorted(totals.items())
-        if STEP in one and one[STEP][1]
-    }
+    totals = {rank: one for rank, one in sorted(totals.items()) if one.steps}
     if not totals:
         return None
-    rows = _rows(totals)
+    rows = _rows([*totals], [_with_local(one.phases) for one in totals.values()])
     own = {rank: _own_times(one) for rank, one in totals.items()}
-    stages = _by_stage(totals)
-    peers = [_Group({rank: own[rank] for rank in ranks}) for ranks in stages.values()]
-    slow = max(peers, key=lambda group: (group.is_slow, group.behind_ms))
-    slowest, stage = slow.slowest, None
+    stages: dict[int, list[int]] = {}
+    for rank, one in totals.items():
+        stages.setdefault(one.stage or 0, []).append(rank)
+    of_stages = [_slowest({rank: own[rank] for rank in ranks}) for ranks in stages.values()]
+    slow = max(of_stages, key=lambda one: (one.is_slow, one.behind_ms))
+    rank, sentence, stage = slow.at, "", None
     if len(stages) > 1 and not slow.is_slow:
-        slow = _Group({at: _mean_of([own[rank] for rank in of]) for at, of in stages.items()})
-        stage = slow.slowest
-        slowest = max(stages[stage], key=lambda rank: own[rank][LOCAL])
-    is_named = slow.is_slow
+        means = {at: _mean_of([own[rank] for rank in ranks]) for at, ranks in stages.items()}
+        slow = _slowest(means)
+        rank = max(stages[slow.at], key=lambda rank: own[rank].ms[LOCAL])
+        if slow.is_slow:
+            stage = slow.at
+            sentence = _stage_sentence(slow, means, _where(slow.phase, own[rank], rows))
+    elif slow.is_slow:
+        sentence = (
+            f"rank {rank} is {duration(slow.behind_ms)} a step slower than the median,"
+            f" in {_where(slow.phase, own[rank], rows)}"
+        )
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest=slowest if is_named else None,
+        slowest=rank if slow.is_slow else None,
         behind_ms=slow.behind_ms,
         phase=slow.phase,
-        stage=stage if is_named else None,
-        sentence=_sentence(slow, stage, rows) if is_named else "",
+        stage=stage,
+        sentence=sentence,
         items_per_s=_items_per_s(totals.values()) if len(stages) == 1 else None,
     )
 
 
-class _Group:
-    """Ranks, or stages, of which each should take as long as the others.
+# The time of one rank's own work
 
-    Args:
-        own: The times per step of each, see `_own_times`.
+
+class _OwnTimes(NamedTuple):
+    """The times per step of a rank, or the means of a stage, without waits for other ranks.
+
+    Attributes:
+        ms: Of each top-level phase, of the parts of `data`, and of "local"; of "step" with waits.
+        host_ms: The host's, of each top-level phase.
+        error_ms: Standard error of the local time.
     """
 
-    def __init__(self, own: Mapping[int, Mapping[str, float]]) -> None:
-        self.own = own
-        self.slowest = max(own, key=lambda rank: own[rank][LOCAL])
-        self._of_slowest = own[self.slowest]
-        self._others = [one for rank, one in own.items() if rank != self.slowest]
-        self.local_ms, self.step_ms = self._of_slowest[LOCAL], self._of_slowest[STEP]
-        self.behind_ms = self._behind(LOCAL)
-        self.phase = self._phase_behind()
+    ms: Mapping[str, float]
+    host_ms: Mapping[str, float]
+    error_ms: float
 
-    def _phase_behind(self) -> str:
-        """Return the phase in which the slowest loses most; of `data` the part, if it is known."""
-        names = [name for name in self._of_slowest if _is_phase(name) and name != LOCAL]
-        top_level = [name for name in names if "/" not in name]
-        phase = max(top_level, key=self._behind, default="")
-        if phase == DATA:
-            parts = [name for name in names if name.startswith(f"{DATA}/")]
-            part = max(parts, key=self._behind, default=DATA)
-            return part if 2 * self._behind(part) >= self._behind(DATA) else DATA
+
+def _own_times(totals: RankTotals) -> _OwnTimes:
+    # Over all steps, also where a phase ran in some: so they add up to the local time.
+    n = totals.steps
+    ms = {name: total_ms / n for name, (total_ms, _) in _with_local(totals.phases).items()}
+    own_ms = {name: of for name, of in ms.items() if "/" not in name or _is_in_data(name)}
+    for name in filter(is_wait, ms):
+        own_ms.pop(name, None)
+        own_ms[name.partition("/")[0]] -= ms[name]
+    # Nothing is known of one step.
+    error_ms = totals.deviation_ms / math.sqrt(n) if n > 1 else math.inf
+    return _OwnTimes(own_ms, {name: of / n for name, of in totals.host_ms.items()}, error_ms)
+
+
+def _mean_of(ranks: Sequence[_OwnTimes]) -> _OwnTimes:
+    all_ms, all_host_ms, errors_ms = zip(*ranks, strict=True)
+    return _OwnTimes(_mean_ms(all_ms), _mean_ms(all_host_ms), statistics.fmean(errors_ms))
+
+
+def _mean_ms(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for one in several for name in one}
+    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}
+
+
+def _with_local(phases: PhaseTotals) -> PhaseTotals:
+    # With its waits the step of every rank is as long as that of the slowest: under DDP, with one
+    # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
+    # their own.
+    step_ms, steps = phases[STEP]
+    waits_ms = sum(ms for name, (ms, _) in phases.items() if is_wait(name))
+    return {**phases, LOCAL: (step_ms - waits_ms, steps)}
+
+
+def _is_in_data(name: str) -> bool:
+    return name.startswith(f"{DATA}/")
+
+
+# The slowest of several, and what is said of it
+
+
+class _Slowest(NamedTuple):
+    """The slowest of ranks, or stages, of which each should take as long as the others.
+
+    Attributes:
+        at: Which one it is.
+        is_slow: Whether it is slow beyond the noise.
+        behind_ms: How much longer its local time is than the median of the others.
+        phase: The phase in which it loses most; of `data` the part, if that is known.
+    """
+
+    at: int
+    is_slow: bool
+    behind_ms: float
+    phase: str
+
+
+def _slowest(own: Mapping[int, _OwnTimes]) -> _Slowest:
+    at = max(own, key=lambda one: own[one].ms[LOCAL])
+    # Of two ranks, the slow one would be half of a median that it is part of.
+    others = [one for other, one in own.items() if other != at] or [own[at]]
+
+    def median_ms(name: str) -> float:
+        return statistics.median(one.ms.get(name, 0.0) for one in others)
+
+    behind_ms = {name: ms - median_ms(name) for name, ms in own[at].ms.items()}
+    local_ms = behind_ms.pop(LOCAL)
+    del behind_ms[STEP]
+    error_ms = math.hypot(own[at].error_ms, statistics.median(one.error_ms for one in others))
+    is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
+    return _Slowest(at, is_slow, local_ms, _phase_behind(behind_ms))
+
+
+def _phase_behind(behind_ms: Mapping[str, float]) -> str:
+    top_level = [name for name in behind_ms if "/" not in name]
+    phase = max(top_level, key=behind_ms.__getitem__, default="")
+    if phase != DATA:
         return phase
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the slowest of them is slow beyond the noise."""
-        error_ms = math.hypot(self._of_slowest[_ERROR], self._median(_ERROR))
-        return (
-            len(self.own) > 1
-            and self.behind_ms >= _MIN_BEHIND * self._median(STEP)
-            and self.behind_ms > _STANDARD_ERRORS * error_ms
-        )
-
-    @property
-    def is_launching(self) -> bool:
-        """Whether the host of the slowest takes as long for that phase as its device."""
-        own = self._of_slowest
-        return own.get(host(self.phase), 0.0) >= _HOST_BOUND * own.get(self.phase, math.inf)
-
-    @property
-    def waiting(self) -> list[int]:
-        """Those that are not the slowest."""
-        return [rank for rank in self.own if self.own[rank][LOCAL] < self.local_ms]
-
-    def _behind(self, name: str) -> float:
-        # Of two ranks, the slow one would be half of a median that it is part of.
-        return self._of_slowest[name] - self._median(name)
-
-    def _median(self, name: str) -> float:
-        others = [one.get(name, 0.0) for one in self._others]
-        return statistics.median(others) if others else self._of_slowest[name]
+    part = max(filter(_is_in_data, behind_ms), key=behind_ms.__getitem__, default=DATA)
+    return part if 2 * behind_ms[part] >= behind_ms[DATA] else DATA
 
 
-def _sentence(slow: _Group, stage: int | None, rows: Mapping[str, RankStats]) -> str:
-    where = slow.phase
-    if not where.startswith(DATA):
-        if slow.is_launching:
-            where += ", which takes its host as long"
-        elif f"{where}/{COMM}" in rows:
-            where += " compute"
-    if stage is None:
-        return (
-            f"rank {slow.slowest} is {duration(slow.behind_ms)} a step slower than the median,"
-            f" in {where}"
-        )
-    waiting = slow.waiting
+def _where(phase: str, slow: _OwnTimes, rows: Mapping[str, RankStats]) -> str:
+    if phase.startswith(DATA):
+        return phase
+    if slow.host_ms.get(phase, 0.0) >= _HOST_BOUND * slow.ms.get(phase, math.inf):
+        return f"{phase}, which takes its host as long"
+    return f"{phase} compute" if f"{phase}/{COMM}" in rows else phase
+
+
+def _stage_sentence(slow: _Slowest, stages: Mapping[int, _OwnTimes], where: str) -> str:
+    local_ms, step_ms = stages[slow.at].ms[LOCAL], stages[slow.at].ms[STEP]
+    waiting = [at for at, one in stages.items() if one.ms[LOCAL] < local_ms]
     which = f"stage {waiting[0]} waits" if len(waiting) == 1 else "the others wait"
-    unit = unit_of(slow.step_ms)
+    unit = unit_of(step_ms)
     return (
-        f"stage {stage} works {unit.number(slow.local_ms)} of {unit.of(slow.step_ms)} a step,"
+        f"stage {slow.at} works {unit.number(local_ms)} of {unit.of(step_ms)} a step,"
         f" {unit.of(slow.behind_ms)} more than the median, in {where}: {which}"
     )
 
 
-def _is_phase(name: str) -> bool:
-    return name != STEP and not name.startswith("<")
+# The table
 
 
-def _with_local(totals: Totals) -> Totals:
-    # With its waits the step of every rank is as long as that of the slowest: under DDP, with one
-    # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
-    # their own.
-    step_ms, steps = totals[STEP]
-    waits_ms = sum(ms for name, (ms, _) in totals.items() if is_wait(name))
-    return {**totals, LOCAL: (step_ms - waits_ms, steps)}
-
-
-def _rows(totals: Mapping[int, Totals]) -> dict[str, RankStats]:
+def _rows(ranks: list[int], phases: list[PhaseTotals]) -> dict[str, RankStats]:
     # In the order of the first rank.
-    names = dict.fromkeys(name for one in totals.values() for name in one if _is_phase(name))
-    names.pop(LOCAL, None)
+    names = dict.fromkeys(name for one in phases for name in one if name not in (STEP, LOCAL))
     return {
-        name: _row({rank: one[name] for rank, one in totals.items() if name in one})
+        name: _row({r: one[name] for r, one in zip(ranks, phases, strict=True) if name in one})
         for name in (*in_order(list(names)), STEP, LOCAL)
     }
 
@@ -376,62 +438,8 @@ def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
     )
 
 
-def _own_times(totals: Totals) -> dict[str, float]:
-    """Return the time per step of each phase, and of the host in it, without waits for ranks.
-
-    Also of the parts of `data`, and the standard error of the local time.
-    """
-    # Over all steps, also where a phase ran in some: so they add up to the local time.
-    steps = totals[STEP][1]
-    own = {
-        name: ms / steps
-        for name, (ms, _) in totals.items()
-        if "/" not in name or name.startswith(f"{DATA}/")
-    }
-    for name, (ms, _) in totals.items():
-        if is_wait(name):
-            own.pop(name, None)
-            own[name.partition("/")[0]] -= ms / steps
-    own[_ERROR] = _error_ms(totals, steps)
-    return own
-
-
-def _error_ms(totals: Totals, steps: int) -> float:
-    """Return the standard error of the local time, at the scale where it is largest."""
-    errors_ms = []
-    for scale in SCALES:
-        changes_ms, n = totals.get(noise(scale), (0.0, 0))
-        if n >= (_MIN_CHANGES if scale > 1 else 1):
-            correlated = scale if scale > 1 else _CORRELATED_STEPS
-            # The mean of few changes may be too small by chance.
-            error_ms = _DEVIATION * changes_ms / n * math.sqrt(correlated / steps)
-            errors_ms.append(error_ms * (1 + 2 / n))
-    # Nothing is known of one step.
-    return max(errors_ms, default=math.inf)
-
-
-def _by_stage(totals: Mapping[int, Totals]) -> dict[int, list[int]]:
-    """Return the ranks of each stage of a pipeline; without one, all are of the same stage."""
-    stages: dict[int, list[int]] = {}
-    for rank, one in totals.items():
-        ms, n = one.get(STAGE, (0.0, 1))
-        stages.setdefault(round(ms / n), []).append(rank)
-    return stages
-
-
-def _mean_of(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    several = [*ranks]
-    names = {name for one in several for name in one}
-    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}
-
-
-def _items_per_s(totals: Iterable[Totals]) -> float | None:
+def _items_per_s(totals: Collection[RankTotals]) -> float | None:
     """Return the items per second of all ranks; None if one does not know its own."""
-    found = 0.0
-    for one in totals:
-        items, _ = one.get(ITEMS, (0.0, 0))
-        ms, _ = one.get(ITEMS_TIME, (0.0, 0))
-        if not ms:
-            return None
-        found += 1e3 * items / ms
-    return found
+    if not all(one.items_ms for one in totals):
+        return None
+    return sum(1e3 * one.items / one.items_ms for one in totals)

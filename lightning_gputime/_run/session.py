@@ -32,11 +32,10 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import call_safely, methods
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
-from lightning_gputime._run.agreement import open_agreement
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.dispatcher import StepDispatcher, user_functions
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.rank_comparer import RankComparer
+from lightning_gputime._run.rank_comparer import RankComparer, open_agreement
 from lightning_gputime._run.schedule import (
     LONGEST_STRETCH,
     PROBED,
@@ -560,7 +559,7 @@ class Session:
         deactivate(self.recorder)
         self.analyzer.remove()
         self.recorder.abandon()
-        self._comparison.abandon()
+        self._comparison.remove()
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
