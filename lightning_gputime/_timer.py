@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
-from lightning_gputime._boundaries.named import NamedPhase, Paused
+from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AUTO, Options, check_int
 from lightning_gputime._phases import StepTimes
@@ -195,7 +195,7 @@ class Timer:
         """
         return self._session.phase(name)
 
-    def paused(self) -> Paused:
+    def paused(self) -> NamedPhase:
         """Return a context manager: the time of its code belongs to no step.
 
         For a validation or the like inside a loop. What is certainly one is left out without it:

@@ -4,20 +4,20 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime._run import rank_comparer
-from lightning_gputime._run.rank_comparer import Agreement
+from lightning_gputime._run.rank_comparer import Exchange
 
 
 @pytest.fixture
-def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
     """Those of three ranks."""
     monkeypatch.setattr(rank_comparer, "_AGREEMENT_TIMEOUT_S", 0.01)
     store = HashStore()
-    return [Agreement(store, rank, 3) for rank in range(3)]
+    return [Exchange(store, rank, 3) for rank in range(3)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_all_ranks_do_what_the_dearest_one_wishes(
-    agreements: list[Agreement], order: tuple[int, ...]
+    agreements: list[Exchange], order: tuple[int, ...]
 ) -> None:
     def turn(*wishes: int) -> list[int]:
         return [agreements[rank].agree(wishes[rank]) for rank in order]
@@ -28,18 +28,18 @@ def test_all_ranks_do_what_the_dearest_one_wishes(
     assert turn(1, 1, 1) == [4, 4, 4]
 
 
-def test_a_rank_without_a_timer_has_no_wish(agreements: list[Agreement]) -> None:
+def test_a_rank_without_a_timer_has_no_wish(agreements: list[Exchange]) -> None:
     zero, one, _ = agreements
     assert [one.agree(7), zero.agree(5)] == [1, 1]
     assert [[zero.agree(3), one.agree(2)] for _ in range(3)] == [[1, 1], [7, 7], [3, 3]]
 
 
-def test_rank_zero_alone_does_what_it_wishes(agreements: list[Agreement]) -> None:
+def test_rank_zero_alone_does_what_it_wishes(agreements: list[Exchange]) -> None:
     assert [agreements[0].agree(7) for _ in range(4)] == [1, 1, 7, 7]
 
 
 def test_a_rank_that_is_left_alone_says_so_once(
-    agreements: list[Agreement], caplog: pytest.LogCaptureFixture
+    agreements: list[Exchange], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
     assert len(caplog.messages) == 1

@@ -488,7 +488,7 @@ def slower_forward(own: RankTotals) -> RankTotals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr(rank_comparer, "open_exchange", lambda: fake)
+    monkeypatch.setattr(rank_comparer, "open_exchange", lambda _: fake)
     return fake
 
 
@@ -709,7 +709,7 @@ def test_a_store_that_fails_ends_the_comparison_and_nothing_else(
 def test_a_single_process_sends_nothing_and_does_not_wait_at_the_end_of_an_epoch(
     gpu: FakeGPU,
 ) -> None:
-    assert rank_comparer.open_exchange() is None
+    assert rank_comparer.open_exchange("ranks") is None
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):

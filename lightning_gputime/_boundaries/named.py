@@ -20,43 +20,32 @@ def abandon_all() -> None:
 
 
 class NamedPhase(ContextDecorator):
-    """The context manager, or decorator, that `phase` returns."""
+    """The context manager, or decorator, of a phase; of a pause where the name is None."""
 
     __slots__ = ("_name", "_recorders")
 
-    def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, name: str | None, recorders: Sequence[Recorder]) -> None:
         # Compiled code may carry a phase: neither the check nor a recorder may break its graph.
-        self._name = name if torch.compiler.is_compiling() else check_name(name)
+        if name is not None and not torch.compiler.is_compiling():
+            check_name(name)
+        self._name = name
         self._recorders = recorders
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                recorder.enter_phase(self._name)
+                if self._name is None:
+                    recorder.enter_pause()
+                else:
+                    recorder.enter_phase(self._name)
 
     def __exit__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                recorder.leave_phase(self._name)
-
-
-class Paused:
-    """The context manager of a pause: the time of its code belongs to no step."""
-
-    __slots__ = ("_recorders",)
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = recorders
-
-    def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():
-            for recorder in self._recorders:
-                recorder.enter_pause()
-
-    def __exit__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            for recorder in self._recorders:
-                recorder.leave_pause()
+                if self._name is None:
+                    recorder.leave_pause()
+                else:
+                    recorder.leave_phase(self._name)
 
 
 def phase(name: str) -> NamedPhase:

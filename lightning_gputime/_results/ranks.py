@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, settle
 from lightning_gputime._record.steps import StepRecord
@@ -47,6 +46,11 @@ class RankTotals:
     def steps(self) -> int:
         """Number of steps."""
         return self.phases.get(STEP, (0.0, 0))[1]
+
+    @property
+    def error_ms(self) -> float:
+        """Standard error of the mean local time; nothing is known of one step."""
+        return self.deviation_ms / math.sqrt(self.steps) if self.steps > 1 else math.inf
 
 
 _MAX_BLOCKS = 64
@@ -267,56 +271,40 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     totals = {rank: one for rank, one in sorted(totals.items()) if one.steps}
     if not totals:
         return None
-    rows = _rows([*totals], [_with_local(one.phases) for one in totals.values()])
-    own = {rank: _own_times(one) for rank, one in totals.items()}
+    own_ms = {rank: _own_ms(one) for rank, one in totals.items()}
+    errors_ms = {rank: one.error_ms for rank, one in totals.items()}
     stages: dict[int, list[int]] = {}
-    for rank, one in totals.items():
-        stages.setdefault(one.stage or 0, []).append(rank)
-    of_stages = [_slowest({rank: own[rank] for rank in ranks}) for ranks in stages.values()]
-    slow = max(of_stages, key=lambda one: (one.is_slow, one.behind_ms))
-    rank, sentence, stage = slow.at, "", None
-    if len(stages) > 1 and not slow.is_slow:
-        means = {at: _mean_of([own[rank] for rank in ranks]) for at, ranks in stages.items()}
-        slow = _slowest(means)
-        rank = max(stages[slow.at], key=lambda rank: own[rank].ms[LOCAL])
-        if slow.is_slow:
-            stage = slow.at
-            sentence = _stage_sentence(slow, means, _where(slow.phase, own[rank], rows))
-    elif slow.is_slow:
-        sentence = (
-            f"rank {rank} is {duration(slow.behind_ms)} a step slower than the median,"
-            f" in {_where(slow.phase, own[rank], rows)}"
-        )
+    for one, of_one in totals.items():
+        stages.setdefault(of_one.stage or 0, []).append(one)
+    is_slow, behind_ms, rank, phase = max(
+        _slowest({rank: own_ms[rank] for rank in ranks}, errors_ms) for ranks in stages.values()
+    )
+    stage, of_stages = None, {}
+    if len(stages) > 1 and not is_slow:
+        of_stages = {at: _mean_ms([own_ms[rank] for rank in of]) for at, of in stages.items()}
+        errors_ms = {at: statistics.fmean(errors_ms[rank] for rank in stages[at]) for at in stages}
+        is_slow, behind_ms, stage, phase = _slowest(of_stages, errors_ms)
+        rank = max(stages[stage], key=lambda rank: own_ms[rank][LOCAL])
+    rows = _rows(totals)
+    where = _where(phase, totals[rank], own_ms[rank], rows)
+    if stage is None:
+        sentence = f"rank {rank} is {duration(behind_ms)} a step slower than the median, in {where}"
+    else:
+        sentence = _stage_sentence(stage, of_stages, behind_ms, where)
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest=rank if slow.is_slow else None,
-        behind_ms=slow.behind_ms,
-        phase=slow.phase,
-        stage=stage,
-        sentence=sentence,
+        slowest=rank if is_slow else None,
+        behind_ms=behind_ms,
+        phase=phase,
+        stage=stage if is_slow else None,
+        sentence=sentence if is_slow else "",
         items_per_s=_items_per_s(totals.values()) if len(stages) == 1 else None,
     )
 
 
-# The time of one rank's own work
-
-
-class _OwnTimes(NamedTuple):
-    """The times per step of a rank, or the means of a stage, without waits for other ranks.
-
-    Attributes:
-        ms: Of each top-level phase, of the parts of `data`, and of "local"; of "step" with waits.
-        host_ms: The host's, of each top-level phase.
-        error_ms: Standard error of the local time.
-    """
-
-    ms: Mapping[str, float]
-    host_ms: Mapping[str, float]
-    error_ms: float
-
-
-def _own_times(totals: RankTotals) -> _OwnTimes:
+def _own_ms(totals: RankTotals) -> dict[str, float]:
+    """Return the time per step of each top-level phase and part of `data`, without waits."""
     # Over all steps, also where a phase ran in some: so they add up to the local time.
     n = totals.steps
     ms = {name: total_ms / n for name, (total_ms, _) in _with_local(totals.phases).items()}
@@ -324,19 +312,7 @@ def _own_times(totals: RankTotals) -> _OwnTimes:
     for name in filter(is_wait, ms):
         own_ms.pop(name, None)
         own_ms[name.partition("/")[0]] -= ms[name]
-    # Nothing is known of one step.
-    error_ms = totals.deviation_ms / math.sqrt(n) if n > 1 else math.inf
-    return _OwnTimes(own_ms, {name: of / n for name, of in totals.host_ms.items()}, error_ms)
-
-
-def _mean_of(ranks: Sequence[_OwnTimes]) -> _OwnTimes:
-    all_ms, all_host_ms, errors_ms = zip(*ranks, strict=True)
-    return _OwnTimes(_mean_ms(all_ms), _mean_ms(all_host_ms), statistics.fmean(errors_ms))
-
-
-def _mean_ms(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name for one in several for name in one}
-    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}
+    return own_ms
 
 
 def _with_local(phases: PhaseTotals) -> PhaseTotals:
@@ -348,46 +324,41 @@ def _with_local(phases: PhaseTotals) -> PhaseTotals:
     return {**phases, LOCAL: (step_ms - waits_ms, steps)}
 
 
+def _mean_ms(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for one in several for name in one}
+    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}
+
+
 def _is_in_data(name: str) -> bool:
     return name.startswith(f"{DATA}/")
 
 
-# The slowest of several, and what is said of it
+def _slowest(
+    own_ms: Mapping[int, Mapping[str, float]], errors_ms: Mapping[int, float]
+) -> tuple[bool, float, int, str]:
+    """Compare ranks, or stages, of which each should take as long as the others.
 
-
-class _Slowest(NamedTuple):
-    """The slowest of ranks, or stages, of which each should take as long as the others.
-
-    Attributes:
-        at: Which one it is.
-        is_slow: Whether it is slow beyond the noise.
-        behind_ms: How much longer its local time is than the median of the others.
-        phase: The phase in which it loses most; of `data` the part, if that is known.
+    Returns:
+        Whether one is slow beyond the noise; how much longer its local time is than the median of
+        the others (in milliseconds); which one; and the phase in which it loses most.
     """
-
-    at: int
-    is_slow: bool
-    behind_ms: float
-    phase: str
-
-
-def _slowest(own: Mapping[int, _OwnTimes]) -> _Slowest:
-    at = max(own, key=lambda one: own[one].ms[LOCAL])
+    slowest = max(own_ms, key=lambda one: own_ms[one][LOCAL])
     # Of two ranks, the slow one would be half of a median that it is part of.
-    others = [one for other, one in own.items() if other != at] or [own[at]]
+    others = [one for one in own_ms if one != slowest] or [slowest]
 
     def median_ms(name: str) -> float:
-        return statistics.median(one.ms.get(name, 0.0) for one in others)
+        return statistics.median(own_ms[one].get(name, 0.0) for one in others)
 
-    behind_ms = {name: ms - median_ms(name) for name, ms in own[at].ms.items()}
+    behind_ms = {name: ms - median_ms(name) for name, ms in own_ms[slowest].items()}
     local_ms = behind_ms.pop(LOCAL)
     del behind_ms[STEP]
-    error_ms = math.hypot(own[at].error_ms, statistics.median(one.error_ms for one in others))
+    error_ms = math.hypot(errors_ms[slowest], statistics.median(errors_ms[one] for one in others))
     is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
-    return _Slowest(at, is_slow, local_ms, _phase_behind(behind_ms))
+    return is_slow, local_ms, slowest, _phase_behind(behind_ms)
 
 
 def _phase_behind(behind_ms: Mapping[str, float]) -> str:
+    """Return the phase in which most is lost; of `data` the part, if that is known."""
     top_level = [name for name in behind_ms if "/" not in name]
     phase = max(top_level, key=behind_ms.__getitem__, default="")
     if phase != DATA:
@@ -396,34 +367,38 @@ def _phase_behind(behind_ms: Mapping[str, float]) -> str:
     return part if 2 * behind_ms[part] >= behind_ms[DATA] else DATA
 
 
-def _where(phase: str, slow: _OwnTimes, rows: Mapping[str, RankStats]) -> str:
+def _where(
+    phase: str, totals: RankTotals, own_ms: Mapping[str, float], rows: Mapping[str, RankStats]
+) -> str:
     if phase.startswith(DATA):
         return phase
-    if slow.host_ms.get(phase, 0.0) >= _HOST_BOUND * slow.ms.get(phase, math.inf):
+    host_ms = totals.host_ms.get(phase, 0.0) / totals.steps
+    if host_ms >= _HOST_BOUND * own_ms.get(phase, math.inf):
         return f"{phase}, which takes its host as long"
     return f"{phase} compute" if f"{phase}/{COMM}" in rows else phase
 
 
-def _stage_sentence(slow: _Slowest, stages: Mapping[int, _OwnTimes], where: str) -> str:
-    local_ms, step_ms = stages[slow.at].ms[LOCAL], stages[slow.at].ms[STEP]
-    waiting = [at for at, one in stages.items() if one.ms[LOCAL] < local_ms]
+def _stage_sentence(
+    stage: int, of_stages: Mapping[int, Mapping[str, float]], behind_ms: float, where: str
+) -> str:
+    local_ms, step_ms = of_stages[stage][LOCAL], of_stages[stage][STEP]
+    waiting = [at for at, ms in of_stages.items() if ms[LOCAL] < local_ms]
     which = f"stage {waiting[0]} waits" if len(waiting) == 1 else "the others wait"
     unit = unit_of(step_ms)
     return (
-        f"stage {slow.at} works {unit.number(local_ms)} of {unit.of(step_ms)} a step,"
-        f" {unit.of(slow.behind_ms)} more than the median, in {where}: {which}"
+        f"stage {stage} works {unit.number(local_ms)} of {unit.of(step_ms)} a step,"
+        f" {unit.of(behind_ms)} more than the median, in {where}: {which}"
     )
 
 
-# The table
-
-
-def _rows(ranks: list[int], phases: list[PhaseTotals]) -> dict[str, RankStats]:
+def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:
+    phases = {rank: _with_local(one.phases) for rank, one in totals.items()}
     # In the order of the first rank.
-    names = dict.fromkeys(name for one in phases for name in one if name not in (STEP, LOCAL))
+    names = dict.fromkeys(name for one in phases.values() for name in one)
+    own = in_order([name for name in names if name not in (STEP, LOCAL)])
     return {
-        name: _row({r: one[name] for r, one in zip(ranks, phases, strict=True) if name in one})
-        for name in (*in_order(list(names)), STEP, LOCAL)
+        name: _row({rank: one[name] for rank, one in phases.items() if name in one})
+        for name in (*own, STEP, LOCAL)
     }
 
 

@@ -1,31 +1,20 @@
 """Sessions that outlive what they belong to: in a process that was forked off, or a lost timer."""
 
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
 
-
-class Ending(Protocol):
-    """A session, as far as other sessions and its end are concerned."""
-
-    def wake(self) -> None:
-        """Turn hooks on that are off between timed steps."""
-
-    def abandon(self) -> None:
-        """End it without touching the device, or what others hold."""
-
-    def remove(self) -> None:
-        """Take everything off. Safe to call twice."""
-
+if TYPE_CHECKING:
+    from lightning_gputime._run.session import Session
 
 # Module state, because a fork and the loss of a timer happen to no session in particular.
-_attached: "WeakSet[Ending]" = WeakSet()
-_lost: list[Ending] = []
+_attached: "WeakSet[Session]" = WeakSet()
+_lost: "list[Session]" = []
 
 
-def attached(session: Ending) -> None:
+def attached(session: "Session") -> None:
     """Note that a session is attached: take off those that nobody has, and wake the others."""
     # Here, and not where a timer is lost: Python may notice that at any moment.
     _take_off_lost()
@@ -39,13 +28,13 @@ def is_alone() -> bool:
     return len(_attached) <= 1
 
 
-def detached(session: Ending) -> None:
+def detached(session: "Session") -> None:
     """Note that a session is not attached any more. Safe to call twice."""
     _attached.discard(session)
     _take_off_lost()
 
 
-def lost(session: Ending) -> None:
+def lost(session: "Session") -> None:
     """Note that nobody has a session any more, and that it is still on the model."""
     _lost.append(session)
 

@@ -4,9 +4,9 @@ import itertools
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed
 
@@ -27,17 +27,15 @@ from lightning_gputime._results.ranks import (
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 
-T = TypeVar("T")
-
-# How many of a kind were opened.
-_opened: dict[Any, Iterator[int]] = defaultdict(itertools.count)
+# How many exchanges of a purpose were opened.
+_opened: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 _TIMEOUT_S = 3.0
 """Less than the 5 s after which Lightning's launcher ends this process if another one has died: the
 error of the training's next collective is to come first, and says more."""
 
 # Rank zero may be this many comparisons behind.
-_KEPT_WINDOWS = 10
+_KEPT_TURNS = 10
 
 # Ranks that train together are never a turn apart: who has said nothing by then has no timer.
 _AGREEMENT_TIMEOUT_S = 1.0
@@ -64,7 +62,7 @@ class RankComparer:
     def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
         self._results = results
         self._means = means
-        self._exchange = open_exchange() if options.sync_ranks else None
+        self._exchange = open_exchange("ranks") if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         # The newest steps: what not every rank must have read yet is not compared yet.
         self._recent: deque[StepRecord] = deque(maxlen=options.lag + 1)
@@ -156,10 +154,11 @@ class RankComparer:
 
 
 class Exchange:
-    """Gathers the totals of all ranks on rank zero, through the store of the process group.
+    """What the ranks tell each other, for one purpose, through the store of the process group.
 
     Not a collective: in one a missing rank would block all others, and end the group when it
-    times out. Here each rank writes and goes on, and only rank zero waits, for a bounded time.
+    times out. Here each rank writes and goes on; who waits does so for a bounded time. All ranks
+    must call a method at the same places of the training.
 
     Args:
         store: Any store that all ranks share.
@@ -172,70 +171,47 @@ class Exchange:
     def __init__(
         self, store: Any, rank: int, world_size: int, *, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._ranks = store, rank, range(world_size)
         # The others may wait in a collective for rank zero meanwhile, and raise after their group's
         # timeout, which the store has, too.
         self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
-        # How often this rank has gathered.
-        self._window = 0
-        self._others = [*range(1, world_size)]
+        # How often a method was called.
+        self._turn = 0
         # On rank zero: the others that were late, and those that were told of.
         self._late, self._told = set[int](), set[int]()
+        self._agreed, self._is_alone = 1, False
 
     def gather(self, totals: RankTotals) -> dict[int, RankTotals]:
-        """Send `totals`. All ranks must call it at the same places of the training.
-
-        Returns:
-            On rank zero, the totals of all ranks that took part; else an empty dict.
-        """
-        window, self._window = self._window, self._window + 1
+        """Send `totals`. Return those of all ranks that took part on rank zero, else nothing."""
+        turn, self._turn = self._turn, self._turn + 1
         if self._rank:
-            self._store.set(f"{window}/{self._rank}", json.dumps(asdict(totals)))
+            self._store.set(f"{turn}/{self._rank}", json.dumps(asdict(totals)))
             # What rank zero has not read by now, it never will.
-            self._store.delete_key(f"{window - _KEPT_WINDOWS}/{self._rank}")
+            self._store.delete_key(f"{turn - _KEPT_TURNS}/{self._rank}")
             return {}
-        there = self._wait_for_others(window)
-        values = self._store.multi_get([f"{window}/{rank}" for rank in there]) if there else []
+        there = self._wait_for_others(turn)
+        values = self._store.multi_get([f"{turn}/{rank}" for rank in there]) if there else []
         received = [RankTotals(**json.loads(value)) for value in values]
         return {0: totals, **dict(zip(there, received, strict=True))}
 
-    def _wait_for_others(self, window: int) -> list[int]:
-        """Return the ranks that have sent a window."""
-        self._late = {one for one in self._late if not self._store.check([f"{window - 1}/{one}"])}
-        awaited = {f"{window}/{rank}": rank for rank in self._others if rank not in self._late}
-        sent = wait_for(self._store, [*awaited], self._timeout_s)
-        there = [awaited[key] for key in sent]
+    def _wait_for_others(self, turn: int) -> list[int]:
+        """Return the ranks that have sent what is gathered in a turn."""
+        self._late = {one for one in self._late if not self._store.check([f"{turn - 1}/{one}"])}
+        awaited = {f"{turn}/{rank}": rank for rank in self._ranks[1:] if rank not in self._late}
+        there = [awaited[key] for key in wait_for(self._store, [*awaited], self._timeout_s)]
         self._late.update({*awaited.values()}.difference(there))
         if new := sorted(self._late - self._told):
             self._told.update(new)
             messages.warning(_ABSENT, ", ".join(map(str, new)))
         return there
 
-
-class Agreement:
-    """Lets ranks agree on the largest of their wishes, through the store of the process group.
-
-    No collective, and no wait as long as the ranks are less than one turn apart: in each turn a
-    rank writes its wish, rank zero takes the largest of those of the turn before, and all take what
-    rank zero has written a turn ago. So it takes two turns until a wish holds. Who has no timer has
-    no wish.
-
-    Args:
-        store: Any store that all ranks share.
-        rank: Number of this process.
-        world_size: Number of processes.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store: Any = store
-        self._rank, self._world_size = rank, world_size
-        self._turn, self._agreed, self._is_alone = 0, 1, False
-
     def agree(self, wish: int) -> int:
-        """Tell what this rank wishes. All ranks must call it at the same places of the training.
+        """Tell what this rank wishes. Return what all ranks do from here on: the largest wish.
 
-        Returns:
-            What all ranks do from here on.
+        No rank waits as long as they are less than one turn apart: in each turn a rank writes its
+        wish, rank zero takes the largest of those of the turn before, and all take what rank zero
+        has written a turn ago. So it takes two turns until a wish holds. Who has no timer has no
+        wish.
         """
         turn, self._turn = self._turn, self._turn + 1
         if not self._is_alone:
@@ -251,7 +227,7 @@ class Agreement:
         store = self._store
         store.set(f"{turn}/{self._rank}", str(wish))
         if self._rank == 0 and turn >= 1:
-            keys = [f"{turn - 1}/{rank}" for rank in range(self._world_size)]
+            keys = [f"{turn - 1}/{rank}" for rank in self._ranks]
             wishes = store.multi_get(wait_for(store, keys, 0.0))
             store.set(f"{turn}/agreed", str(max(map(int, wishes))))
         if turn >= 2:
@@ -272,17 +248,8 @@ def wait_for(store: Any, keys: list[str], timeout_s: float) -> list[str]:
     return keys
 
 
-def open_exchange() -> Exchange | None:
+def open_exchange(purpose: str) -> Exchange | None:
     """Return an exchange among the ranks of the default process group; None without others."""
-    return _open(Exchange)
-
-
-def open_agreement() -> Agreement | None:
-    """Return an agreement among the ranks of the default process group; None without others."""
-    return _open(Agreement)
-
-
-def _open(kind: Callable[[Any, int, int], T]) -> T | None:
     if not is_distributed():
         return None
     try:
@@ -290,9 +257,9 @@ def _open(kind: Callable[[Any, int, int], T]) -> T | None:
         from torch._C._distributed_c10d import PrefixStore
 
         # Timers are attached in the same order on every rank, so their numbers agree.
-        prefix = f"lightning_gputime/{kind.__name__}/{next(_opened[kind])}"
+        prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
         store = PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-        return kind(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
     except Exception as error:
         messages.warning("The times of the ranks are not compared: %r", error)
         return None

@@ -4,8 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Self
+from typing import Literal, Self
 
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._record.steps import StepRecord
@@ -14,26 +13,21 @@ from lightning_gputime._record.steps import StepRecord
 _GOLDEN = 0.6180339887498949
 
 
-class Kind(Enum):
-    """What becomes of a step.
+Kind = Literal["timed", "probed", "untimed", "unrepresentative"]
+"""What becomes of a step."""
 
-    ================ =======================================================================
-    kind             meaning
-    ================ =======================================================================
-    TIMED            its times count
-    PROBED           it is launched while the device is kept busy, and counts apart
-    UNTIMED          it is one of those between the timed steps
-    UNREPRESENTATIVE it is not timed, because it is not like the others: the one after a
-                     probed step starts with an empty queue, and one that other ranks probe
-                     waits for them
-    ================ =======================================================================
-    """
+TIMED: Kind = "timed"
+"""Its times count."""
 
-    TIMED, PROBED, UNTIMED, UNREPRESENTATIVE = range(4)
+PROBED: Kind = "probed"
+"""It is launched while the device is kept busy, and counts apart."""
 
+UNTIMED: Kind = "untimed"
+"""It is one of those between the timed steps."""
 
-# As globals: they are looked up at every step.
-TIMED, PROBED, UNTIMED, UNREPRESENTATIVE = Kind
+UNREPRESENTATIVE: Kind = "unrepresentative"
+"""It is not timed, because it is not like the others: the one after a probed step starts with an
+empty queue, and one that other ranks probe waits for them."""
 
 
 @dataclass(frozen=True, slots=True)

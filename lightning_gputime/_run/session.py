@@ -9,7 +9,7 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase, Paused, deactivate
+from lightning_gputime._boundaries.named import NamedPhase, deactivate
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._memory import PhaseMemory, sampler_for
 from lightning_gputime._options import AUTO, Options
@@ -35,7 +35,7 @@ from lightning_gputime._run import lifetimes
 from lightning_gputime._run.checkup import Checkup
 from lightning_gputime._run.dispatcher import StepDispatcher, user_functions
 from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.rank_comparer import RankComparer, open_agreement
+from lightning_gputime._run.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._run.schedule import (
     LONGEST_STRETCH,
     PROBED,
@@ -92,7 +92,7 @@ class Session:
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         self._schedule = Schedule.of(options)
         self._auto = _auto_schedule(options, means, number)
-        self._agreement = open_agreement() if self._auto and options.sync_ranks else None
+        self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
         self._index = 0
@@ -500,9 +500,9 @@ class Session:
         """Return the context manager of a phase that is named by hand."""
         return NamedPhase(name, [self.recorder])
 
-    def paused(self) -> Paused:
+    def paused(self) -> NamedPhase:
         """Return the context manager of a pause by hand."""
-        return Paused([self.recorder])
+        return NamedPhase(None, [self.recorder])
 
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them; not beside the thread that runs."""
@@ -600,8 +600,8 @@ class _NoSession:
     def phase(self, name: str) -> NamedPhase:
         return NamedPhase(name, [])
 
-    def paused(self) -> Paused:
-        return Paused([])
+    def paused(self) -> NamedPhase:
+        return NamedPhase(None, [])
 
 
 NEVER_ATTACHED = cast("Session", _NoSession(False))
