@@ -36,8 +36,7 @@ class Ranks:
         self.behind = 0
         for name in ("allreduce", "allgather"):
             monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
-        for kind in (FakeWork, torch._C.Future):
-            monkeypatch.setattr(kind, "wait", self.waiting(kind.wait))
+        monkeypatch.setattr(FakeWork, "wait", self.waiting(FakeWork.wait))
         wait_tensor = _functional_collectives.wait_tensor
         monkeypatch.setattr(_functional_collectives, "wait_tensor", self.waiting(wait_tensor))
 
@@ -200,7 +199,6 @@ def places() -> list[dict[str, Any]]:
         ProcessGroup,
         Work,
         *Work.__subclasses__(),
-        torch._C.Future,
         _functional_collectives.AsyncCollectiveTensor,
         FakeStream,
     )

@@ -33,10 +33,6 @@ def wait_for_its_work() -> None:
     launch().wait()
 
 
-def wait_for_its_future() -> None:
-    launch().get_future().wait()
-
-
 def all_reduce() -> Any:
     """A collective whose result waits for it where it is used first."""
     world: Any = distributed.group.WORLD
@@ -59,7 +55,6 @@ def reduce_without_options() -> None:
 COLLECTIVES = {
     "synchronous": reduce,
     "its work": wait_for_its_work,
-    "its future": wait_for_its_future,
     "its result is used": use_its_result,
     "its result is waited for": wait_for_its_result,
     "without options": reduce_without_options,
@@ -286,15 +281,3 @@ def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> N
     metrics = {name: ms for _, found in logger.phase_times() for name, ms in found.items()}
     assert metrics["phase_time/val/forward_ms"] == 7.0
     assert metrics["phase_time/val/forward/comm_ms"] == COMM_MS
-
-
-def test_a_future_that_no_collective_computes_is_no_wait_for_ranks(
-    ranks: Ranks, gpu: FakeGPU
-) -> None:
-    def wait() -> None:
-        own: torch.futures.Future[int] = torch.futures.Future()
-        own.set_result(1)
-        own.wait()
-        gpu.work(COMM_MS)
-
-    assert "loss/comm" not in train(Shared(gpu, "loss", wait))[0]

@@ -61,8 +61,6 @@ class WaitBoundary:
         self._looked_for_stage = False
         # How many waits the open step has.
         self._seen = 0
-        # Whether somebody asked for the future of a collective in this step.
-        self._has_futures = False
         self._stream_module = ""
         self._turn = 0
         # Whether the wait of a collective is still to come.
@@ -87,8 +85,6 @@ class WaitBoundary:
         yield ProcessGroup, BLOCKS, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
-            yield kind, ("get_future",), Calls(self._future_is_asked, self._wait_ends)
-        yield torch._C.Future, ("wait",), Calls(self._future_wait_begins, self._wait_ends)
         # Not the function that it calls: compiled code guards that one.
         if functional := sys.modules.get("torch.distributed._functional_collectives"):
             # DTensors call the second one where they must not be asynchronous.
@@ -103,7 +99,7 @@ class WaitBoundary:
     def step_ended(self) -> None:
         """Forget the step that has ended. Call at the end of each step."""
         self._timed.clear()
-        self._has_own_beside = self._has_futures = False
+        self._has_own_beside = False
         self._seen = 0
         self.note_stream()
         if self._subscriptions:
@@ -144,14 +140,6 @@ class WaitBoundary:
 
     def _wait_ends(self, result: Any = None) -> None:
         self._recorder.wait_ends()
-
-    def _future_is_asked(self, *_: Any, **__: Any) -> bool:
-        self._has_futures = True
-        return False
-
-    def _future_wait_begins(self, *_: Any, **__: Any) -> bool:
-        # Those of other things than collectives are none.
-        return self._has_futures and self._wait_begins()
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
         # The first use of what a collective computes waits.

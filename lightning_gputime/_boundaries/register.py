@@ -111,9 +111,9 @@ REGISTER = (
         " steps",
     ),
     Replaced(
-        "the waits of `torch.distributed.Work`, of futures and of `AsyncCollectiveTensor`",
+        "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`",
         CLASS,
-        frozenset({*WORK_WAITS, "get_future", "trigger_wait"}),
+        frozenset({*WORK_WAITS, "trigger_wait"}),
         "there is no hook",
         when=_OF_RANKS,
         idle=_OF_RANKS_IDLE,

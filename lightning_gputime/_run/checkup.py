@@ -6,7 +6,9 @@ from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
+
+Row = tuple[bool, str, tuple[int | str, ...]]
+"""Whether a message holds, the message, and what is put into it."""
 
 ENOUGH = 20
 """After so many steps beside the warm-up it judges."""
@@ -66,42 +68,43 @@ class Checkup:
         """Judge once, when there are enough steps."""
         if not self._is_over and self._results.sums.step.n >= ENOUGH:
             self._is_over = True
-            self._tell_of_ranks()
-            self._judge(self._results.sums)
+            _tell(self._of_ranks(), self._of_forward(), *self._of_many_steps())
 
     def end(self) -> None:
-        """Must be called at the end: of few steps it says only what is certain."""
+        """Judge at the end: say of few steps only what is certain."""
         ran = self._results.sums.phases
         if not self._is_over:
-            self._tell_of_ranks()
-        if not self._is_over and BACKWARD in ran and OPTIMIZER in ran:
-            self._tell_forward()
+            trains = BACKWARD in ran and OPTIMIZER in ran
+            _tell(self._of_ranks(), *([self._of_forward()] if trains else []))
 
-    def _tell_of_ranks(self) -> None:
-        if is_distributed() and not self._boundaries.sees_waits:
-            messages.warning(_TOO_EARLY)
+    def _of_ranks(self) -> Row:
+        return is_distributed() and not self._boundaries.sees_waits, _TOO_EARLY, ()
 
-    def _judge(self, sums: Sums) -> None:
-        ran, n = sums.phases, sums.step.n
-        trains = self._boundaries.has_optimizers
-        self._tell_forward()
-        if FORWARD in ran and self._boundaries.sees_no_modules:
-            messages.warning(_NO_MODULES)
-        if trains and BACKWARD not in ran:
-            messages.warning(_NO_BACKWARD)
+    def _of_forward(self) -> Row:
+        message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
+        return not self._boundaries.model_was_called, message, ()
+
+    def _of_many_steps(self) -> list[Row]:
+        sums, seen = self._results.sums, self._boundaries
+        ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
+        trains = seen.has_optimizers
         with_forward = ran[FORWARD].n if FORWARD in ran else n
-        without_update = sums.skipped_updates
         # The number of steps may be odd.
-        if 2 * (with_forward - 1) <= n - 1:
-            messages.warning(_TWICE, n - with_forward, n)
-        elif trains and without_update == n:
-            messages.warning(_NO_UPDATE, n)
-        elif trains and 2 * without_update >= n - 1:
-            ends = '"auto": a step ends with the update'
-            if not self._accumulates:
-                ends = f"{round(n / (n - without_update))} (or {ends})"
-            messages.warning(_ACCUMULATED, without_update, n, ends)
+        is_twice = 2 * (with_forward - 1) <= n - 1
+        is_skipped = trains and not is_twice and 2 * skipped >= n - 1
+        ends = '"auto": a step ends with the update'
+        if not self._accumulates:
+            ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
+        return [
+            (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
+            (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
+            (is_twice, _TWICE, (n - with_forward, n)),
+            (is_skipped and skipped == n, _NO_UPDATE, (n,)),
+            (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
+        ]
 
-    def _tell_forward(self) -> None:
-        if not self._boundaries.model_was_called:
-            messages.warning(_ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD)
+
+def _tell(*rows: Row) -> None:
+    for is_so, message, values in rows:
+        if is_so:
+            messages.warning(message, *values)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_gputime._boundaries.forward import is_metric
@@ -72,24 +72,24 @@ class UserFunctions:
     """Call functions of the user's, and update metrics, with the steps that were read.
 
     Args:
-        on_step: Called with the `StepTimes` of each step; metrics are updated with them.
-        on_slow_step: Called with each slow step.
-        names: Names of the options that these are, for slow steps' causes.
+        options: Have the user's functions.
+        on_step: Those that a front end wants to be called with the `StepTimes` of each step, the
+            user's included; metrics are updated with them.
         analyzer: Has the slow ones among the newest steps, and notes when the functions run: that
             is a cause, too.
     """
 
     def __init__(
-        self,
-        on_step: Sequence[Any],
-        on_slow_step: Callable[[SlowStep], object] | None,
-        names: str,
-        analyzer: SlowStepAnalyzer,
+        self, options: Options, on_step: Sequence[Any], analyzer: SlowStepAnalyzer
     ) -> None:
         # To call a metric would also compute it. Others may have an `update` that is none.
         self._on_step = [one.update if is_metric(one) else one for one in on_step]
-        self._on_slow_step = on_slow_step
-        self._names = names
+        self._on_slow_step = options.on_slow_step
+        own = {"on_step": options.on_step, "on_slow_step": options.on_slow_step}
+        called = [name for name, one in own.items() if one is not None]
+        # What a front end adds to the user's function is its bar.
+        called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
+        self._names = " or ".join(called)
         self._analyzer = analyzer
 
     @property
@@ -124,14 +124,3 @@ class UserFunctions:
             except Exception as error:
                 messages.warning("on_slow_step is called no more, because it failed: %r", error)
                 self._on_slow_step = None
-
-
-def user_functions(
-    options: Options, on_step: Sequence[Any], analyzer: SlowStepAnalyzer
-) -> UserFunctions:
-    """Return the functions of the options, and those of a front end, as an observer."""
-    own = {"on_step": options.on_step, "on_slow_step": options.on_slow_step}
-    called = [name for name, one in own.items() if one is not None]
-    # What a front end adds to the user's function is its bar.
-    called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
-    return UserFunctions(on_step, options.on_slow_step, " or ".join(called), analyzer)

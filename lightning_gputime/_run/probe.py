@@ -47,7 +47,7 @@ class Probe:
             self._give_up("there is no device, or not the current one, whose queue could be filled")
 
     def is_ready(self) -> bool:
-        """Tells whether the step that begins can be probed; then `keep_busy` must follow."""
+        """Return whether the step that begins can be probed; then call `keep_busy`."""
         if self._results.probe_failure or not self._launch_ms or self._clock.is_capturing():
             return False
         # The median: a host that was slow once must not make the next spin long.
@@ -62,7 +62,7 @@ class Probe:
         return True
 
     def step_ends(self, *, usual: bool) -> None:
-        """Must be called when a step ends, before anything else.
+        """Call when a step ends, before anything else.
 
         Args:
             usual: Whether the host took as long for it as it usually does: it was neither in the
@@ -72,11 +72,11 @@ class Probe:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
 
     def step_begins(self) -> None:
-        """Must be called when all is done that is done between two steps."""
+        """Call when all is done that is done between two steps."""
         self._began_ns = self._clock.host_ns()
 
     def keep_busy(self) -> None:
-        """Lets the device spin, for as long as the host needs for the step that begins."""
+        """Let the device spin, for as long as the host needs for the step that begins."""
         try:
             assert self._spin is not None
             self._spin(round(self._asked_ms * self._cycles_per_ms))
@@ -90,7 +90,7 @@ class Probe:
         return None if newest is None or self._results.probe_failure else newest.times()
 
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Takes the probed steps out of those that were read, and returns the others."""
+        """Take the probed steps out of those that were read, and return the others."""
         for step in steps:
             if step.filled is not None and not self._results.probe_failure:
                 self._judge(step)
@@ -123,7 +123,7 @@ class Probe:
                 )
 
     def _may_wait(self, step: StepRecord) -> bool:
-        """Tells a host that waits until the spin is over from one that was slow on its own."""
+        """Return whether the host may have waited for the spin: else it was slow on its own."""
         launch_ms = self._asked_ms / self._margin
         usual = self._results.sums.step
         step_ms = usual.device_ms / max(usual.n, 1)
@@ -137,13 +137,8 @@ class Probe:
 
 
 def _held_up(step: StepRecord, usual: Sums) -> str:
-    """Returns the phase that took the host longer than it does in other steps, by most."""
-    host_ms = step.times().host_ms
-    longer = {name: host_ms[name] - _mean_host_ms(usual, name) for name in in_order([*host_ms])}
-    top_level = [name for name in longer if "/" not in name]
-    return max(top_level, key=longer.__getitem__)
-
-
-def _mean_host_ms(sums: Sums, name: str) -> float:
-    phase = sums.phases.get(name)
-    return phase.host_ms / phase.n if phase is not None else 0.0
+    """Return the phase that took the host longer than it does in other steps, by most."""
+    longer_ms = {name: ms for name, ms in step.times().host_ms.items() if "/" not in name}
+    for name in longer_ms.keys() & usual.phases.keys():
+        longer_ms[name] -= usual.phases[name].host_ms / usual.phases[name].n
+    return max(in_order([*longer_ms]), key=longer_ms.__getitem__)

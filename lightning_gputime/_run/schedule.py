@@ -139,8 +139,6 @@ class AutoSchedule:
         self._window, self._offset = window, offset
         self.due = FIRST_STEPS
         """Index of the step before which `decide` must be called."""
-        self.n = 1
-        """1 of this many steps is timed."""
         self.share: float | None = None
         """What timing costs in a timed step, as a fraction of an untimed one; None if unknown."""
         self._timed_ns: deque[int] = deque(maxlen=_REMEMBERED)
@@ -173,7 +171,7 @@ class AutoSchedule:
         has_compared = bool(self._untimed_ns)
         self.due = index + (min(index, _MOST_BETWEEN) if has_compared else 2 * self._longest_period)
         if not self._read:
-            return self.n
+            return 1
         most_ns = self._marks / self._read * _MOST_PER_MARK_NS
         wait_ns = self._wait_ms / self._read * 1e6
         step_ns = statistics.median(self._untimed_ns or self._timed_ns)
@@ -192,17 +190,13 @@ class AutoSchedule:
             return 1
         switch_ns = 2 * statistics.median(self._switches_ns or [0])
         for n in range(2, self._longest_period):
-            plan = self._plan(n)
+            plan = self.schedule(n)
             if plan.block * cost_ns + switch_ns <= plan.period * target_ns:
                 return n
         return self._longest_period
 
     def schedule(self, n: int) -> Schedule:
         """Return the plan that times 1 of n steps: the same one on all ranks."""
-        self.n = n
-        return self._plan(n)
-
-    def _plan(self, n: int) -> Schedule:
         if n == 1:
             return Schedule()
         block = max(min(_BLOCK, self._longest_period // n), 1)

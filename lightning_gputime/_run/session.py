@@ -33,7 +33,7 @@ from lightning_gputime._results.observers import call_safely, methods
 from lightning_gputime._results.results import Results
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.checkup import Checkup
-from lightning_gputime._run.dispatcher import StepDispatcher, user_functions
+from lightning_gputime._run.dispatcher import StepDispatcher, UserFunctions
 from lightning_gputime._run.probe import Probe
 from lightning_gputime._run.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._run.schedule import (
@@ -119,7 +119,7 @@ class Session:
         self._means = means
         means.slow = results.slow
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
-        users = user_functions(options, on_step, self.analyzer)
+        users = UserFunctions(options, on_step, self.analyzer)
         sampler = sampler_for(clock) if options.memory else None
         self._reading_since = 0
         self.recorder = Recorder(
