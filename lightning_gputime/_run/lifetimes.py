@@ -1,20 +1,18 @@
 """Sessions that outlive what they belong to: in a process that was forked off, or a lost timer."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
 
-if TYPE_CHECKING:
-    from lightning_gputime._run.session import Session
-
 # Module state, because a fork and the loss of a timer happen to no session in particular.
-_attached: "WeakSet[Session]" = WeakSet()
-_lost: "list[Session]" = []
+# `Any`, because sessions are above this module.
+_attached: "WeakSet[Any]" = WeakSet()
+_lost: list[Any] = []
 
 
-def attached(session: "Session") -> None:
+def attached(session: Any) -> None:
     """Note that a session is attached: take off those that nobody has, and wake the others."""
     # Here, and not where a timer is lost: Python may notice that at any moment.
     _take_off_lost()
@@ -28,13 +26,13 @@ def is_alone() -> bool:
     return len(_attached) <= 1
 
 
-def detached(session: "Session") -> None:
+def detached(session: Any) -> None:
     """Note that a session is not attached any more. Safe to call twice."""
     _attached.discard(session)
     _take_off_lost()
 
 
-def lost(session: "Session") -> None:
+def lost(session: Any) -> None:
     """Note that nobody has a session any more, and that it is still on the model."""
     _lost.append(session)
 
