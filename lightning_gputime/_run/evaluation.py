@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER
 from lightning_gputime._record.clock import Clock, HostClock
@@ -23,19 +23,28 @@ class Evaluations:
     While none runs, all but `start` do nothing.
     """
 
+    # Of the loop that runs; set by `start`.
+    _boundaries: Boundaries
+    _means: MeanLog
+    _results: Results
+    _batch: Batch
+    _items: Items
+    _number: int
+
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._running: _Evaluation | None = None
+        self._recorder: Recorder | None = None
         self.results: dict[str, Results] = {}
         """The results of the newest loop of each stage, the newest last."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": None}  # Events cannot be pickled.
+        # Events cannot be pickled.
+        return {"_options": self._options, "results": self.results, "_recorder": None}
 
     @property
     def is_running(self) -> bool:
         """Whether a loop runs."""
-        return self._running is not None
+        return self._recorder is not None
 
     def start(
         self,
@@ -64,67 +73,45 @@ class Evaluations:
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
-        self._running = _Evaluation(clock, loop, means, results, self._options.lag, number, items)
-
-    def batch_begins(self, batch: object) -> None:
-        """Start the step of a batch: its fetch is over."""
-        if self._running is not None:
-            self._running.batch_begins(batch)
-
-    def batch_ends(self) -> None:
-        """End the step of a batch."""
-        if self._running is not None:
-            self._running.batch_ends()
-
-    def end(self) -> None:
-        """Read the last steps, log their means, and take everything off."""
-        if self._running is not None:
-            means = self._running.means
-            self._running.recorder.flush()
-            self.abort()
-            means.log_means()
-
-    def abort(self) -> None:
-        """Take everything off, without a wait for the device. Safe to call twice."""
-        if self._running is not None:
-            self._running.boundaries.remove()
-            self._running.recorder.rest()
-            self._running = None
-
-
-class _Evaluation:
-    """One run of an evaluation loop."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        loop: Loop,
-        means: MeanLog,
-        results: Results,
-        lag: int,
-        number: int,
-        items: Any,
-    ) -> None:
-        self.means, self._results, self._number = means, results, number
+        self._means, self._results, self._number = means, results, number
         self._items = Items(items)
-        self.recorder = Recorder(clock, lag=lag, emit=self._add, batch=BATCH)
+        recorder = Recorder(clock, lag=self._options.lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
-        self.boundaries = Boundaries(self.recorder, loop)
-        self.recorder.begin()
+        self._boundaries = Boundaries(recorder, loop)
+        recorder.begin()
+        self._recorder = recorder
 
     def _add(self, steps: list[StepRecord]) -> None:
         sums = Sums(steps)
-        self.means.add(steps, sums)
+        self._means.add(steps, sums)
         self._results.add(steps, sums)
 
     def batch_begins(self, batch: object) -> None:
-        self._batch.is_open = True
-        self.recorder.mark(OTHER)
-        self.recorder.load = (self._items.of(batch),)
+        """Start the step of a batch: its fetch is over."""
+        if self._recorder is not None:
+            self._batch.is_open = True
+            self._recorder.mark(OTHER)
+            self._recorder.load = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
-        self._batch.is_open = False
-        self.boundaries.step_ended()
-        self.recorder.end_step(self._number)
+        """End the step of a batch."""
+        if self._recorder is not None:
+            self._batch.is_open = False
+            self._boundaries.step_ended()
+            self._recorder.end_step(self._number)
+
+    def end(self) -> None:
+        """Read the last steps, log their means, and take everything off."""
+        if self._recorder is not None:
+            self._recorder.flush()
+            self.abort()
+            self._means.log_means()
+
+    def abort(self) -> None:
+        """Take everything off, without a wait for the device. Safe to call twice."""
+        if self._recorder is not None:
+            self._boundaries.remove()
+            self._recorder.rest()
+            self._recorder = None
