@@ -1,11 +1,11 @@
 """Measures what timing adds to a step in a loop that does real work: the judge of what it costs.
 
-An empty loop keeps the timer's code in the processor's cache, and hides most of it. Here ways of
-timing take turns in one training of a small net whose steps the host paces: blocks of steps with a
-way, each between two blocks without. In Lightning each turn is a fit of its own.
+An empty loop keeps the timer's code in the processor's cache, and hides most of it. Here a small
+net is trained whose steps the host paces. In a plain loop each way of timing is on for 25 steps and
+off for 25, in turns: what differs is what it adds. In Lightning each turn is a fit of its own.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
-    python benchmarks/cold_cost.py --layers 32 --rounds 20 --no-lightning
+    python benchmarks/cold_cost.py --layers 32 --rounds 0
 """
 
 import logging
@@ -13,9 +13,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -27,12 +27,19 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._run.schedule import Schedule
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
+BLOCK = 25
+"""So many steps a way is on, and then off."""
+
+TOGETHER = 20
+"""So many cycles of one way follow each other."""
+
 SETTLE, STEPS = 100, 50
-"""Steps before a block that is measured, in which a timer finds its way, and in the block."""
+"""In Lightning: steps before those that are measured, in which a timer finds its way, and these."""
 
 LEAST, TIMED = "the least timer", "every step timed"
 
@@ -86,15 +93,15 @@ class Training:
 
 
 class Way(Protocol):
-    """A way of timing; between `on` and `off` it trains steps."""
+    """A way of timing, which is put on and taken off."""
 
     def on(self) -> None: ...
-    def train(self, steps: int) -> None: ...
+    def step(self) -> None: ...
     def off(self) -> None: ...
 
 
-class Nothing:
-    """No timer."""
+class Synchronize:
+    """What a timer replaces: the host waits at each boundary, and reads its own clock."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -102,51 +109,53 @@ class Nothing:
     def on(self) -> None:
         pass
 
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.training.step()
+    def step(self) -> None:
+        self.training.step(self.boundary)
+
+    def boundary(self) -> None:
+        synchronize()
+        time.perf_counter()
 
     def off(self) -> None:
         pass
 
 
-class Synchronize(Nothing):
-    """What a timer replaces: the host waits at each boundary, and reads its own clock."""
-
-    def train(self, steps: int) -> None:
-        def boundary() -> None:
-            synchronize()
-            time.perf_counter()
-
-        for _ in range(steps):
-            self.training.step(boundary)
-
-
-class Events(Nothing):
+class Events(Synchronize):
     """Five events a step, which are read one step late."""
 
-    def train(self, steps: int) -> None:
-        def new() -> torch.Event:
-            return torch.Event(device=DEVICE, enable_timing=True)
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.rows = [[self.new() for _ in range(5)] for _ in range(2)]
+        self.is_first = True
 
-        rows = [[new() for _ in range(5)] for _ in range(2)]
-        for step in range(steps):
-            mine, last = rows[step % 2], rows[(step + 1) % 2]
-            mine[0].record()
-            self.training.step(map(torch.Event.record, mine[1:]).__next__)
-            if step:
-                last[4].synchronize()
-                [start.elapsed_time(end) for start, end in pairwise(last)]
+    def new(self) -> torch.Event:
+        return torch.Event(device=DEVICE, enable_timing=True)
+
+    def on(self) -> None:
+        self.is_first = True
+
+    def step(self) -> None:
+        self.rows.reverse()
+        mine, last = self.rows
+        mine[0].record()
+        rest = iter(mine[1:])
+        self.training.step(lambda: next(rest).record())
+        if not self.is_first:
+            last[4].synchronize()
+            [start.elapsed_time(end) for start, end in pairwise(last)]
+        self.is_first = False
 
 
-class Hooks(Nothing):
+class Hooks:
     """Hooks that do nothing, in the places of a timer's."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
 
     def begin(self, label: str) -> None:
         pass
 
     def on(self) -> None:
-        self.handles: list[Any] = []
         self.zero_grad = zero_grad = self.training.optimizer.zero_grad
         self.engine = engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         begin, net = self.begin, self.training.net
@@ -170,6 +179,9 @@ class Hooks(Nothing):
         vars(self.training.optimizer)["zero_grad"] = timed_zero_grad
         vars(torch.autograd)["_engine_run_backward"] = timed_engine
 
+    def step(self) -> None:
+        self.training.step()
+
     def off(self) -> None:
         for handle in self.handles:
             handle.remove()
@@ -184,13 +196,13 @@ class Least(Hooks):
     once.
     """
 
-    def on(self) -> None:
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self.label, self.thread = "", get_ident()
         self.marks: list[tuple[str, Any]] = []
         self.steps: list[list[tuple[str, Any]]] = []
         self.free: list[Any] = []
         self.sums: dict[str, float] = {}
-        super().on()
 
     def begin(self, label: str) -> None:
         if label != self.label and get_ident() == self.thread:
@@ -203,15 +215,14 @@ class Least(Hooks):
                 at = time.perf_counter_ns()
             self.marks.append((label, at))
 
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.begin("before")
-            self.training.step()
-            self.begin("data")
-            self.steps.append(self.marks)
-            self.marks = self.marks[-1:]
-            if len(self.steps) > 25:
-                self._read()
+    def step(self) -> None:
+        self.begin("before")
+        self.training.step()
+        self.begin("data")
+        self.steps.append(self.marks)
+        self.marks = self.marks[-1:]
+        if len(self.steps) > BLOCK:
+            self._read()
 
     def _read(self) -> None:
         ready = self.steps[:-1]
@@ -226,61 +237,83 @@ class Least(Hooks):
                 self.free += [at for _, at in step[:-1]]
 
 
-class Timed(Nothing):
-    """This package's timer."""
-
-    def __init__(self, training: Training, **options: Any) -> None:
-        super().__init__(training)
-        self.options = options
-
-    def on(self) -> None:
-        self.timer = GPUPhaseHooks(self.training.net, self.training.optimizer, **self.options)
-        self.timer.attach()
-        self.batches: Iterator[Tensor] = iter(self.timer.steps([self.training.x] * 10_000))
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            next(self.batches)
-            self.training.step()
-
-    def off(self) -> None:
-        self.timer.remove()
+def us_a_step(step: Callable[[], object]) -> float:
+    """Returns how long a step takes, over one block (in us)."""
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    return (time.perf_counter() - start) / BLOCK * 1e6
 
 
-def in_plain_loop(layers: int, rounds: int) -> dict[str, list[float]]:
-    """Returns what each way added to a step in each round (in us), and the step without."""
+def added_by_way(training: Training, way: Way) -> Generator[float, None, None]:
+    """Yields what a way adds to a step (in us), by cycles of steps without and with it."""
+    while True:
+        without_us = us_a_step(training.step)
+        way.on()
+        us = us_a_step(way.step)
+        way.off()
+        yield us - without_us
+
+
+def added_by_timed(training: Training) -> Generator[float, None, None]:
+    """Yields the same of this package's timer: blocks of timed steps between those it is off."""
+    with GPUPhaseHooks(training.net, training.optimizer, every_n_steps=2 * BLOCK) as timer:
+        # As "auto" does it, but whatever it takes.
+        timer._session._schedule = Schedule(2 * BLOCK, BLOCK, 2 * BLOCK)
+        batches = iter(timer.steps(repeat(training.x)))
+
+        def step() -> None:
+            # From one batch to the next, so that the end of a step belongs to it.
+            training.step()
+            next(batches)
+
+        next(batches)
+        while True:
+            without_us = us_a_step(step)
+            yield us_a_step(step) - without_us
+
+
+def _next_step(training: Training, batches: Iterator[Tensor]) -> None:
+    next(batches)
+    training.step()
+
+
+def added_by_untimed(training: Training) -> Generator[float, None, None]:
+    """Yields the same of a timer that is off, against none."""
+    while True:
+        with GPUPhaseHooks(training.net, training.optimizer, every_n_steps=10**6) as timer:
+            batches = iter(timer.steps(repeat(training.x)))
+
+            step = partial(_next_step, training, batches)
+            us_a_step(step)  # Hooks stay on in the first steps.
+            us = us_a_step(step)
+        yield us - us_a_step(training.step)
+
+
+def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
+    """Returns what each way added to a step in each cycle (in us), and the step without."""
     training = Training(layers)
-    nothing = Nothing(training)
     ways: dict[str, Way] = {
         "hooks that do nothing": Hooks(training),
         **({"five events": Events(training)} if CUDA else {}),
         "four synchronize": Synchronize(training),
         LEAST: Least(training),
-        "no step timed": Timed(training, every_n_steps=10**6),
-        "one step in ten timed": Timed(training, every_n_steps=10),
-        TIMED: Timed(training, every_n_steps=1),
     }
-
-    def us_a_step(way: Way) -> float:
-        synchronize()
-        start = time.perf_counter()
-        way.train(STEPS)
-        synchronize()
-        return (time.perf_counter() - start) / STEPS * 1e6
-
-    us_a_step(nothing)
-    found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways}}
-    for _ in range(rounds):
-        for name in random.sample([*ways], len(ways)):
-            before = us_a_step(nothing)
-            ways[name].on()
-            ways[name].train(SETTLE)
-            us = us_a_step(ways[name])
-            ways[name].off()
-            nothing.train(5)
-            after = us_a_step(nothing)
-            found["step"].append((before + after) / 2)
-            found[name].append(us - (before + after) / 2)
+    ways_of = {name: partial(added_by_way, training, way) for name, way in ways.items()}
+    ways_of["no step timed"] = partial(added_by_untimed, training)
+    ways_of[TIMED] = partial(added_by_timed, training)
+    found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways_of}}
+    for _ in range(8):
+        us_a_step(training.step)
+    # Some cycles of each way, then of the next, round and round: the host has its moods.
+    for _ in range(math.ceil(cycles / TOGETHER)):
+        found["step"].append(us_a_step(training.step))
+        for name in random.sample([*ways_of], len(ways_of)):
+            added = ways_of[name]()
+            for _ in range(4):  # A timer judges its first steps.
+                next(added)
+            found[name] += islice(added, TOGETHER)
+            added.close()
     return found
 
 
@@ -348,17 +381,17 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
         TIMED: partial(GPUPhaseTimer, every_n_steps=1, summary=False),
     }
 
-    def us_a_step(*callbacks: pl.Callback) -> float:
+    def of_fit(*callbacks: pl.Callback) -> float:
         watch = Stopwatch()
         bare_trainer(max_epochs=1, callbacks=[*callbacks, watch]).fit(task, batches)
         return watch.us
 
-    us_a_step()
+    of_fit()
     found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways}}
     for _ in range(rounds):
-        before = us_a_step()
+        before = of_fit()
         for name in random.sample([*ways], len(ways)):
-            us, after = us_a_step(ways[name]()), us_a_step()
+            us, after = of_fit(ways[name]()), of_fit()
             found["step"].append(before)
             found[name].append(us - (before + after) / 2)
             before = after
@@ -377,20 +410,19 @@ def mean_and_error(us: list[float]) -> dict[str, float]:
 
 if __name__ == "__main__":
     parser = new_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--cycles", type=int, default=200, help="of each way in the plain loop")
+    parser.add_argument("--rounds", type=int, default=40, help="of fits in Lightning")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--no-lightning", action="store_true")
     arguments = parser.parse_args()
     be_quiet()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    loops = {
-        "plain": in_plain_loop,
-        **({} if arguments.no_lightning else {"lightning": in_lightning}),
-    }
+    loops = {"plain": partial(in_plain_loop, cycles=arguments.cycles)}
+    if arguments.rounds:
+        loops["lightning"] = partial(in_lightning, rounds=arguments.rounds)
     results: dict[str, Any] = {}
     for loop, measure in loops.items():
-        rows = measure(arguments.layers, arguments.rounds)
+        rows = measure(arguments.layers)
         results[loop] = {name: mean_and_error(us) for name, us in rows.items()}
         step_us = results[loop]["step"]["us"]
         print(f"{loop}: a step without a timer takes {step_us:.0f} us")
