@@ -35,6 +35,7 @@ GRAD = "<grad>"
 AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
 EVALUATION = "<evaluation>"
+BETWEEN = "<between>"
 EXCLUDED = "<excluded>"
 LEFT = "<left>"
 
@@ -118,6 +119,7 @@ _PENDING: Mapping[str, _Pending] = {
     ),
     AFTER_UPDATE: _Pending(OTHER, {}),
     EVALUATION: _Pending(EVALUATION, {}),
+    BETWEEN: _Pending(OTHER, {}),
 }
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.

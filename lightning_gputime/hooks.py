@@ -27,6 +27,7 @@ from lightning_gputime._options import (
     check_int,
     takes_options,
 )
+from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import check_device, clock_for, device_of
 from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._timer import Steps, Timer
@@ -119,7 +120,7 @@ class GPUPhaseHooks(Timer):
         self._loop = Loop(
             model,
             found,
-            pause_evaluation=bool(found) or optimizers is not None,
+            pause_evaluation=True if found else None,
             submodules=self._submodules(model),
             wrap_backward=wrap_backward,
             needs_updates=accumulate_grad_batches != 1,
@@ -186,12 +187,14 @@ class GPUPhaseHooks(Timer):
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
-        The time between two calls, such as a validation between epochs, belongs to no step. A loop
-        that is left (`break`, `islice`, `zip`, `remove`) has a last step if nothing but the end of
-        the body was left to run: no model is called after the last update. That step ends with the
-        update; in inference, with the last call of the model. Steps are counted on from one call
-        to the next, until `attach`. Where the body calls `step`, or runs another `steps` of this
-        timer, no further step is ended.
+        The time between two calls, such as a validation between epochs, belongs to no step; nor
+        does a call in eval mode without grad, where the model is trained. With "auto", gradients
+        that accumulate go on from one call to the next. A loop that is left (`break`, `islice`,
+        `zip`, `remove`) has a last step if nothing but the end of the body was left to run: no
+        model is called after the last update. That step ends with the update; in inference, with
+        the last call of the model. Steps are counted on from one call to the next, until `attach`.
+        Where the body calls `step`, no further step is ended. Several of them may be read in turn:
+        a step ends where any is asked for a batch after work on the one before.
 
         Args:
             iterable: The loader.
@@ -207,30 +210,79 @@ class GPUPhaseHooks(Timer):
         return Steps(partial(self._iterate, iterable), iterable)
 
     def _iterate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        if self._is_evaluation():
+            yield from self._evaluate(iterable)
+            return
+        if self._body is not None:
+            self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
         self._session.loads(iterable, in_data=True)
         self._know_batch(iterable)
+        is_first, is_ahead, batch = True, False, self._loop.batch
+        batch.is_fetched = True
         for item in iterable:
+            batch.is_fetched = False
             session = self._session
             if not session.is_off:
                 session.batch_begins()
                 session.work.add_batch(item)
-            self._body = body = self._step, self._micro_batches
+            if self._body is None:
+                self._body = self._step, self._micro_batches
+            body = self._body
             try:
                 yield item
             except GeneratorExit:
-                self._body = body
-                self._leave_body()
+                if self._body is body:
+                    self._leave_body()
                 raise
-            self._body = None
-            if body == (self._step, self._micro_batches) and self._session.is_attached:
-                self.step()
-        self._session.compare_ranks()
+            # Another one, where the body has removed or attached the timer.
+            session = self._session
+            is_ours = self._body is body or self._body is None
+            if (is_first or not is_ours) and session.has_idled(surely=is_first):
+                # As in a look-ahead, or a `zip` of loops: the batch belongs to the next step.
+                is_ahead = is_first
+                session.batch_ends()
+            else:
+                body, self._body = self._body, None
+                if body == (self._step, self._micro_batches) and session.is_attached:
+                    self.step()
+            is_first, batch.is_fetched = False, True
+        batch.is_fetched = False
+        if is_ahead and self._body is None:
+            # The work on the last one is still to come.
+            self._body = self._step, self._micro_batches
+            self._session.batch_begins()
+        self._session.loop_ends(accumulates=self._micro_batches > 0)
+
+    def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        """Yield the items of an evaluation, which belongs to no step."""
+        items = iter(iterable)
+        try:
+            while True:
+                self._session.evaluation_begins()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                yield item
+        finally:
+            self._session.resume(DATA if self._body is None else OTHER)
+
+    def _is_evaluation(self) -> bool:
+        if torch.is_grad_enabled() or not self._session.has_trained:
+            return False
+        model = self._loop.model
+        is_container = isinstance(model, nn.ModuleList | nn.ModuleDict)
+        return not any(one.training for one in (model.children() if is_container else [model]))
 
     def _leave_body(self) -> None:
-        """End the step in whose body the loop is left, if it was over."""
+        """End the step in which the loop is left, if it was over."""
         body, self._body = self._body, None
-        if body == (self._step, self._micro_batches) and self._session.is_left(self._step):
+        # Gradients that were left may be used after the loop.
+        is_over = body == (self._step, self._micro_batches) or (
+            self._micro_batches > 0 and self._session.has_updated
+        )
+        if is_over and self._session.is_left(self._step):
             self._step += 1
             self._micro_batches = 0
 
@@ -266,14 +318,12 @@ class GPUPhaseHooks(Timer):
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
+        self._leave_body()
         session = self._session
-        goes_on = self._micro_batches and self._accumulate_grad_batches == 1
-        if goes_on and self._accumulates and session.thread == get_ident():
-            # Accelerate goes on with a group that an epoch left incomplete.
-            session.pause()
-            session.resume()
-            return
-        if session.is_attached:
+        goes_on = self._micro_batches and not 1 < self._accumulate_grad_batches < sys.maxsize
+        if goes_on and session.thread == get_ident():
+            session.loop_goes_on()
+        elif session.is_attached:
             session.begin(self._step)
         self._micro_batches = 0
 

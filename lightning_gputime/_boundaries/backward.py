@@ -72,6 +72,8 @@ class BackwardBoundary:
             return self._grad_begins(tensors)
         if not self._model.calls and self._is_anothers():
             return False
+        if not self._model.has_trained:
+            self._model.note_backward()
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         if self._model.losses.candidates:
             self._model.find_losses(tensors)

@@ -100,6 +100,16 @@ class Boundaries:
         return self._optimizer.updates
 
     @property
+    def has_worked(self) -> bool:
+        """Whether a model was called or an optimizer updated in the open step."""
+        return self._forward.calls > 0 or self._optimizer.updates > 0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a backward was seen in any step."""
+        return self._forward.has_trained
+
+    @property
     def model_was_called(self) -> bool:
         """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
         return self._forward.was_ever_called

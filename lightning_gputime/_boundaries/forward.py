@@ -72,7 +72,8 @@ class ForwardBoundary:
         self._model = loop.model
         self._waits = waits
         self._note = note
-        self._pause_evaluation = loop.pause_evaluation
+        self._pause_evaluation = bool(loop.pause_evaluation)
+        self._may_train = loop.pause_evaluation is not False
         self._trains = bool(loop.optimizers)
         self._batch = loop.batch
         # The ids of modules whose calls have begun and not ended, the outermost first.
@@ -80,6 +81,8 @@ class ForwardBoundary:
         self.calls = 0
         """How often the model, or a part of it, was called in this step."""
         self.was_ever_called = False
+        self.has_trained = False
+        """Whether a backward was seen."""
         self._redirected = False
         self._evaluates = False
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
@@ -104,6 +107,10 @@ class ForwardBoundary:
         """Forget the calls of the open step that are running, or may be losses."""
         self._running.clear()
         self.losses.candidates.clear()
+
+    def note_backward(self) -> None:
+        """Note that the model is trained: what is in eval mode without grad is an evaluation."""
+        self.has_trained, self._pause_evaluation = True, self._may_train
 
     def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
         """Find out which of the candidates a backward of some tensors shows to be losses.
@@ -136,6 +143,9 @@ class ForwardBoundary:
             if self._nested:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
+        elif self._pause_evaluation and not self.has_trained and self._evaluation.was_counted:
+            # A training without backward, such as of zeroth order, in eval mode: these are its own.
+            self._pause_evaluation = self._evaluates = False
         elif timed:
             self._discover(everywhere=True)
 
@@ -226,6 +236,9 @@ class ForwardBoundary:
             self._nested.add(key)
             return
         if self._pause_evaluation:
+            if self._batch.is_fetched and not torch.is_grad_enabled():
+                self._evaluates = True  # A loader may call the model, to choose what is hard.
+                return
             # As `_is_evaluation`, without another call.
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
@@ -284,6 +297,11 @@ class _EvaluationSearch:
         self._step = self._calls = 0
         # Both of the last steps that had some.
         self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
+
+    @property
+    def was_counted(self) -> bool:
+        """Whether the step that has just ended had a call."""
+        return self._step == self.steps - 1 and self._calls > 0
 
     def call_begins(self) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""

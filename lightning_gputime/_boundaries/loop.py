@@ -15,6 +15,8 @@ class Batch:
     """
 
     is_open: bool = True
+    is_fetched: bool = False
+    """Whether the next one is fetched now: a call of the model without grad is a part of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Loop:
         optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
         wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
         compiled_step: Whether the model's `training_step` is compiled as a whole.
-        pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`.
+        pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`;
+            with None where a backward was seen.
         submodules: The modules that are sub-phases, by name.
         wrap_backward: Whether to stand in for what runs the autograd engine.
         batch: Whether a batch is at work, which the loop keeps up to date.
@@ -41,7 +44,7 @@ class Loop:
     optimizer_wrappers: Sequence[Any] = ()
     wrapper: nn.Module | None = None
     compiled_step: bool = False
-    pause_evaluation: bool = False
+    pause_evaluation: bool | None = False
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
     batch: Batch = field(default_factory=Batch)

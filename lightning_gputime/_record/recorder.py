@@ -271,10 +271,10 @@ class Recorder:
         """
         if self.state is not OPEN or get_ident() != self.thread:
             return
-        if since is None:
+        labels = [label for label, *_ in self._open] if since else []
+        if since not in labels:
             self._relabel(EXCLUDED)
         else:
-            labels = [label for label, *_ in self._open]
             first = labels.index(since)
             only_fetch = {*labels[:first]} <= {DATA, EXCLUDED, *INTERRUPTIONS}
             self._exclude_from(0 if only_fetch else first)

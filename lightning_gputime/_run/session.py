@@ -18,6 +18,7 @@ from lightning_gputime._phases import (
     AFTER_FORWARD,
     AFTER_UPDATE,
     BACKWARD,
+    BETWEEN,
     DATA,
     FETCH,
     OPTIMIZER,
@@ -105,11 +106,12 @@ class Session:
         # again, and of the next in which something is due.
         self._off_at = self._on_at = self._due_at = 0
         # What is an evaluation the step before a timed one must show.
-        self._lead_in = int(loop.pause_evaluation)
+        self._lead_in = int(loop.pause_evaluation is not False)
         # When, and with which index, the host's time was last looked at.
         self._looked = (0, 0)
         self._lag = options.lag
         self._first_label = DATA
+        self._stays_on = False
         # Observers, in the order in which they are told.
         probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._probe = probe
@@ -232,6 +234,26 @@ class Session:
         """Whether an optimizer has run, or tried, its update in the open step."""
         return self._tried_update or self._boundaries.updates > 0
 
+    def has_idled(self, *, surely: bool) -> bool:
+        """Return whether nothing was done in the open step but to fetch.
+
+        With `surely` only where all that a training does would have been seen.
+        """
+        is_seen = self.sees_updates and not (has_compiled() or self.recorder.pending.graphs)
+        if self.is_off or (surely and not is_seen):
+            return False
+        return not self._boundaries.has_worked and self.recorder.label in (DATA, OTHER, None)
+
+    def stay_on(self) -> None:
+        """Keep the hooks on in untimed steps, too, as `has_idled` needs them."""
+        self._stays_on = True
+        self.wake()
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a backward was seen."""
+        return self._boundaries.has_trained
+
     @property
     def ran_update(self) -> bool:
         """Whether an optimizer has run its update in the open step."""
@@ -328,8 +350,19 @@ class Session:
         """Exclude the time from here on until `resume`: what was before is still the step's."""
         self.recorder.pause_now()
 
-    def resume(self) -> None:
-        """End a pause: what follows is the next fetch."""
+    def resume(self, label: str = DATA) -> None:
+        """End a pause: what follows is the next fetch, or `label`."""
+        self.recorder.resume(label)
+
+    def loop_ends(self, *, accumulates: bool) -> None:
+        """Note that a loop over batches has ended, perhaps with gradients that are not used yet."""
+        if accumulates:
+            self.recorder.mark_instead(DATA, BETWEEN)
+        self.compare_ranks()
+
+    def loop_goes_on(self) -> None:
+        """Go on with the open step in another loop; what was between belongs to no step."""
+        self.recorder.pause(since=BETWEEN)
         self.recorder.resume()
 
     def publish(self) -> None:
@@ -412,7 +445,7 @@ class Session:
     # Off: no hooks, between blocks of timed steps
 
     def _can_turn_off(self) -> bool:
-        if self._index < _SEARCH_STEPS or self._probe is not None:
+        if self._index < _SEARCH_STEPS or self._probe is not None or self._stays_on:
             return False  # A step that is probed starts in the one before.
         if self._schedule.next_timed(self._index) - self._lead_in <= self._index:
             return False
@@ -585,6 +618,7 @@ class _NoSession:
 
     thread = -1
     is_attached = is_off = has_updated = ran_update = sees_updates = False
+    has_trained = False
 
     def __init__(self, was_attached: bool) -> None:
         self.was_attached = was_attached

@@ -1,0 +1,263 @@
+"""Plain loops that somebody else drives: iterators handed around, optimizers that are none."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_loop import Loop, hooks
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseHooks
+
+BATCH = {**STEP_MS, "other": 0.125}
+
+
+def total(timer: GPUPhaseHooks) -> list[float]:
+    """What each step took."""
+    timer.flush()
+    return [round(float(ms), 3) for ms in timer.history()["step_ms"]]
+
+
+def ms(timer: GPUPhaseHooks, phase: str) -> list[float]:
+    """What a phase took in each step."""
+    return [one.get(phase, 0.0) for one in steps(timer)]
+
+
+# Iterators that are handed around
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("every", [1, 10])
+def test_several_live_iterators(loop: Loop, tasks: int, is_random: bool, every: int) -> None:
+    order = [number % tasks for number in range(60)]
+    if is_random:
+        random.Random(1).shuffle(order)
+    with hooks(loop, every_n_steps=every) as timer:
+        iterators = [iter(timer.steps(loop.batches(60))) for _ in range(tasks)]
+        for which in order:
+            loop.train(next(iterators[which]))
+    assert steps(timer) == [STEP_MS] * (60 // every)
+
+
+def test_an_iterator_that_is_given_up_ends_no_step_of_another(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        first, second = (iter(timer.steps(loop.batches(10))) for _ in "ab")
+        for one in (first, second, first):
+            loop.train(next(one))
+        loop.train(next(second))
+        del first, one
+        loop.train(next(second))
+    assert steps(timer) == [STEP_MS] * 5
+
+
+def test_two_loaders_that_are_zipped_are_one_step_a_pair(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
+        for x, _ in zip(*pairs, strict=False):
+            loop.train(x)
+    assert [one["forward"] for one in steps(timer)] == [4.0] * 6
+    assert ms(timer, "data")[1:] == [2.0] * 5
+
+
+def ahead(items: Any) -> Iterator[Tensor]:
+    """Yields the items, and is always one ahead: so it knows which is the last."""
+    items = iter(items)
+    item = next(items)
+    for following in items:
+        yield item
+        item = following
+    yield item
+
+
+@pytest.mark.parametrize("end", ["remove", "epoch"])
+def test_a_look_ahead(loop: Loop, end: str) -> None:
+    with hooks(loop) as timer:
+        for _ in range(2):
+            for x in ahead(timer.steps(loop.batches(4))):
+                loop.train(x)
+            if end == "epoch":
+                loop.gpu.work(100.0)
+    epoch = [{**STEP_MS, "data": 2.0}, STEP_MS, STEP_MS, {**STEP_MS, "data": 0.0}]
+    assert steps(timer) == epoch * 2
+
+
+def test_a_validation_by_the_same_timer_is_no_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in range(3):
+            for x in timer.steps(loop.batches(5)):
+                loop.train(x)
+            loop.model.eval()
+            with torch.no_grad():
+                for x in timer.steps(loop.batches(5)):
+                    loop.model(x)
+            loop.model.train()
+    assert steps(timer) == [STEP_MS] * 15
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_a_validation_by_the_same_timer_inside_a_loop(loop: Loop, how: str) -> None:
+    with hooks(loop) as timer:
+        loader = loop.batches(12)
+        for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+            loop.train(x)
+            if how == "step":
+                timer.step()
+            if number % 4 == 0:
+                loop.model.eval()
+                with torch.no_grad():
+                    for y in timer.steps(loop.batches(5)):
+                        loop.model(y)
+                loop.model.train()
+    expected = STEP_MS if how == "steps" else {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert steps(timer) == [expected] * 12
+
+
+def test_a_model_that_is_called_in_the_loader_is_data(loop: Loop) -> None:
+    def mining() -> Iterator[Tensor]:
+        for x in loop.batches(6):
+            with torch.no_grad():
+                loop.model(x)
+            yield x
+
+    with hooks(loop) as timer:
+        for x in timer.steps(mining()):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "data": 5.0}] * 6
+
+
+def test_a_training_inside_of_what_is_iterated(loop: Loop) -> None:
+    def training() -> Iterator[None]:
+        for x in loop.batches(6):
+            loop.train(x)
+            yield None
+
+    with hooks(loop) as timer:
+        for _ in timer.steps(training()):
+            pass
+    assert ms(timer, "forward") == [4.0] * 6
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("per_epoch", [3, 10])
+def test_a_counter_of_batches_that_runs_across_epochs(loop: Loop, per_epoch: int) -> None:
+    epochs, k = 48 // per_epoch + 1, 0
+    with hooks(loop, accumulate_grad_batches="auto") as timer:
+        for _ in range(epochs):
+            for x in timer.steps(loop.batches(per_epoch)):
+                loop.micro_batch(x)
+                k += 1
+                if k % 8 == 0:
+                    loop.update()
+            loop.gpu.work(50.0)
+            loop.model.eval()
+            with torch.no_grad():
+                for x in loop.batches(3):
+                    loop.model(x)
+            loop.model.train()
+    step = {name: 8 * time for name, time in STEP_MS.items()}
+    assert steps(timer) == [{**step, "optimizer": 2.0}] * (epochs * per_epoch // 8)
+
+
+@pytest.mark.parametrize("n", ["auto", 4])
+def test_an_update_after_the_loop_of_what_is_left(loop: Loop, n: Any) -> None:
+    with hooks(loop, accumulate_grad_batches=n) as timer:
+        for _ in range(2):
+            for number, x in enumerate(timer.steps(loop.batches(6)), 1):
+                loop.micro_batch(x)
+                if number % 4 == 0:
+                    loop.update()
+            loop.update()
+            loop.gpu.work(50.0)
+    assert ms(timer, "forward") == [16.0, 8.0] * 2
+    assert ms(timer, "optimizer") == [2.0] * 4
+    assert total(timer) == [4 * 13.625 + 2.0, 2 * 13.625 + 2.0] * 2
+
+
+# Whoever updates
+
+
+class ByHand(Loop):
+    """A loop whose update is none of an optimizer."""
+
+    def update(self) -> None:
+        self.gpu.work(2.0)
+        for one in self.model.parameters():
+            if one.grad is not None:
+                one.data -= 0.1 * one.grad
+                one.grad = None
+
+
+def validate(loop: Loop, n: int) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+    loop.model.train()
+
+
+def test_a_validation_between_steps_without_an_optimizer(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+        for _ in range(4):
+            for x in loop.batches(15):
+                loop.train(x)
+                timer.step()
+            validate(loop, 20)
+    assert ms(timer, "forward") == [4.0] * 60
+    assert max(total(timer)) <= sum(STEP_MS.values()) + 0.125
+
+
+def test_a_validation_in_the_body_without_an_optimizer(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 10 == 0:
+                validate(loop, 20)
+    assert ms(timer, "forward") == [4.0] * 40
+
+
+def test_inference_without_an_optimizer_stays_forward(loop: Loop) -> None:
+    loop.model.eval()
+    with GPUPhaseHooks(loop.model, clock=loop.gpu, warmup_steps=0) as timer, torch.no_grad():
+        for x in timer.steps(loop.batches(5)):
+            loop.model(x)
+    assert ms(timer, "forward") == [4.0] * 5
+
+
+def test_a_break_after_an_update_by_hand(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number == 5:
+                break
+    assert ms(timer, "backward") == [STEP_MS["backward"]] * 5
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("calls_step", [False, True])
+def test_zeroth_order_training_in_eval_mode(
+    loop: Loop, grad: Callable[..., Any], calls_step: bool
+) -> None:
+    loop.model.eval()
+    with hooks(loop) as timer, grad():
+        for x in timer.steps(loop.batches(12)):
+            for _ in range(2):
+                loop.gpu.work(0.5)  # perturbs
+                loop.model(x)
+            if calls_step:
+                loop.optimizer.step()
+            else:
+                loop.gpu.work(2.0)
+    assert ms(timer, "forward")[1:] == [8.5] * 11
+    assert total(timer)[1:] == [12.0] * 11
+
+
+# What is seen, and told
