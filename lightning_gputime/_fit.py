@@ -99,7 +99,7 @@ class Fit:
         """Says that the model is about to be trained on a batch. Raises nothing."""
         try:
             session = self._session
-            if session.thread == -1:
+            if session.recorder.home == -1:
                 self.epoch_begins()
             self._in_batch = True
             self._books.steps_go_on()
@@ -227,7 +227,7 @@ class Fit:
         """Says that the trainer fetches the next batch."""
         if self._in_batch:
             return  # A `training_step(dataloader_iter)` fetches by itself.
-        if self._session.thread == -1:
+        if self._session.recorder.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
         self._books.steps_go_on()

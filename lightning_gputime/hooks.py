@@ -48,6 +48,11 @@ _NO_OPTIMIZER = (
     " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
 )
 
+_UNTOLD = (
+    "The last %d updates are in no step: call step() after each, or iterate over steps() itself,"
+    " timer.steps(itertools.cycle(loader)) in place of itertools.cycle(timer.steps(loader))."
+)
+
 
 @takes_options(
     2, "give several optimizers as a list, and the loader to timer.steps(loader)", _ELSEWHERE
@@ -160,6 +165,9 @@ class GPUPhaseHooks(Timer):
         """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
             self._leave_body()
+            # Of a step that was left there are a few, if there are several optimizers.
+            if (untold := self._session.updates) > 2 * (1 + len(self._loop.optimizers)):
+                messages.warning(_UNTOLD, untold)
             if self._session.sees_updates and not self._loop.optimizers:
                 messages.warning(_NO_OPTIMIZER)
             self._finish()
@@ -293,7 +301,7 @@ class GPUPhaseHooks(Timer):
             RuntimeError: If the timer was never attached. After `remove` this does nothing.
         """
         session = self._session
-        if get_ident() != session.thread:
+        if get_ident() != session.recorder.home:
             # The loop runs in another thread than the one that attached the timer.
             self._begin("step()")
             return

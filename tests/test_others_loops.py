@@ -1,16 +1,20 @@
 """Plain loops that somebody else drives: iterators handed around, optimizers that are none."""
 
+import copy
+import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, steps
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from fake_loop import Loop, hooks
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, phase
 
 BATCH = {**STEP_MS, "other": 0.125}
 
@@ -83,6 +87,15 @@ def test_a_look_ahead(loop: Loop, end: str) -> None:
                 loop.gpu.work(100.0)
     epoch = [{**STEP_MS, "data": 2.0}, STEP_MS, STEP_MS, {**STEP_MS, "data": 0.0}]
     assert steps(timer) == epoch * 2
+
+
+def test_a_cycle_around_steps_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with hooks(loop) as timer:
+        cycle = itertools.cycle(timer.steps(loop.batches(10)))
+        for _ in range(25):
+            loop.train(next(cycle))
+    assert steps(timer) == [STEP_MS] * 10
+    assert "timer.steps(itertools.cycle(loader))" in caplog.text
 
 
 def test_a_validation_by_the_same_timer_is_no_step(loop: Loop) -> None:
@@ -260,4 +273,134 @@ def test_zeroth_order_training_in_eval_mode(
     assert total(timer)[1:] == [12.0] * 11
 
 
+def test_step_from_a_hook_of_the_optimizer(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
+        for x in loop.batches(6):
+            loop.train(x)
+    expected = {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert steps(timer) == [expected] * 6
+    assert timer.summary().skipped_updates == 0
+
+
+@pytest.mark.parametrize("every", [1, 2, 30])
+def test_step_from_a_hook_of_the_optimizer_with_accumulation(loop: Loop, every: int) -> None:
+    with hooks(loop, accumulate_grad_batches="auto", every_n_steps=every) as timer:
+        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
+        for number, x in enumerate(loop.batches(240)):
+            loop.micro_batch(x)
+            if number % 2:
+                loop.update()
+    assert set(ms(timer, "forward")) == {8.0}
+    # Where the first step is not timed, nothing has shown yet that it ends inside an update.
+    assert timer.history()["step"].tolist() == [*range(every - 1, 120 - (every > 1), every)]
+
+
+def test_work_before_the_closure_of_an_update_is_optimizer(gpu: FakeGPU) -> None:
+    class Prepares(Adder):
+        def step(self, closure: Any = None) -> Any:
+            gpu.work(3.0)
+            return super().step(closure)
+
+    net = Layer(gpu, 4.0, 8.0)
+    optimizer = Prepares(net.parameters(), gpu, 2.0)
+    with GPUPhaseHooks(net, optimizer, clock=gpu, warmup_steps=0) as timer:
+        for x in timer.steps(batches(gpu, 4, copy_ms=1.0)):
+
+            def closure(x: Tensor = x) -> None:
+                optimizer.zero_grad()
+                gpu.work(0.5)
+                work(net(x), gpu, 0.5).sum().backward()
+
+            optimizer.step(closure)
+    assert ms(timer, "optimizer") == [5.0] * 4
+    assert ms(timer, "other") == [0.5] * 4
+
+
+def test_an_update_in_another_thread_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with hooks(loop) as timer, ThreadPoolExecutor(1) as pool:
+        for x in timer.steps(loop.batches(30)):
+            loop.micro_batch(x)
+            pool.submit(loop.update).result()
+    assert caplog.text.count("The optimizer runs its update in another thread") == 1
+
+
 # What is seen, and told
+
+
+def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
+    ema = copy.deepcopy(loop.model).eval()
+    with hooks(loop) as timer:
+        for _ in range(4):
+            for x in loop.batches(25):
+                loop.train(x)
+                timer.step()
+            with torch.no_grad():
+                for _ in range(150):
+                    ema(torch.ones(1, 2))
+    text = str(timer.summary())
+    assert "put what is no step, such as a validation, into `with timer.paused()`" in text
+
+
+def test_a_method_of_a_child(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def features(self, x: Tensor) -> Tensor:
+            return work(x @ self.weight, gpu, 19.0, 19.0)
+
+    model = nn.ModuleDict({"backbone": Backbone(), "head": Layer(gpu, 1.0, 1.0)})
+    optimizer = Adder(model.parameters(), gpu, 1.0)
+    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+        for x in timer.steps(batches(gpu, 30)):
+            model["head"](model["backbone"].features(x)).sum().backward()  # type: ignore[operator]
+            optimizer.step()
+    print(timer.summary())
+    assert 'phase("forward")' in str(timer.summary()) + caplog.text
+
+
+def test_a_phase_on_a_generator_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    @phase("augment")
+    def generate() -> Iterator[int]:
+        yield 1
+
+    assert [*generate()] == [1]
+    assert "`with phase('augment')` inside" in caplog.text
+
+    @phase("load")
+    async def load() -> None: ...
+
+    assert "load" in caplog.text
+
+
+def test_the_number_of_a_thread_is_used_again(loop: Loop) -> None:
+    def train() -> int:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+        return threading.get_ident()
+
+    def alone(call: Callable[[], int]) -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(call()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    with hooks(loop) as timer:
+        numbers = [alone(train) for _ in range(8)]
+        timer.flush()
+    assert len({*numbers}) < len(numbers)
+    assert {one["forward"] for one in steps(timer)} == {4.0}
+    assert len(steps(timer)) >= 2 * 8
+
+
+def test_a_wrapper_that_is_no_optimizer_gets_a_hint(loop: Loop) -> None:
+    class ScheduleFreeWrapper:
+        def __init__(self, base: Any) -> None:
+            self.base = base
+
+    with pytest.raises(TypeError, match="its attribute `base`"):
+        GPUPhaseHooks(loop.model, ScheduleFreeWrapper(loop.optimizer))

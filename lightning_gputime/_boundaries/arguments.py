@@ -69,8 +69,9 @@ def _given(one: Any) -> str:
         of_transformers = trainers[0].__module__.startswith("transformers.")
         timer = "huggingface.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
         return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
-    if isinstance(getattr(one, "optimizer", None), Optimizer):
-        return f"a {kind}: give the optimizer inside, its attribute `optimizer`"
+    for name in ("optimizer", *getattr(one, "__dict__", ())):
+        if isinstance(getattr(one, name, None), Optimizer):
+            return f"a {kind}: give the optimizer inside, its attribute `{name}`"
     return shown(one)
 
 

@@ -75,7 +75,7 @@ class Boundaries:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
         self._optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            patch_zero_grad(recorder, own, optimizer)
+            patch_zero_grad(recorder, own, self._optimizer, optimizer)
         if loop.wrap_backward:
             self._comm = CommBoundary(recorder, own, loop.called) if shared else None
             BackwardBoundary(recorder, own, loop.batch, self._forward, self._optimizer, self._comm)
@@ -98,6 +98,14 @@ class Boundaries:
     def updates(self) -> int:
         """How many optimizer updates were seen since the last `step_ended`."""
         return self._optimizer.updates
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether there was an update since then, or is one that ends here, in its own hook."""
+        optimizer = self._optimizer
+        if optimizer.updates == 0 and (optimizer.depth or optimizer.ended_early):
+            return optimizer.is_running()
+        return optimizer.updates > 0
 
     @property
     def has_worked(self) -> bool:
@@ -132,6 +140,8 @@ class Boundaries:
     def step_ended(self, *, timed: bool = True) -> bool:
         """End a step. Return whether there are optimizers, and none of them ran its update."""
         optimizer = self._optimizer
+        if optimizer.depth:
+            optimizer.end_early()
         has_updated = optimizer.updates > 0
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
         self._forward.step_ended(timed)

@@ -1,10 +1,13 @@
 """Phases named by hand, in code that does not know whether it is timed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any, TypeVar
 
 import torch
 
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import check_name
 from lightning_gputime._record.recorder import Recorder
 
@@ -19,6 +22,11 @@ def abandon_all() -> None:
     _active.clear()
 
 
+_RUN_LATER = (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
 class NamedPhase(ContextDecorator):
     """The context manager, or decorator, of a phase; of a pause where the name is None."""
 
@@ -30,6 +38,17 @@ class NamedPhase(ContextDecorator):
             check_name(name)
         self._name = name
         self._recorders = recorders
+
+    def __call__(self, func: F) -> F:
+        if any(runs_later(func) for runs_later in _RUN_LATER):
+            messages.warning(
+                "A call of %s only makes what runs later, and that is not timed as %r: write"
+                " `with phase(%r)` inside of it, in place of @phase.",
+                func.__qualname__,
+                self._name,
+                self._name,
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():

@@ -25,6 +25,7 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
     BACKWARD,
+    DATA,
     FORWARD,
     OPTIMIZER,
     OTHER,
@@ -55,9 +56,13 @@ class OptimizerBoundary:
         """How many calls of `step` are running; one that calls `super().step()` is two."""
         self.updates = 0
         """How many updates there were in this step; like `depth` it is reset where that ends."""
+        self.ended_early = False
+        """Whether the newest update was over where a step ended inside it, as by its own hook."""
         self.has_any = False
         """Whether there are optimizers whose updates are seen."""
         self._batch = loop.batch
+        # Whether the loop is one's own: then what precedes a closure is no code of a trainer.
+        self._is_own = loop.pause_evaluation is not False
         # What the time went to before an update inside a backward, or inside a model call.
         self._interrupted: str | None = None
         given = [*_updating(loop.optimizers)]
@@ -110,7 +115,19 @@ class OptimizerBoundary:
         if id(optimizer) in self._given or self._is_ours(optimizer):
             self._end()
 
+    def is_running(self) -> bool:
+        """Return whether it is called inside an update."""
+        return _steps_on_stack() > 0
+
+    def end_early(self) -> None:
+        """End the update that is running, where a step ends: at its own end it is over."""
+        if self.is_running():
+            self.depth = 1
+            self._end()
+            self.ended_early = True
+
     def _begin(self, closure: Any) -> None:
+        self.ended_early = False
         self.depth += 1
         if self.depth > 1:
             return
@@ -121,9 +138,9 @@ class OptimizerBoundary:
         if _current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
-        elif closure is None or label == AFTER_BACKWARD:
-            # With a closure, forward and backward are still to come; but after another backward the
-            # update has something to do before, such as SAM its ascent.
+        elif closure is None or label == AFTER_BACKWARD or self._is_own:
+            # With a closure, forward and backward are still to come. But the update may have
+            # something to do before, such as SAM its ascent.
             if label == FORWARD:
                 # A layer that learns by itself: when its update is over the model's call goes on.
                 self._interrupted = label
@@ -132,6 +149,8 @@ class OptimizerBoundary:
     def _end(self, result: Any = None) -> None:
         if self.depth:
             self.depth -= 1
+        elif self.ended_early:
+            return
         if self.depth:
             return
         # A scaler that skips the update calls no hook at all: a step without one is taken for
@@ -171,7 +190,9 @@ def is_optimizer(one: Any) -> bool:
     return isinstance(inner, Optimizer) and hasattr(one, "zero_grad")
 
 
-def patch_zero_grad(recorder: Recorder, attachments: Attachments, optimizer: Any) -> None:
+def patch_zero_grad(
+    recorder: Recorder, attachments: Attachments, boundary: OptimizerBoundary, optimizer: Any
+) -> None:
     """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
 
     @untraced
@@ -181,6 +202,7 @@ def patch_zero_grad(recorder: Recorder, attachments: Attachments, optimizer: Any
             recorder.state is OPEN
             and recorder.label not in (OTHER, AFTER_UPDATE)
             and _current_graph_task_id() == -1
+            and not (boundary.ended_early and recorder.label == DATA)
         ):
             recorder.mark(OTHER)
         return False

@@ -146,8 +146,8 @@ class Recorder:
         """What it does with the time."""
         self.thread = -1
         """The thread that is timed; -1 at rest."""
-        # The same, at rest, too; and what tells that it has ended.
-        self._home = -1
+        self.home = -1
+        """The same, at rest, too; 0 when it has ended: a new thread may get its number."""
         self._local = local()
         self._thread_end: ref[_Alive] | None = None
         self.was_elsewhere = False
@@ -238,7 +238,7 @@ class Recorder:
     def enter_phase(self, name: str) -> None:
         """Begin a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.
-        if get_ident() != self._home or _current_graph_task_id() != -1:
+        if get_ident() != self.home or _current_graph_task_id() != -1:
             return
         if self.thread == -1:
             self.starts_in_capture()
@@ -250,7 +250,7 @@ class Recorder:
 
     def leave_phase(self, name: str) -> None:
         """End a phase that `enter_phase` began: time goes back to where it went before."""
-        is_here = get_ident() == self._home and _current_graph_task_id() == -1
+        is_here = get_ident() == self.home and _current_graph_task_id() == -1
         if not is_here or name not in self._named:
             return
         if name != self._named[-1]:
@@ -302,7 +302,7 @@ class Recorder:
 
     def enter_pause(self) -> None:
         """Begin a pause by hand, which lasts until `leave_pause`, whatever else resumes."""
-        if get_ident() != self._home:
+        if get_ident() != self.home:
             return
         is_outermost = self.state is OPEN and not self._pauses
         self._pauses.append(self.label if is_outermost else None)
@@ -312,7 +312,7 @@ class Recorder:
 
     def leave_pause(self) -> None:
         """End what `enter_pause` began: time goes back to where it went before."""
-        if get_ident() != self._home or not self._pauses:
+        if get_ident() != self.home or not self._pauses:
             return
         label = self._pauses.pop()
         if label is not None and self.state is PAUSED:
@@ -356,7 +356,7 @@ class Recorder:
     def is_resting_here(self) -> bool:
         """Return whether the calling thread is timed in some steps, but not now."""
         if self.thread == -1:
-            return get_ident() == self._home
+            return get_ident() == self.home
         self.was_elsewhere = True
         return False
 
@@ -364,7 +364,7 @@ class Recorder:
         """End a rest if a graph is captured, whose replays may be timed. Return whether it did."""
         if not self._is_capturing():
             return False
-        self.thread, self.state, self._is_spoiled = self._home, OPEN, True
+        self.thread, self.state, self._is_spoiled = self.home, OPEN, True
         return True
 
     # Steps
@@ -375,11 +375,9 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
-        if get_ident() != self._home:
-            # When it has ended a new thread may get its number.
-            self._local.alive = _Alive()
-            self._thread_end = ref(self._local.alive, self._lose_thread)
-        self.thread = self._home = get_ident()
+        if get_ident() != self.home:
+            self._move_here()
+        self.thread = self.home
         self._drop()
         self.state = OPEN
         if self._sampler is not None and self._sampler.is_due(self._index):
@@ -448,7 +446,8 @@ class Recorder:
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
-        self._home = get_ident()
+        if get_ident() != self.home:
+            self._move_here()
         if self.thread != -1:
             self._drop()
             self.state, self.thread = AT_REST, -1
@@ -476,7 +475,7 @@ class Recorder:
 
     def abandon(self) -> None:
         """End all recording, in a process that was forked off: the events are not its own."""
-        self.state, self.thread, self._home = AT_REST, -1, -1
+        self.state, self.thread, self.home = AT_REST, -1, -1
         self._forget_open()
         self.pending.forget()
 
@@ -660,5 +659,10 @@ class Recorder:
         if self.state is not AT_REST:
             self.state = LOST
 
+    def _move_here(self) -> None:
+        self._local.alive = _Alive()  # If there was one, this ends it, which loses the thread.
+        self._thread_end = ref(self._local.alive, self._lose_thread)
+        self.home = get_ident()
+
     def _lose_thread(self, _: object) -> None:
-        self.thread = self._home = 0  # No thread has this number.
+        self.thread = self.home = 0  # No thread has this number.

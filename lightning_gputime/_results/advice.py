@@ -78,9 +78,13 @@ def _load_faster(summary: PhaseSummary, setup: Setup) -> Rows:
     is_unknown = not setup.has_loader and summary._judged.phases == (DATA,)
     # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
-    is_uneven = bool(workers and fetches and fetches.p50_ms < 0.5 * fetches.mean_ms)
+    is_uneven = bool(fetches and fetches.p50_ms < 0.5 * fetches.mean_ms)
     ahead = setup.prefetch_factor or 0
     rows = [
+        (
+            workers is None and is_unknown and is_uneven,
+            "put what is no step, such as a validation, into `with timer.paused()`",
+        ),
         (
             workers is None and is_unknown,
             "iterate over timer.steps(loader), so that `data` is the loader's time alone",
@@ -91,11 +95,11 @@ def _load_faster(summary: PhaseSummary, setup: Setup) -> Rows:
         (has_room, "cheaper transforms"),
         (is_full, f"cheaper transforms (num_workers is {workers}{of})"),
         (
-            is_uneven and setup.persistent_workers is False,
+            bool(workers) and is_uneven and setup.persistent_workers is False,
             "persistent_workers=True (now False), as few fetches take most of the time",
         ),
         (
-            is_uneven and ahead > 0,
+            bool(workers) and is_uneven and ahead > 0,
             f"prefetch_factor={2 * ahead} (now {ahead}), as fetches are uneven",
         ),
     ]

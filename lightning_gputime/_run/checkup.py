@@ -3,11 +3,11 @@
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER
+from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.results import Results
 
-Row = tuple[bool, str, tuple[int | str, ...]]
+Row = tuple[bool, str, tuple[float | str, ...]]
 """Whether a message holds, the message, and what is put into it."""
 
 ENOUGH = 20
@@ -15,11 +15,12 @@ ENOUGH = 20
 
 _NO_FORWARD = (
     "No call of the model was seen: is it the module that the loop calls, such as what"
-    ' torch.compile returned? If it must be another, name its time: `with phase("forward")`.'
+    ' torch.compile returned? If it must be another, name its time: `with phase("forward")`. Where'
+    " a whole step is compiled nothing inside is seen: compile the model alone to time its phases."
 )
 _NO_BACKWARD = (
     'No backward was seen: name its time, `with phase("backward")`, or call loss.backward() in the'
-    " thread of the loop."
+    " thread of the loop, and outside of what is compiled."
 )
 _NO_UPDATE = (
     "No update of an optimizer was seen in %d steps: where it is none of torch's, name its time,"
@@ -37,9 +38,18 @@ _ELSEWHERE = (
     "The model is called in another thread than the one that calls step() or iterates over"
     " steps(): only that one is timed, so do both in one."
 )
+_UPDATED_ELSEWHERE = (
+    "The optimizer runs its update in another thread than the loop, which has no phase `optimizer`"
+    ' so: call its step() in that thread, or wait for it inside `with phase("optimizer")`.'
+)
 _TWICE = (
     "%d of %d steps have no call of the model: is step() called more than once in a batch? Call it"
     " once, at the end of the loop's body, or only iterate over steps()."
+)
+_METHOD = (
+    "`other` is %.3g ms a step, and `forward` little beside `backward`: where the loop calls a"
+    " method of a module, such as model.features(x), and not the module, name its time:"
+    ' `with phase("forward")`.'
 )
 _ACCUMULATED = (
     "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%s, so"
@@ -90,6 +100,9 @@ class Checkup:
         trains = seen.has_optimizers
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         # The number of steps may be odd.
+        ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
+        # A backward takes twice as long as its forward, or three times with checkpoints.
+        is_hidden = 0 < 5 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[OTHER]
         is_twice = 2 * (with_forward - 1) <= n - 1
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
         ends = '"auto": a step ends with the update'
@@ -98,8 +111,10 @@ class Checkup:
         return [
             (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
             (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
+            (trains and is_hidden, _METHOD, (ms[OTHER] / n,)),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),
+            (trains and OPTIMIZER not in ran and skipped < n, _UPDATED_ELSEWHERE, ()),
             (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
         ]
 

@@ -81,9 +81,7 @@ class Session:
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
-        self.thread = -1
-        """The thread that is timed; -1 before the first step."""
-        # The same, to ask whether it still lives: while it does, no other thread may read.
+        # The thread that is timed: while it lives, no other thread may read.
         self._runner: Thread | None = None
         self.is_attached = self.was_attached = True
         """Whether the session runs, and whether it ever did."""
@@ -161,16 +159,22 @@ class Session:
         call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
 
+    @property
+    def thread(self) -> int:
+        """The thread that is timed; -1 before the first step, and 0 when it has ended."""
+        return self.recorder.home
+
     # What a loop tells
 
     def begin(self, number: int) -> None:
         """Start the step `number` here, in the calling thread. Drop what is open."""
-        self.thread, self._runner = get_ident(), current_thread()
+        self._runner = current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
         self.work.reset()
         self.analyzer.loop_begins()
         if self.is_off:
+            self.recorder.rest()  # In this thread from now on.
             return
         # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
         # time. So no other rank does it either.
@@ -232,7 +236,7 @@ class Session:
     @property
     def has_updated(self) -> bool:
         """Whether an optimizer has run, or tried, its update in the open step."""
-        return self._tried_update or self._boundaries.updates > 0
+        return self._tried_update or self._boundaries.has_updated
 
     def has_idled(self, *, surely: bool) -> bool:
         """Return whether nothing was done in the open step but to fetch.
@@ -258,6 +262,11 @@ class Session:
     def ran_update(self) -> bool:
         """Whether an optimizer has run its update in the open step."""
         return self._boundaries.updates > 0
+
+    @property
+    def updates(self) -> int:
+        """How many updates optimizers have run in the open step."""
+        return self._boundaries.updates
 
     @property
     def sees_updates(self) -> bool:
@@ -588,7 +597,7 @@ class Session:
         """End all timing in a process that was forked off; leave hooks that do nothing."""
         # Its events and ranks are its parent's, and this may be any moment.
         lifetimes.detached(self)
-        self.is_attached, self.thread = False, -1
+        self.is_attached = False
         deactivate(self.recorder)
         self.analyzer.remove()
         self.recorder.abandon()
@@ -616,9 +625,10 @@ class _NoSession:
         was_attached: Whether it was, so that a loop may still run that does not know of the end.
     """
 
-    thread = -1
+    thread = home = -1
     is_attached = is_off = has_updated = ran_update = sees_updates = False
     has_trained = False
+    updates = 0
 
     def __init__(self, was_attached: bool) -> None:
         self.was_attached = was_attached
