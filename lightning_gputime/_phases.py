@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 DATA = "data"
 FORWARD = "forward"
@@ -47,80 +46,51 @@ GOES_ON = "<goes on>"
 INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 
 
-class _Phase(NamedTuple):
-    """A phase of a step. To add one, add a row to `_PHASES`.
-
-    Attributes:
-        name: Its name.
-        colour: Its colour in plots.
-        parts: Its sub-phases that a trainer tells apart, besides `comm`.
-        followed_by: The label of the code after it, where it was named by hand.
-    """
-
-    name: str
-    colour: str
-    parts: tuple[str, ...] = ()
-    followed_by: str = ""
-
-
 # In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell
 # apart.
-_PHASES = (
-    _Phase(DATA, "#E69F00", parts=(FETCH, COPY, CALLBACKS)),
-    _Phase(FORWARD, "#0072B2", followed_by=AFTER_FORWARD),
-    _Phase(LOSS, "#CC79A7"),
-    _Phase(BACKWARD, "#56B4E9", followed_by=AFTER_BACKWARD),
-    _Phase(OPTIMIZER, "#009E73", followed_by=AFTER_UPDATE),
-    _Phase(OTHER, "#BBBBBB"),
-)
+COLOURS = {
+    DATA: "#E69F00",
+    FORWARD: "#0072B2",
+    LOSS: "#CC79A7",
+    BACKWARD: "#56B4E9",
+    OPTIMIZER: "#009E73",
+    OTHER: "#BBBBBB",
+}
+"""The colours of the phases in plots."""
 
-PHASES = tuple(phase.name for phase in _PHASES)
+PHASES = tuple(COLOURS)
 
-SUB_PHASES = (
-    *(f"{phase.name}/{COMM}" for phase in _PHASES),
-    *(part for phase in _PHASES for part in phase.parts),
-)
+SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY, CALLBACKS)
 """The sub-phases that any loop may have; modules and a user's own are not known beforehand."""
 
-COLOURS = {phase.name: phase.colour for phase in _PHASES}
-
-FOLLOWED_BY = {phase.name: phase.followed_by for phase in _PHASES if phase.followed_by}
+FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 """What the code after a phase is, where the phase was named by hand."""
 
-
-class _Pending(NamedTuple):
-    """What a label means whose phase depends on what follows.
-
-    Attributes:
-        likely: The phase that it most often is, for profilers, which must be told at once.
-        by_follower: Its phase by what follows; `other` where that is not named.
-    """
-
-    likely: str
-    by_follower: Mapping[str | None, str]
-
-
-_PENDING: Mapping[str, _Pending] = {
+# What a label means whose phase depends on what follows; `other` where that is not named.
+_PENDING: Mapping[str, Mapping[str | None, str]] = {
     # In a step with a closure no mark but the end tells of the update.
-    AFTER_FORWARD: _Pending(
-        LOSS, {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER}
-    ),
-    AFTER_BACKWARD: _Pending(OPTIMIZER, {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER}),
+    AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
+    AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
     # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
-    GRAD: _Pending(
-        BACKWARD,
-        {
-            BACKWARD: LOSS,
-            **dict.fromkeys((GRAD, FORWARD, OPTIMIZER, AFTER_UPDATE, None), BACKWARD),
-        },
-    ),
-    AFTER_GRAD: _Pending(
-        OPTIMIZER, {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER}
-    ),
-    AFTER_UPDATE: _Pending(OTHER, {}),
-    EVALUATION: _Pending(EVALUATION, {}),
-    BETWEEN: _Pending(OTHER, {}),
+    GRAD: {
+        BACKWARD: LOSS,
+        **dict.fromkeys((GRAD, FORWARD, OPTIMIZER, AFTER_UPDATE, None), BACKWARD),
+    },
+    AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
+    AFTER_UPDATE: {},
+    EVALUATION: {},
+    BETWEEN: {},
 }
+
+LIKELY = {
+    AFTER_FORWARD: LOSS,
+    AFTER_BACKWARD: OPTIMIZER,
+    GRAD: BACKWARD,
+    AFTER_GRAD: OPTIMIZER,
+    AFTER_UPDATE: OTHER,
+    BETWEEN: OTHER,
+}
+"""The phase that such a label most often is, for profilers, which must be told at once."""
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
 _RESERVED = ("step", "host_wait", "slow", "local")
@@ -214,7 +184,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
     phases = []
     following: str | None = None
     for label in reversed(labels):
-        phase = _PENDING[label].by_follower.get(following, OTHER) if label in _PENDING else label
+        phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
         follower = phase
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
             follower = following
@@ -243,18 +213,6 @@ def _with_parents(phase: str) -> tuple[str, ...]:
     return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
 
 
-def likely_phase(label: str) -> str:
-    """Return the phase that a label most often is: what follows is not known yet."""
-    return _PENDING[label].likely if label in _PENDING else label
-
-
-def without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of a step whose waits for other ranks belong to no step."""
-    return tuple(
-        names[-1] if names and not is_wait(names[-1]) else EXCLUDED for names in settle(labels)
-    )
-
-
 def is_wait(name: str) -> bool:
     """Return whether a phase is a wait for other ranks."""
     return name.endswith(f"/{COMM}")
@@ -281,7 +239,7 @@ def of_one_callback(name: str) -> str:
 
     These parts are for the verdict and for `history`: neither logged nor in the table.
     """
-    return name.removeprefix(f"{CALLBACKS}/") if name.startswith(f"{CALLBACKS}/") else ""
+    return name.partition(f"{CALLBACKS}/")[2]
 
 
 def check_name(name: str) -> str:

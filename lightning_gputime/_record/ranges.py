@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_gputime._phases import likely_phase
+from lightning_gputime._phases import LIKELY
 from lightning_gputime._untraced import untraced
 
 
@@ -24,7 +24,7 @@ class Annotator:
             torch.cuda.nvtx.range_end(self._nvtx)
             self._nvtx = None
         if label is not None:
-            name = f"phase/{likely_phase(label)}"
+            name = f"phase/{LIKELY.get(label, label)}"
             self._range = torch.autograd.profiler.record_function(name)
             self._range.__enter__()
             if self._has_nvtx:

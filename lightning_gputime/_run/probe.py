@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, StepTimes, in_order, without_waits
+from lightning_gputime._phases import EXCLUDED, StepTimes, in_order, is_wait, settle
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
@@ -111,7 +111,7 @@ class Probe:
         if step.filled:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
-            self._results.add_probed(step._replace(labels=without_waits(step.labels)))
+            self._results.add_probed(step._replace(labels=_without_waits(step.labels)))
         elif not was_short and self._may_wait(step):
             self._misses += 1
             self._margin = min(2 * self._margin, _LARGEST_MARGIN)
@@ -142,3 +142,10 @@ def _held_up(step: StepRecord, usual: Sums) -> str:
     for name in longer_ms.keys() & usual.phases.keys():
         longer_ms[name] -= usual.phases[name].host_ms / usual.phases[name].n
     return max(in_order([*longer_ms]), key=longer_ms.__getitem__)
+
+
+def _without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of a step whose waits for other ranks belong to no step."""
+    return tuple(
+        names[-1] if names and not is_wait(names[-1]) else EXCLUDED for names in settle(labels)
+    )
