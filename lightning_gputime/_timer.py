@@ -41,14 +41,10 @@ T = TypeVar("T")
 
 
 class Steps(Generic[T]):
-    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has.
-
-    Args:
-        iterate: Begins to yield the items. A `for` runs over that itself, at no further cost.
-        loader: What has the length and all other attributes.
-    """
+    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has."""
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
+        # A `for` runs over the iterator itself, at no further cost.
         self._iterate, self._loader = iterate, loader
         self._begun: Iterator[T] | None = None
 
@@ -75,9 +71,8 @@ class Steps(Generic[T]):
 class Timer:
     """The part that all timers share.
 
-    A front end says where a loop begins and ends its steps, in the words of `Session`: it calls
-    `_start` once, then `self._session.begin`, `.batch_begins`, `.end_step` and so on, and `_finish`
-    or `_abort` at the end. While no session runs, these words do nothing.
+    A front end calls `_start`, then tells `self._session` where the loop begins and ends its steps,
+    and calls `_finish` or `_abort` at the end. While no session runs, to tell it does nothing.
     """
 
     _USE = "The timer was never attached."
@@ -91,8 +86,7 @@ class Timer:
         self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events cannot be pickled: a copy is a timer that is not attached. `ddp_spawn` pickles
-        # callbacks before `setup`.
+        # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
         return {**self.__dict__, "_session": NEVER_ATTACHED}
 
     def __del__(self) -> None:
@@ -120,8 +114,8 @@ class Timer:
     ) -> None:
         """Start a new measurement, and put the hooks on.
 
-        `on_step` is called besides the user's, and `number` is that of the first step. In `known`
-        are fields of the `Environment` that the front end knows better; None if not.
+        `number` is that of the first step. `known` has fields of the `Environment` that the front
+        end knows better; None if not.
         """
         options = self._options
         on_host = isinstance(clock, HostClock)
@@ -140,28 +134,27 @@ class Timer:
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
-        self._take_session().finish()
+        # The session is taken away first: the user's `on_step` may end it while it reads.
+        session, self._session = self._session, self._ended_session
+        session.finish()
 
     def _abort(self) -> None:
         """End the measurement after an error, without a wait for the device or other ranks."""
-        self._take_session().abort()
+        session, self._session = self._session, self._ended_session
+        session.abort()
+
+    @property
+    def _ended_session(self) -> Session:
+        return REMOVED if self._session.was_attached else NEVER_ATTACHED
+
+    def _detach(self) -> None:
+        """End whatever runs, as `_abort` does; a front end may run more than a measurement."""
+        self._abort()
 
     def _give_up(self, error: Exception) -> None:
         """End all timing, and say so, after an error in a hook that a trainer calls."""
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
-
-    def _detach(self) -> None:
-        """End whatever runs, without a wait for the device or other ranks."""
-        self._abort()
-
-    def _take_session(self) -> Session:
-        """Return the session, which the timer has no more."""
-        # Taken away before it ends: the user's `on_step` may end it once more while it reads.
-        session = self._session
-        if session.is_attached:
-            self._session = REMOVED
-        return session
 
     def _keep_evaluation(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Take the means of an evaluation, for the file of the run."""
