@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from lightning_gputime import _lightning
-from lightning_gputime._actions import Actions, call_at_start
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
@@ -28,20 +28,13 @@ NESTED = (
 class Fit:
     """Tells a session where a trainer is, as its callback and its profiler hear of it.
 
-    Args:
-        trainer: The trainer, a `lightning.pytorch.Trainer`.
-        model: What it trains.
-        session: Times the steps.
-        batch: Is kept up to date: outside of it calls of the model are no `forward`.
-        books: Keep the ledger.
-        epochs: Know the epoch of each step.
-        fail: Is called with an error of the methods that run in every batch.
+    `fail` is called with an error of the methods that run in every batch.
     """
 
     def __init__(
         self,
-        trainer: _lightning.Trainer,
-        model: _lightning.Module,
+        trainer: Any,
+        model: Any,
         session: Session,
         batch: Batch,
         books: WallTimeRecorder,
@@ -61,14 +54,14 @@ class Fit:
         self._listens_while_off = False
         self._patience: float = _PATIENCE
 
-    def is_of(self, trainer: _lightning.Trainer) -> bool:
-        """Tells whether it is this trainer that fits."""
+    def is_of(self, trainer: object) -> bool:
+        """Return whether it is this trainer that fits."""
         return trainer is self._trainer
 
     # What the callback is told
 
     def epoch_begins(self) -> None:
-        """Drops whatever an epoch left over: a batch that was skipped, its end, a validation."""
+        """Drop whatever an epoch left over: a batch that was skipped, its end, a validation."""
         self._in_batch = self._batch.is_open = False
         self._listen_while_off()
         self._books.epoch_turns()
@@ -80,7 +73,7 @@ class Fit:
             self._session.resume()
         else:
             self._session.begin(_lightning.step_number(self._trainer))
-        self._session.part_began(CALLBACKS)
+        self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     def end_late_step(self) -> None:
         """End a step of manual optimization whose update came after its last batch."""
@@ -96,7 +89,7 @@ class Fit:
 
     @untraced
     def batch_begins(self, batch: object) -> None:
-        """Says that the model is about to be trained on a batch. Raises nothing."""
+        """Start a batch, which the model is about to be trained on. Raise nothing."""
         try:
             session = self._session
             if session.recorder.home == -1:
@@ -112,7 +105,7 @@ class Fit:
 
     @untraced
     def batch_ends(self, batch: object, batch_idx: int) -> None:
-        """Says that a batch is over, and ends the step if it was the last. Raises nothing."""
+        """End a batch, and the step if it was its last. Raise nothing."""
         try:
             # One that is None ends without having started; its time is the next one's `data`. Any
             # other did start, heard or not: a callback before ours may have run a validation.
@@ -149,10 +142,9 @@ class Fit:
             self._attachments.reattach()
 
     def evaluation_ends(self) -> None:
-        """Says that an evaluation is over.
+        """End an evaluation. One that a callback runs may lie inside a step, which goes on.
 
-        What follows until the next fetch, such as saving a checkpoint, is the evaluation's, too.
-        But one that a callback runs for itself may lie inside a step, which goes on.
+        Else what follows until the next fetch, such as a checkpoint, is the evaluation's, too.
         """
         self._listen_while_off()
         if self._in_batch:
@@ -194,67 +186,59 @@ class Fit:
 
     # What the profiler is told
 
-    def listen(self, own: type[_lightning.Callback]) -> None:
-        """Hears what the trainer begins, until `remove`.
-
-        Args:
-            own: The class of the callback that calls the methods above.
-        """
-        fail = self._fail
-        self._session.loads(_lightning.loader_of(self._trainer), in_data=False)
-        profiler, is_idle = _lightning.profiler_of(self._trainer)
+    def listen(self, own: type) -> None:
+        """Hear of what the trainer begins, until `remove`. Callbacks of class `own` are ours."""
+        trainer, session, fail = self._trainer, self._session, self._fail
+        session.analyzer.set_loader(trainer.train_dataloader, in_data=False)
+        begins = session.recorder.pause_now
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
-        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
-        update = _lightning.module_action(self._trainer, self._model, "on_before_optimizer_step")
-        calls[update] = self._session.update_begins
-        # Where gradients accumulate none are cleared before a validation.
-        clears = "on_validation_model_zero_grad"
-        clears = _lightning.module_action(self._trainer, self._model, clears)
-        calls[clears] = self._session.evaluation_begins
-        self._attachments.add(Actions(profiler, calls, fail, is_idle=is_idle))
-        validation = _lightning.validation_of(self._trainer)
-        begins = self._session.evaluation_begins
-        self._attachments.add(call_at_start(*validation, begins, fail))
+        for hook, call in (
+            # Not by the callback's hook of that name, for which a Trainer takes 2 us.
+            ("on_before_optimizer_step", session.update_begins),
+            # Where gradients accumulate none are cleared before a validation.
+            ("on_validation_model_zero_grad", begins),
+        ):
+            calls[_lightning.module_action(trainer, self._model, hook)] = call
+        self._attachments.add(_lightning.Actions(trainer, calls, fail))
+        validation = _lightning.validation_of(trainer)
+        self._attachments.add(_lightning.call_at_start(*validation, begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
-        if place := _lightning.broadcasts_of(self._trainer):
-            self._attachments.add(call_at_start(*place, self.wait_begins, fail))
+        if place := _lightning.broadcasts_of(trainer):
+            wait = partial(session.recorder.mark, WAIT)
+            self._attachments.add(_lightning.call_at_start(*place, wait, fail))
 
     def remove(self) -> None:
-        """Hears no more. Safe to call twice."""
+        """Hear no more. Safe to call twice."""
         self._attachments.remove()
 
     def fetch_begins(self) -> None:
-        """Says that the trainer fetches the next batch."""
+        """Start the fetch of the next batch."""
         if self._in_batch:
             return  # A `training_step(dataloader_iter)` fetches by itself.
         if self._session.recorder.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
         self._books.steps_go_on()
-        self._session.fetch_begins()
-
-    def wait_begins(self) -> None:
-        """Says that the trainer waits for the other ranks, until it fetches."""
-        self._session.part_begins(WAIT)
+        self._session.recorder.resume_or_mark(FETCH)
 
     def _actions_of_data(self) -> Iterator[Action]:
-        trainer, begins = self._trainer, self._session.part_begins
+        trainer, begins = self._trainer, self._session.recorder.mark
         yield _lightning.fetch_action(trainer), self.fetch_begins
         # The last hook before the loader's workers are started.
         hook = "on_train_epoch_start"
         label = CALLBACKS if _lightning.defines(self._model, hook) else FETCH
         yield _lightning.module_action(trainer, self._model, hook), partial(begins, label)
         yield _lightning.copy_action(trainer), partial(begins, COPY)
-        for module in (self._model, _lightning.datamodule_of(trainer)):
+        for module in (self._model, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and _lightning.defines(module, hook):
                     yield _lightning.module_action(trainer, module, hook), partial(begins, DATA)
 
     def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
-        others = [one for one in _lightning.callbacks_of(self._trainer) if not isinstance(one, own)]
+        others = [one for one in self._trainer.callbacks if not isinstance(one, own)]
         for hook, then in (
             ("on_train_batch_start", self._callbacks_have_begun),
-            ("on_train_batch_end", partial(self._session.part_begins, CALLBACKS)),
+            ("on_train_batch_end", partial(self._session.recorder.mark, CALLBACKS)),
         ):
             at_work = [one for one in others if _lightning.defines(one, hook)]
             for one in at_work:
@@ -271,9 +255,9 @@ class Fit:
 
     def _callback_begins(self, label: str) -> None:
         self._batch.is_open = False
-        self._session.part_begins(label)
+        self._session.recorder.mark(label)
 
     def _callbacks_have_begun(self) -> None:
         if self._in_batch:
             self._batch.is_open = True
-            self._session.part_begins(OTHER)
+            self._session.recorder.mark(OTHER)

@@ -9,16 +9,13 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._guard import never_raises as never_raises
+from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.units import unit_of
-
-Trainer = pl.Trainer
-Module = pl.LightningModule
-Callback = pl.Callback
+from lightning_gputime._untraced import untraced
 
 
 def loop_of(
@@ -74,12 +71,12 @@ def mean_log_of(
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
 
-    def publish_and_keep(metrics: Mapping[str, float]) -> None:
-        publish(trainer, metrics)
+    def publish(metrics: Mapping[str, float]) -> None:
+        # Where other callbacks find them; in one go: Lightning gathers them anew at each look.
+        trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
         keep(metrics)
 
-    loggers = trainer.loggers
-    return MeanLog(prefix, every_n_steps, loggers, publish_and_keep, stage=stage, beside=beside)
+    return MeanLog(prefix, every_n_steps, trainer.loggers, publish, stage=stage, beside=beside)
 
 
 class Epochs:
@@ -115,12 +112,6 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
-def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Put metrics where other callbacks find them."""
-    # In one go: Lightning gathers them anew at each look.
-    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
-
-
 def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: StepTimes) -> None:
     """Show how long a step took on the progress bar, and what bounds the training."""
     # Not by `log`, which copies each number to the device and back.
@@ -140,19 +131,6 @@ def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
         add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
         if add_figure is not None:
             add_figure(tag, figure, step)
-
-
-def profiler_of(trainer: pl.Trainer) -> tuple[Any, bool]:
-    """Return the trainer's profiler, and whether it does nothing, as the one by default."""
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # has no hint
-    is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
-    return profiler, is_idle
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the trainer's callbacks, in the order in which it calls them."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
-    return callbacks
 
 
 def fetch_action(trainer: pl.Trainer) -> str:
@@ -177,22 +155,6 @@ def module_action(
     # Not by its class: there are two packages of that name.
     kind = "LightningModule" if module is trainer.lightning_module else "LightningDataModule"
     return f"[{kind}]{type(module).__name__}.{hook}"
-
-
-def datamodule_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
-    """Return the data that a trainer was given as a module, if so."""
-    datamodule: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule
-
-
-def loader_of(trainer: pl.Trainer) -> object:
-    """Return the loader, or the loaders, that a trainer trains with."""
-    return trainer.train_dataloader
-
-
-def evaluation_loaders_of(trainer: pl.Trainer, stage: str) -> object:
-    """Return the loader, or the loaders, of the stage "val", "test" or "predict"."""
-    return getattr(trainer, f"{stage}_dataloaders", None)
 
 
 def defines(one: object, hook: str) -> bool:
@@ -229,3 +191,108 @@ def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
         return []
     optimizers = model.optimizers()
     return optimizers if isinstance(optimizers, list) else [optimizers]
+
+
+class Actions:
+    """Calls functions, by the name of the action, when a trainer begins certain actions.
+
+    A Trainer tells its profiler of all that it begins, also where that profiler does nothing, and
+    before any callback is called: so the order of the callbacks does not matter. Errors go to
+    `fail`.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        calls: Mapping[str, Callable[[], object]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.calls, self.fail = calls, fail
+        profiler = trainer.profiler
+        # Who has put something there since must be called, too.
+        is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
+        wrap = _dispatch_alone if is_idle else _dispatch
+        self._subscription = patch_function(profiler, "start", self, wrap)
+        self._know_awaited()
+
+    def put_on(self) -> None:
+        """Put it on the profiler again. Safe to call twice."""
+        self._subscription.put_on()
+        self._know_awaited()
+
+    def remove(self) -> None:
+        """Take it off the profiler. Safe to call twice."""
+        self._subscription.remove()
+        self._know_awaited()
+
+    def _know_awaited(self) -> None:
+        patch = self._subscription.patch
+        awaited = patch.replacement.__self__.awaited
+        awaited.clear()
+        for name in {name for one in patch.listeners for name in one.calls}:
+            calls = [(one.calls[name], one.fail) for one in patch.listeners if name in one.calls]
+            awaited[name] = _guarded(calls)
+
+
+# A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
+
+
+@untraced
+class _Dispatcher:
+    """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
+
+    __slots__ = ("_call", "_patch", "awaited")
+
+    def __init__(self, call: Callable[[str], Any]) -> None:
+        self._call = call
+        self.awaited: dict[str, Callable[[], None]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Dispatcher, (self._call,)  # Nobody listens to the copy of a profiler.
+
+    def start(self, action_name: str) -> Any:
+        if action_name in self.awaited:
+            self.awaited[action_name]()
+        return self._call(action_name)
+
+    def start_alone(self, action_name: str) -> None:
+        if action_name in self.awaited:
+            self.awaited[action_name]()
+
+
+def _dispatch(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+    return _Dispatcher(call).start
+
+
+def _dispatch_alone(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+    return _Dispatcher(call).start_alone
+
+
+def _guarded(
+    calls: list[tuple[Callable[[], object], Callable[[Exception], None]]],
+) -> Callable[[], None]:
+    """Return a function that calls each, and passes its error to what stands beside it."""
+
+    @untraced
+    def guarded() -> None:
+        for call, fail in calls:
+            try:
+                call()
+            except Exception as error:
+                fail(error)
+
+    return guarded
+
+
+def call_at_start(
+    owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
+) -> Subscription:
+    """Call a function, without arguments, whenever `owner.name` is called."""
+    guarded = _guarded([(call, fail)])
+
+    @untraced
+    def begins(*_: Any, **__: Any) -> bool:
+        guarded()
+        return False
+
+    return patch_function(owner, name, Calls(begins))

@@ -1,10 +1,11 @@
 """What all timers are: how a measurement starts and ends."""
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy.typing as npt
 from torch import nn
@@ -30,6 +31,7 @@ from lightning_gputime._runs.environment import (
     setup_of,
 )
 from lightning_gputime._runs.saved import Run
+from lightning_gputime._untraced import untraced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +40,42 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+_NO_INSTANCE = (
+    "callbacks must be instances, got the class of a timer: write it with parentheses, as in"
+    " Trainer(callbacks=[GPUPhaseTimer()])"
+)
+
+
+def needs_instance(hook: Hook) -> Hook:
+    """Raise where a trainer calls a hook of the class itself, which may raise before training."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, Timer):
+            raise TypeError(_NO_INSTANCE)
+        hook(self, *args, **kwargs)
+
+    return cast("Hook", guarded)
+
+
+def never_raises(hook: Hook) -> Hook:
+    """End the timing, and let the training go on, where a hook that a trainer calls fails."""
+
+    @functools.wraps(hook)
+    def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(self, Timer):
+                # A trainer has called the function of the class itself.
+                raise TypeError(_NO_INSTANCE) from None
+            self._give_up(error)
+
+    # A step that is compiled calls some of them.
+    untraced(hook)
+    return cast("Hook", untraced(guarded))
 
 
 class Steps(Generic[T]):

@@ -1,5 +1,6 @@
 """The timer for Lightning, whose hooks tell it of steps."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,13 +12,10 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
-from lightning_gputime._actions import Actions
-from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._record.clock import Clock
-from lightning_gputime._reports import Reports
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ledger import (
     EPOCH_ENDS,
@@ -27,11 +25,13 @@ from lightning_gputime._results.ledger import (
     VALIDATION,
     WallTimeRecorder,
 )
+from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.table import show
 from lightning_gputime._run.evaluation import Evaluations
 from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
-from lightning_gputime._timer import Timer
+from lightning_gputime._timer import Timer, never_raises
 from lightning_gputime._untraced import untraced
 
 _ELSEWHERE = {
@@ -52,16 +52,16 @@ _ALIKE = (
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
 
-# The action by which a Trainer says that it saves a checkpoint.
-_SAVES = "save_checkpoint"
+_MAX_SAVE_RATIO = 100
+"""Saving while training goes on may take a hundredth of the time."""
 
 
 def _turns(entry: str) -> Callable[..., None]:
     """Return a hook of a callback that attributes time to an entry."""
 
-    @_lightning.never_raises
+    @never_raises
     def hook(self: Any, *_: Any) -> None:
-        self._books.turn(entry)
+        self._books.switch_to(entry)
 
     return hook
 
@@ -128,15 +128,24 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
         super().__init__(Options(**options))
-        self._prog_bar = prog_bar
-        self._reports = Reports(summary=summary, log_figure=log_figure, save=save)
+        self._prog_bar, self._prints_table, self._logs_figure = prog_bar, summary, log_figure
+        if log_figure:
+            new_axes()  # Raises now if matplotlib is missing, not when training ends.
+        self._path = _absolute(save)
+        # When the next file is due while training goes on, and whether one failed.
+        self._save_due, self._save_failed = 0.0, False
         self._evaluations = Evaluations(self._options)
         self._fit: Fit | None = None
         self._has_fitted = False
-        self._books = _FitBooks(self._options.clock)
+        # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
+        self._books = WallTimeRecorder(None)
+        self._books_trainer: pl.Trainer | None = None
+        self._saves: Subscription | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_fit": None}
+        # No copy needs a trainer.
+        alone = dict.fromkeys(("_fit", "_books_trainer", "_saves"))
+        state = {**super().__getstate__(), **alone, "_books": WallTimeRecorder(None)}
         # Methods of the model, which Lightning puts on every callback: no copy needs the model.
         return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
 
@@ -163,22 +172,23 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     # Lightning's hooks
 
-    @_lightning.never_raises
+    @never_raises
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._books.close()
-            self._books.open(trainer)
+            self._close_books()
+            self._open_books(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
-        timers = [one for one in _lightning.callbacks_of(trainer) if isinstance(one, GPUPhaseTimer)]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+        timers = [one for one in callbacks if isinstance(one, GPUPhaseTimer)]
         if len({*map(id, timers)}) < len(timers):
             raise ValueError("A timer is twice in the callbacks of this Trainer: give it once.")
         alike = [one for one in timers if one._options.prefix == self._options.prefix]
         if len(alike) > 1 and alike[0] is self:
             messages.warning(_ALIKE, len(alike), self._options.prefix)
 
-    @_lightning.never_raises
+    @never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         if self._session.is_attached:
@@ -198,11 +208,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
             **_lightning.known_of(trainer),
         )
         self._know_batch(trainer.train_dataloader)
-        self._results.books = books = self._books.open(trainer)
+        self._open_books(trainer)
+        self._results.books = books = self._books
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs, self._give_up)
         self._fit.listen(type(self))
 
-    @_lightning.never_raises
+    @never_raises
     def on_train_epoch_start(self, *_: Any) -> None:
         if self._fit is not None:
             self._fit.epoch_begins()
@@ -228,34 +239,38 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.batch_ends(batch, batch_idx)
 
-    @_lightning.never_raises
+    @never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._books.turn(EPOCH_ENDS)
+        self._books.switch_to(EPOCH_ENDS)
         self._session.publish()
         self._session.compare_ranks()
-        self._reports.save_if_due(self, trainer)
+        if time.perf_counter() >= self._save_due:
+            begin = time.perf_counter()
+            self._save_run(trainer)
+            end = time.perf_counter()
+            self._save_due = end + _MAX_SAVE_RATIO * (end - begin)
 
     on_sanity_check_start, on_sanity_check_end = _turns(SANITY_CHECK), _turns(SET_UP)
 
-    @_lightning.never_raises
+    @never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.publish()
-        self._session.evaluation_begins()
+        self._session.recorder.pause_now()
         if not trainer.sanity_checking:
-            self._books.turn(VALIDATION)
+            self._books.switch_to(VALIDATION)
             self._start_evaluation("val", trainer, pl_module)
 
-    @_lightning.never_raises
+    @never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluations.end()
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    @_lightning.never_raises
+    @never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_evaluation("test", trainer, pl_module)
 
-    @_lightning.never_raises
+    @never_raises
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_evaluation("predict", trainer, pl_module)
 
@@ -263,7 +278,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         options, number = self._options, _lightning.step_number(trainer)
         epochs = _lightning.Epochs(trainer)
         epochs.begins()
-        known = known_of_loader(_lightning.evaluation_loaders_of(trainer, stage))
+        known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
             _lightning.clock_of(trainer, options.clock),
@@ -282,17 +297,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
             setup=Setup(cores=cores_of_rank(trainer.world_size), **known),
         )
 
-    @_lightning.never_raises
+    @never_raises
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, *_: Any, **__: Any
     ) -> None:
         self._evaluations.batch_begins(batch)
 
-    @_lightning.never_raises
+    @never_raises
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self._evaluations.batch_ends()
 
-    @_lightning.never_raises
+    @never_raises
     def on_test_end(self, *_: Any, **__: Any) -> None:
         self._evaluations.end()
 
@@ -300,21 +315,21 @@ class GPUPhaseTimer(Timer, pl.Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_predict_end = on_test_end
 
-    @_lightning.never_raises
+    @never_raises
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         fit = self._fit
         if fit is not None and self._session.is_attached:
             fit.end_late_step()
             self._leave_fit()
             self._finish()
-            self._books.turn(REST)
-            if self.last is not None and (books := self._results.books) is not None:
+            self._books.switch_to(REST)
+            if self.last is not None:
                 row = fit.epochs.row
                 log = _lightning.mean_log_of(trainer, self._options.prefix, beside=row)
-                log.log_values(books.metrics(), self.last.step)
-            self._reports.show(self, trainer, self._options.prefix)
+                log.log_values(self._books.metrics(), self.last.step)
+            self._show(trainer)
 
-    @_lightning.never_raises
+    @never_raises
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -322,19 +337,77 @@ class GPUPhaseTimer(Timer, pl.Callback):
         was_training = self._fit is not None and self._fit.is_of(trainer)
         self._leave(trainer)
         if was_training and isinstance(exception, KeyboardInterrupt):
-            self._reports.show(self, trainer, self._options.prefix)
-        self._close_books(trainer)
+            self._show(trainer)
+        self._end_fit(trainer)
 
-    @_lightning.never_raises
+    @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
-        self._close_books(trainer)
+        self._end_fit(trainer)
 
-    def _close_books(self, trainer: pl.Trainer) -> None:
-        books = self._books.close(trainer)
-        # Else nothing was trained, and a file of before is worth more.
-        if books is not None and books is self._results.books:
-            self._reports.save(self, trainer)
+    # The wall time of a fit
+
+    def _open_books(self, trainer: pl.Trainer) -> None:
+        """Start to keep those of a trainer, unless they are open."""
+        if trainer is not self._books_trainer:
+            self._close_books()
+            clock = self._options.clock
+            self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
+            self._books_trainer = trainer
+            calls = Calls(books.save_begins, books.save_ends)
+            self._saves = patch_function(trainer, "save_checkpoint", calls)
+
+    def _close_books(self) -> None:
+        """End those that are open. Safe to call twice."""
+        self._books.remove()
+        if self._saves is not None:
+            self._saves.remove()
+        self._books_trainer = self._saves = None
+
+    def _end_fit(self, trainer: pl.Trainer) -> None:
+        """Save the run of a trainer whose books are open, and close them."""
+        if trainer is self._books_trainer:
+            self._close_books()
+            # Else nothing was trained, and a file of before is worth more.
+            if self._books is self._results.books:
+                self._save_run(trainer)
+
+    # What a fit leaves behind, on rank zero
+
+    def _show(self, trainer: pl.Trainer) -> None:
+        """Print the table, and log the figure, where they are wanted."""
+        if not trainer.is_global_zero:
+            return
+        try:
+            if self._prints_table:
+                show(self._read().summary_to_print())
+            if self._logs_figure and self.last is not None:
+                figure, _ = self.plot(ax=new_axes())
+                tag = f"{self._options.prefix}/steps"
+                _lightning.send_figure(trainer, tag, figure, self.last.step)
+        except Exception as error:
+            # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
+            messages.warning("The table or the figure could not be shown: %r", error)
+
+    def _save_run(self, trainer: pl.Trainer) -> None:
+        """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""
+        if self._path is None or not trainer.is_global_zero:
+            return
+        if self.last is None and not self.summary().probed_steps:
+            return  # Without a step a file of before is worth more.
+        try:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            self.save(self._path)
+        except Exception as error:
+            if not self._save_failed:
+                messages.warning(
+                    "The run is not saved: %s. Its file has what was saved before, or is not"
+                    " there. Training, its logs and the table are not touched.",
+                    error,
+                )
+            self._save_failed = True
+
+    # The end
 
     def _leave_fit(self) -> None:
         if self._fit is not None:
@@ -356,67 +429,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._abort()
 
 
-class _FitBooks:
-    """Keeps the books of one fit at a time, and hears of each checkpoint that its trainer saves."""
-
-    def __init__(self, clock: Clock | None) -> None:
-        self._clock = clock
-        self._trainer: pl.Trainer | None = None
-        self._books: WallTimeRecorder | None = None
-        self._saves: Actions | None = None
-        self._save: Subscription | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # No copy needs the trainer.
-        return {**self.__dict__, "_trainer": None, "_books": None, "_saves": None, "_save": None}
-
-    def open(self, trainer: pl.Trainer) -> WallTimeRecorder:
-        """Begin those of a trainer, or return them if they are open."""
-        if self._books is None or trainer is not self._trainer:
-            self.close()
-            now_ns = time.perf_counter_ns if self._clock is None else self._clock.host_ns
-            self._books, self._trainer = WallTimeRecorder(now_ns), trainer
-            profiler, is_idle = _lightning.profiler_of(trainer)
-            calls = {_SAVES: self._save_begins}
-            self._saves = Actions(profiler, calls, _tell_failure, is_idle=is_idle)
-        return self._books
-
-    def turn(self, entry: str) -> None:
-        """Attribute time to another entry from now on."""
-        if self._books is not None:
-            self._books.switch_to(entry)
-
-    def _save_begins(self) -> None:
-        if self._books is not None and self._trainer is not None and self._save is None:
-            self._books.set_saving(True)
-            # Only until then: a step has dozens of actions that end.
-            profiler, _ = _lightning.profiler_of(self._trainer)
-            self._save = patch_function(profiler, "stop", self)
-
-    def call_begins(self, action_name: str = "", *_: Any, **__: Any) -> bool:
-        """Handle the end of an action, which may be that of the checkpoint."""
-        if action_name == _SAVES:
-            self._save_ends()
-        return False
-
-    def _save_ends(self) -> None:
-        save, self._save = self._save, None
-        if save is not None and self._books is not None:
-            save.remove()
-            self._books.set_saving(False)
-
-    def close(self, trainer: pl.Trainer | None = None) -> WallTimeRecorder | None:
-        """End and return those that are open, if they are of this trainer. Safe to call twice."""
-        books = self._books
-        if books is None or (trainer is not None and trainer is not self._trainer):
-            return None
-        self._save_ends()
-        books.remove()
-        if self._saves is not None:
-            self._saves.remove()
-        self._trainer = self._books = self._saves = None
-        return books
-
-
-def _tell_failure(error: Exception) -> None:
-    messages.warning("The time of checkpoints is not told: %r", error)
+def _absolute(path: Any) -> str | None:
+    """Return a path from the root: training may change the working folder."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise TypeError(f"save must be a path such as 'run.json.gz', or None, got {path!r}")
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))

@@ -12,13 +12,12 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
-from lightning_gputime._guard import needs_instance, never_raises
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
-from lightning_gputime._phases import OTHER
+from lightning_gputime._phases import FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._timer import Steps, Timer
+from lightning_gputime._timer import Steps, Timer, needs_instance, never_raises
 
 T = TypeVar("T")
 
@@ -210,24 +209,24 @@ class PhaseTimeCallback(Timer):
     def _loader_begins(self, loader: object) -> bool:
         trains = self._trains()
         if trains:
-            try:
-                self._begin_epoch(loader)
-            except Exception as error:
-                self._give_up(error)
-        self._loaders += trains
+            self._begin_epoch(loader)
+            self._loaders += 1
         return trains
 
+    @never_raises
     def _begin_epoch(self, loader: object) -> None:
         session = self._session
         if self._has_updated:
             self._end_step()
-        session.loads(loader, in_data=False)
+        session.analyzer.set_loader(loader, in_data=False)
         self._know_batch(loader)
-        if self._has_batches and not self._loaders:
+        if self._loaders:
+            return
+        if self._has_batches:
             # Gradients accumulate from one epoch to the next; what lies between is no step's.
             session.pause()
             session.resume()
-        elif not self._loaders:
+        else:
             session.begin(self._step)
 
     @never_raises
@@ -237,10 +236,10 @@ class PhaseTimeCallback(Timer):
                 self._end_step()
             elif self._has_batches:
                 self._session.batch_ends()
-            self._session.fetch_begins()
+            self._session.recorder.resume_or_mark(FETCH)
         else:
             # A mark of its own: the one before may be the end of an update.
-            self._session.part_begins(OTHER)
+            self._session.recorder.mark(OTHER)
             self._session.pause()
 
     @never_raises
@@ -248,7 +247,7 @@ class PhaseTimeCallback(Timer):
         if self._trains():
             self._has_batches = True
             self._session.batch_begins()
-            self._session.takes(batch)
+            self._session.work.add_batch(batch)
 
     @never_raises
     def _loader_ends(self, trains: bool) -> None:

@@ -20,16 +20,15 @@ except ImportError as error:
 from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
-from lightning_gputime._guard import never_raises
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._phases import CALLBACKS, FETCH
+from lightning_gputime._phases import CALLBACKS, DATA, FETCH
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.table import show
 from lightning_gputime._run import lifetimes
 from lightning_gputime._run.evaluation import Evaluations
-from lightning_gputime._timer import Timer
+from lightning_gputime._timer import Timer, never_raises
 
 _ELSEWHERE = {
     "model": "the Trainer tells it the model",
@@ -180,11 +179,11 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         else:
             self._session.begin(0)
         # The last callback before the workers of the loader start.
-        self._session.part_began(FETCH)
+        self._session.recorder.mark_instead(DATA, FETCH)
 
     def _start_fetch(self, *_: Any, **__: Any) -> bool:
         if not self._batch.is_open:
-            self._session.fetch_begins()
+            self._session.recorder.resume_or_mark(FETCH)
         return True
 
     def _end_fetch(self, fetched: Any = None) -> None:
@@ -214,7 +213,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         # Before all other callbacks: what they do until the next fetch is no part of the step.
         self._forget_step()
         self._session.end_step(state.global_step)
-        self._session.part_began(CALLBACKS)
+        self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -258,7 +257,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
 
     def _start_evaluate(self, *_: Any, **__: Any) -> bool:
         # It makes the loader, or a method of one's own does all in it.
-        self._session.evaluation_begins()
+        self._session.recorder.pause_now()
         return True
 
     def _end_evaluate(self, _: Any) -> None:
@@ -267,7 +266,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             self._session.batch_begins()
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
-        self._session.evaluation_begins()
+        self._session.recorder.pause_now()
         options, trainer = self._options, self._trainer
         self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
         number, self._evaluation_means = trainer.state.global_step, {}

@@ -20,14 +20,14 @@ MODULES = {
 
 FLOORS = [
     "_messages _phases _untraced",
-    "_guard _record",
+    "_record",
     "_memory",
     "_boundaries _results",
     "_options",
     "_causes _work",
     "_run _runs",
-    "_actions _lightning _timer",
-    "_fit _reports",
+    "_lightning _timer",
+    "_fit",
     "callback fabric hooks huggingface metric",
     "__init__",
     "__main__",

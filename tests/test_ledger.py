@@ -338,7 +338,7 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     gpu, saved = FakeGPU(), []
     monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
     now = iter([0.0, 0.0, 1.0, 50.0, 100.9, 101.0, 101.0, 101.5])
-    monkeypatch.setattr("lightning_gputime._reports.time.perf_counter", now.__next__)
+    monkeypatch.setattr("lightning_gputime.callback.time.perf_counter", now.__next__)
     path = tmp_path / "run.json.gz"
     fit(gpu, Model(gpu), 1, max_epochs=4, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
     # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.

@@ -129,19 +129,20 @@ REGISTER = (
         others="as those of `ProcessGroup`",
     ),
     Replaced(
-        "`start` of the Trainer's profiler, and `stop` while a checkpoint is saved",
+        "`start` of the Trainer's profiler",
         OBJECT,
-        frozenset({"start", "stop"}),
+        frozenset({"start"}),
         "no callback hears of the fetch of a batch, nor of other callbacks",
-        when="from `setup` to the end of the fit",
+        when="from the start to the end of training",
         idle="under 0.1 us an action",
     ),
     Replaced(
-        "`run` of the Trainer's validation loop, and the broadcast between ranks at each batch",
+        "`save_checkpoint` of the Trainer, `run` of its validation loop, and the broadcast between"
+        " ranks at each batch",
         OBJECT,
-        frozenset({"run", "_broadcast_sigterm_tensor", "on_advance_end"}),
-        "no action of the profiler tells of them",
-        when="from the start to the end of training",
+        frozenset({"save_checkpoint", "run", "_broadcast_sigterm_tensor"}),
+        "no action of the profiler tells of them, or of their end",
+        when="from the start to the end of training; `save_checkpoint` from `setup` on",
     ),
     Replaced(
         "`_run_epoch`, `evaluate` and three inner methods of the Trainer of transformers",

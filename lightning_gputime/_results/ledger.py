@@ -70,15 +70,18 @@ def _time(seconds: float) -> str:
 
 
 class WallTimeRecorder:
-    """Records where the time of a fit goes: all of it belongs to the entry that is open."""
+    """Records where the time of a fit goes: all of it belongs to the entry that is open.
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns: Callable[[], int] | None = now_ns
+    Without `now_ns` it records nothing.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] | None) -> None:
+        self._now_ns = now_ns
         self._ns = dict.fromkeys(ENTRIES, 0)
         self._entry = SET_UP
         self._is_saving = False
         self._has_stepped = False
-        self._since_ns = now_ns()
+        self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of the time up to here: it has no clock.
@@ -108,10 +111,16 @@ class WallTimeRecorder:
         if self._has_stepped:
             self.switch_to(EPOCH_ENDS)
 
-    def set_saving(self, is_saving: bool) -> None:
-        """Attribute time to checkpoints, inside of whatever is open, or no longer."""
+    def save_begins(self, *_: Any, **__: Any) -> bool:
+        """Attribute time to checkpoints until `save_ends`, inside of whatever is open."""
         self._add_elapsed()
-        self._is_saving = is_saving
+        self._is_saving = True
+        return True
+
+    def save_ends(self, _: Any = None) -> None:
+        """End that."""
+        self._add_elapsed()
+        self._is_saving = False
 
     def remove(self) -> None:
         """Stop: what follows belongs to nothing. Safe to call twice."""
