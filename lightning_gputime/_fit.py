@@ -38,13 +38,13 @@ class Fit:
         session: Session,
         batch: Batch,
         books: WallTimeRecorder,
-        epochs: _lightning.Epochs,
+        row: dict[str, float],
         fail: Callable[[Exception], None],
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
         self._batch, self._books = batch, books
-        self.epochs = epochs
-        """As given."""
+        self.row = row
+        """What Lightning's own rows have beside metrics: the epoch whose steps are read."""
         self._fail = fail
         # From our own hook at the start of a batch to that at its end.
         self._in_batch = False
@@ -66,7 +66,7 @@ class Fit:
         self._listen_while_off()
         self._books.epoch_turns()
         self.end_late_step()
-        self.epochs.begins()
+        self.row["epoch"] = self._trainer.current_epoch
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.pause()

@@ -1,6 +1,5 @@
 """All that reaches into Lightning; the only place with its private names."""
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,11 +61,11 @@ def mean_log_of(
     keep: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     *,
     stage: str = "",
-    beside: Callable[[int], Mapping[str, float]] = lambda step: {},
+    row: Mapping[str, float],
 ) -> MeanLog:
     """Return what logs means, by default as often as a trainer logs, to where it logs.
 
-    Also `keep` gets them; `beside` tells what else loggers get in the row of a step.
+    Also `keep` gets them; `row` is what else loggers get in a row.
     """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
@@ -76,26 +75,9 @@ def mean_log_of(
         trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
         keep(metrics)
 
-    return MeanLog(prefix, every_n_steps, trainer.loggers, publish, stage=stage, beside=beside)
-
-
-class Epochs:
-    """Knows the epoch of each step: a step may be read when the next epoch has begun."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-        # The first step of each, and its number; none is read that was long ago.
-        self._begun: deque[tuple[int, int]] = deque(maxlen=1000)
-
-    def begins(self) -> None:
-        """Note that one begins, or goes on."""
-        self._begun.append((step_number(self._trainer), self._trainer.current_epoch))
-
-    def row(self, step: int) -> dict[str, float]:
-        """Return what Lightning's own rows have beside the metrics of a step."""
-        epochs = (epoch for first, epoch in reversed(self._begun) if first <= step)
-        epoch = next(epochs, None)
-        return {} if epoch is None else {"epoch": epoch}
+    return MeanLog(
+        prefix, every_n_steps, trainer.loggers, publish, stage=stage, beside=lambda _: row
+    )
 
 
 def step_number(trainer: pl.Trainer) -> int:

@@ -197,11 +197,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.results.clear()
         self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
-        epochs = _lightning.Epochs(trainer)
+        row = dict[str, float]()
         self._start(
             _lightning.clock_of(trainer, self._options.clock),
             loop,
-            _lightning.mean_log_of(trainer, self._options.prefix, beside=epochs.row),
+            _lightning.mean_log_of(trainer, self._options.prefix, row=row),
             [partial(_lightning.show_on_bar, trainer, lambda: self._results)]
             if self._prog_bar
             else [],
@@ -210,7 +210,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._know_batch(trainer.train_dataloader)
         self._open_books(trainer)
         self._results.books = books = self._books
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, epochs, self._give_up)
+        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)
         self._fit.listen(type(self))
 
     @never_raises
@@ -276,8 +276,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         options, number = self._options, _lightning.step_number(trainer)
-        epochs = _lightning.Epochs(trainer)
-        epochs.begins()
         known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
@@ -289,7 +287,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 sys.maxsize,  # Nothing is due before the end.
                 partial(self._keep_evaluation, stage, number),
                 stage=stage,
-                beside=epochs.row,
+                row={"epoch": trainer.current_epoch},
             ),
             number=number,
             # A number is of the batches of training.
@@ -324,8 +322,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._finish()
             self._books.switch_to(REST)
             if self.last is not None:
-                row = fit.epochs.row
-                log = _lightning.mean_log_of(trainer, self._options.prefix, beside=row)
+                log = _lightning.mean_log_of(trainer, self._options.prefix, row=fit.row)
                 log.log_values(self._books.metrics(), self.last.step)
             self._show(trainer)
 

@@ -20,7 +20,6 @@ from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN,
     DATA,
-    FETCH,
     OPTIMIZER,
     OTHER,
     StepTimes,
@@ -195,26 +194,6 @@ class Session:
             in_data: Whether `data` has no part of its own for fetches.
         """
         self.analyzer.set_loader(loader, in_data)
-
-    def fetch_begins(self) -> None:
-        """Mark the fetch of the next batch, which ends a pause."""
-        self.recorder.resume_or_mark(FETCH)
-
-    def takes(self, batch: object) -> None:
-        """Take the batch, when it has begun."""
-        self.work.add_batch(batch)
-
-    def worked(self) -> None:
-        """Note that the batch is over, and that the step has another."""
-        self.work.end_batch()
-
-    def part_begins(self, label: str) -> None:
-        """Attribute time to a part of `data`, or to `other`, from now on."""
-        self.recorder.mark(label)
-
-    def part_began(self, label: str) -> None:
-        """Attribute time to `label` from the end of the last step or micro-batch on."""
-        self.recorder.mark_instead(DATA, label)
 
     def batch_begins(self) -> None:
         """Mark that the batch is there: its fetch, or a pause, is over."""
