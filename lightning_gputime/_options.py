@@ -140,8 +140,17 @@ class Options:
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
 
+_OF_OTHERS = {
+    "save": "call timer.save(path)",
+    "summary": "write print(timer.summary())",
+    "prog_bar": "show timer.last.step_ms on a bar of your own",
+    "log_figure": "call timer.plot()",
+}
+"""Options that only some timers have, and what to do in their place."""
+
+
 def takes_options(
-    most: int, hint: str, elsewhere: Mapping[str, str] | None = None
+    most: int, hint: str, elsewhere: Mapping[str, str]
 ) -> Callable[[type[T]], type[T]]:
     """Complete a timer whose constructor ends in `**options: Unpack[TimerOptions]`.
 
@@ -153,6 +162,7 @@ def takes_options(
         hint: What to do in place of another one.
         elsewhere: For options of the other timers: what to do in their place.
     """
+    fixes = {**_OF_OTHERS, **elsewhere}
 
     def complete(cls: type[T]) -> type[T]:
         init: Any = cls.__init__
@@ -165,14 +175,12 @@ def takes_options(
                 told = "model" if isinstance(args[most], nn.Module) else ""
                 raise TypeError(
                     f"{cls.__name__} takes its options by name, got {shown(args[most])} by"
-                    f" position: {(elsewhere or {}).get(told, hint)}"
+                    f" position: {fixes.get(told, hint)}"
                 )
             for option in options.keys() - known:
                 alike = difflib.get_close_matches(option, known, 1)
                 fix = f"write {alike[0]}=" if alike else f"it has {', '.join(known)}"
-                raise TypeError(
-                    f"{cls.__name__} has no option {option}: {(elsewhere or {}).get(option, fix)}"
-                )
+                raise TypeError(f"{cls.__name__} has no option {option}: {fixes.get(option, fix)}")
             init(self, *args, **options)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for

@@ -27,10 +27,6 @@ _ELSEWHERE = {
     "device": "Fabric tells it the device",
     "logger": "Fabric's loggers get the means",
     "accumulate_grad_batches": "a step ends with its update",
-    "save": "call timer.save(path)",
-    "summary": "write print(timer.summary())",
-    "prog_bar": "show timer.last.step_ms on a bar of your own",
-    "log_figure": "call timer.plot()",
 }
 """Options of the other timers."""
 

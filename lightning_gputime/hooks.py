@@ -34,15 +34,6 @@ from lightning_gputime._timer import Steps, Timer
 
 T = TypeVar("T")
 
-_ELSEWHERE = {
-    "loader": "write for batch in timer.steps(loader)",
-    "save": "call timer.save(path)",
-    "summary": "write print(timer.summary())",
-    "prog_bar": "show timer.last.step_ms on a bar of your own",
-    "log_figure": "call timer.plot()",
-}
-"""Options of the other timers."""
-
 _NO_OPTIMIZER = (
     "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
     " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
@@ -55,7 +46,9 @@ _UNTOLD = (
 
 
 @takes_options(
-    2, "give several optimizers as a list, and the loader to timer.steps(loader)", _ELSEWHERE
+    2,
+    "give several optimizers as a list, and the loader to timer.steps(loader)",
+    {"loader": "write for batch in timer.steps(loader)"},
 )
 class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.

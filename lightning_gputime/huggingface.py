@@ -37,10 +37,7 @@ _ELSEWHERE = {
     "logger": "what report_to names gets the means",
     "log_every_n_steps": "the Trainer's logging_steps count",
     "accumulate_grad_batches": "the Trainer's gradient_accumulation_steps count",
-    "items": "the Trainer itself reports train_samples_per_second",
-    "save": "call timer.save(path)",
     "prog_bar": "the Trainer's bar stays as it is",
-    "log_figure": "call timer.plot()",
 }
 """Options of the other timers."""
 
