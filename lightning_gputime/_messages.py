@@ -2,8 +2,8 @@
 
 import logging
 
-_MOST_SHOWN = 60
-"""So many characters of what was given a message shows."""
+_MAX_SHOWN = 60
+"""A message shows this many characters of what was given."""
 
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning, lightning_gputime.huggingface.PhaseTimeCallback"
@@ -26,19 +26,19 @@ messages.addFilter(_name_the_package)
 
 
 def shown(one: object) -> str:
-    """Returns what was given, and its type where it is long."""
+    """Return what was given, or its type where it is long."""
     text = repr(one)
-    return text if len(text) <= _MOST_SHOWN else f"a {type(one).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"a {type(one).__name__}"
 
 
 class TellOnce:
-    """Logs each warning the first time only: a training loop must not fill the log."""
+    """Logs each warning once: a training loop must not fill the log."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def __call__(self, message: str, *args: object) -> None:
-        """Logs a warning unless one with this `message` was logged before."""
+        """Log a warning unless one with this `message` was logged before."""
         if message not in self._told:
             self._told.add(message)
             messages.warning(message, *args)

@@ -10,7 +10,7 @@ _pending: list[FunctionType] = []
 
 
 def untraced(one: T) -> T:
-    """Lets compiled code call a function, or the methods of a class, without tracing into them.
+    """Let compiled code call a function, or the methods of a class, without tracing into them.
 
     As `torch.compiler.disable`, but at no cost in the call: what is called from there must be
     untraced as well. It holds from the next `leave_untraced` on.
@@ -22,7 +22,7 @@ def untraced(one: T) -> T:
 
 
 def leave_untraced() -> None:
-    """Must be called before the code may run. Not at import: torch's compiler takes a second."""
+    """Call before the code may run. Not at import: torch's compiler takes a second."""
     from torch._dynamo.decorators import skip
 
     while _pending:

@@ -66,6 +66,16 @@ def _turns(entry: str) -> Callable[..., None]:
     return hook
 
 
+def _starts(stage: str) -> Callable[..., None]:
+    """Return a hook of a callback that starts the evaluation of a stage."""
+
+    @never_raises
+    def hook(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation(stage, trainer, pl_module)
+
+    return hook
+
+
 @takes_options(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
 class GPUPhaseTimer(Timer, pl.Callback):
     """Logs how long the phases of each training step take, on the device's own clock.
@@ -266,13 +276,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    @never_raises
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_evaluation("test", trainer, pl_module)
-
-    @never_raises
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_evaluation("predict", trainer, pl_module)
+    on_test_start, on_predict_start = _starts("test"), _starts("predict")
 
     def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         options, number = self._options, _lightning.step_number(trainer)
