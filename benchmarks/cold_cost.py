@@ -1,8 +1,8 @@
 """Measures what timing adds to a step in a loop that does real work: the judge of what it costs.
 
 An empty loop keeps the timer's code in the processor's cache, and hides most of it. Here a small
-net is trained whose steps the host paces. In a plain loop each way of timing is on for 25 steps and
-off for 25, in turns: what differs is what it adds. In Lightning each turn is a fit of its own.
+net is trained whose steps the host paces. In a plain loop each way of timing is on for 27 steps and
+off for 27, in turns: what differs is what it adds. In Lightning each turn is a fit of its own.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --layers 32 --rounds 0
@@ -32,8 +32,9 @@ from lightning_gputime._run.schedule import Schedule
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
-BLOCK = 25
-"""So many steps a way is on, and then off."""
+BLOCK = 27
+"""So many steps a way is on, and then off. It has two more than are read together: else all that
+the timer reads of a block would be read when it is off."""
 
 TOGETHER = 20
 """So many cycles of one way follow each other."""
@@ -257,7 +258,9 @@ def added_by_way(training: Training, way: Way) -> Generator[float, None, None]:
 
 def added_by_timed(training: Training) -> Generator[float, None, None]:
     """Yields the same of this package's timer: blocks of timed steps between those it is off."""
-    with GPUPhaseHooks(training.net, training.optimizer, every_n_steps=2 * BLOCK) as timer:
+    with GPUPhaseHooks(
+        training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
+    ) as timer:
         # As "auto" does it, but whatever it takes.
         timer._session._schedule = Schedule(2 * BLOCK, BLOCK, 2 * BLOCK)
         batches = iter(timer.steps(repeat(training.x)))

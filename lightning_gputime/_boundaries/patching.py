@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from lightning_gputime._messages import messages
 from lightning_gputime._untraced import leave_untraced, untraced
@@ -256,7 +256,7 @@ class _ModuleHook:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         # Inside a compiled region a hook that touches Python state recompiles at every call.
-        if is_compiling():
+        if is_dynamo_compiling():
             return
         try:
             self._call(module, *values)
