@@ -30,7 +30,6 @@ from record import environment, new_parser, save
 from slow_judged import main_kind
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
-from lightning_gputime._causes.detectors import clocks_of
 
 DELAYS_MS = (1.0, 5.0, 20.0, 60.0)
 CYCLES_PER_MS = 1_900_000
@@ -206,14 +205,12 @@ if __name__ == "__main__":
     logging.getLogger("lightning_gputime").setLevel(
         logging.ERROR
     )  # The empty step has no backward.
-    read_clocks = clocks_of(torch.device("cuda", 0))
     results = {
         "collections": {
             name: collections(spin_ms, arguments.each)
             for name, spin_ms in (("never ahead", 0.0), ("30 ms of work more", 30.0))
         },
         "memory taken and given back": memory(0.0, arguments.each),
-        "clocks": "no pynvml" if read_clocks is None else read_clocks() or "nothing lowers them",
         "cost_us": cost_us(arguments.rounds),
     }
     print(json.dumps(results, indent=2))

@@ -6,7 +6,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,6 @@ from lightning_gputime._causes.detectors import (
     Loader,
     Preemption,
     allocator_of,
-    clocks_of,
-    detect_lower_clocks,
     detect_phases,
 )
 from lightning_gputime._record.clock import HostClock
@@ -335,25 +332,6 @@ def test_an_allocator_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
     bench = Bench(gpu, Allocator(fails))
     assert bench.slow({"forward": 30.0}, {"forward": 30.0}) == ()
     assert allocator_of(None) is allocator_of(torch.device("cpu")) is None
-
-
-def test_lower_clocks_stretch_all_phases_alike(gpu: FakeGPU) -> None:
-    stretched = {name: ms / 2 for name, ms in USUAL.items()}
-    detail = "990 of 1980 MHz: heat"
-    assert Bench(gpu, partial(detect_lower_clocks, lambda: detail)).slow({}, stretched) == (
-        Cause("clocks", 0.0, 8.0, detail),
-    )
-
-
-@pytest.mark.parametrize("longer", [{"forward": 8.0}, {"forward": 4.0, "backward": 4.0}])
-def test_one_long_phase_is_not_the_clocks_fault(gpu: FakeGPU, longer: dict[str, float]) -> None:
-    assert Bench(gpu, partial(detect_lower_clocks, lambda: "heat")).slow({}, longer) == ()
-
-
-def test_full_clocks_explain_nothing(gpu: FakeGPU) -> None:
-    stretched = {name: ms / 2 for name, ms in USUAL.items()}
-    assert Bench(gpu, partial(detect_lower_clocks, lambda: "")).slow({}, stretched) == ()
-    assert clocks_of(torch.device("cpu")) is None
 
 
 def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:

@@ -13,8 +13,6 @@ from lightning_gputime._causes.detectors import (
     Loader,
     Preemption,
     allocator_of,
-    clocks_of,
-    detect_lower_clocks,
     detect_phases,
     thread_usage,
 )
@@ -51,7 +49,7 @@ class SlowStepAnalyzer:
         self._loader = Loader()
         self.set_loader = self._loader.set_loader
         device = getattr(clock, "device", None)
-        read_allocator, read_clocks = allocator_of(device), clocks_of(device)
+        read_allocator = allocator_of(device)
         self._allocator = Allocator(read_allocator) if read_allocator is not None else None
         # Its times are of the system's clock.
         usage = thread_usage() if now_ns is perf_counter_ns else None
@@ -61,7 +59,6 @@ class SlowStepAnalyzer:
             self._loader.detect,
             detect_phases,
             *(one.detect for one in (self._allocator, self._preemption) if one is not None),
-            *([partial(detect_lower_clocks, read_clocks)] if read_clocks is not None else []),
         ]
         """In the order in which they are asked: first those that know when, last the rarest."""
         self._is_attached = False

@@ -232,16 +232,6 @@ class ExcessAttribution:
         """How much of its excess has no cause (in milliseconds)."""
         return max(self.excess_ms - sum(cause.reached_ms for cause in self.causes()), 0.0)
 
-    @property
-    def is_stretched(self) -> bool:
-        """Whether all large parts took the device longer, by about the same factor."""
-        factors = [
-            part.device_ms / (part.device_ms - part.device_excess_ms)
-            for part in self._parts.values()
-            if part.device_ms >= 0.05 * self.step_ms and part.device_ms > part.device_excess_ms
-        ]
-        return len(factors) > 2 and min(factors) > 1.05 and max(factors) < 1.2 * min(factors)
-
     def attribute_spans(self, spans: Iterable[Span]) -> None:
         """Attribute host time to what started and ended at a known time."""
         for start_ns, end_ns, kind, detail in spans:

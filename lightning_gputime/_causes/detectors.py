@@ -6,7 +6,6 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -303,56 +302,5 @@ def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:
     def read() -> Counts:
         found = stats(device)
         return tuple(found.get(name, 0) for name in _COUNTERS)
-
-    return read
-
-
-def detect_lower_clocks(read: Callable[[], str], attribution: ExcessAttribution) -> None:
-    """Attribute the whole excess, if nothing else explains it and the clocks are lower.
-
-    Only where all of the step was longer alike. The clocks are those of now, some steps later.
-    """
-    detail = ""
-    if attribution.is_stretched and not attribution.causes():
-        with suppress(Exception):  # NVML's errors are its own, and it may be gone by now.
-            detail = read()
-    if detail:
-        for part in attribution.parts:
-            attribution.attribute_device_excess("clocks", part, detail)
-
-
-_REASONS: Mapping[int, str] = {
-    0x4: "a cap of power",
-    0x8: "a slowdown by the hardware",
-    0x20: "heat",
-    0x40: "heat, by the hardware",
-    0x80: "a brake of power",
-}
-"""NVML's reasons for lower clocks that are no choice of the user's."""
-
-
-def clocks_of(device: torch.device | None) -> Callable[[], str] | None:
-    """Return what reads the clocks of a device; None if NVML is not there."""
-    if device is None or device.type != "cuda" or torch.version.hip is not None:
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-
-    def read() -> str:
-        # By its bus: `CUDA_VISIBLE_DEVICES` gives devices other numbers than NVML does.
-        about: Any = torch.cuda.get_device_properties(device)
-        bus = f"{about.pci_domain_id:08x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
-            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        finally:
-            pynvml.nvmlShutdown()
-        found = [word for bit, word in _REASONS.items() if reasons & bit]
-        return f"{now} of {most} MHz: {', '.join(found)}" if found else ""
 
     return read

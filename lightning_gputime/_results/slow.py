@@ -7,16 +7,13 @@ from typing import Any, Literal
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 
-Kind = Literal[
-    "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks", "clocks"
-]
+Kind = Literal["garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"]
 
 _WORDS: Mapping[str, str] = {
     "garbage": "garbage collection",
     "allocator": "the allocator",
     "loader": "the loader",
     "ranks": "other ranks",
-    "clocks": "the GPU's clocks",
 }
 """What a kind of cause is called in a sentence, where that is not its name."""
 
@@ -33,8 +30,8 @@ class Cause:
     Attributes:
         kind: What it was: "garbage" (Python's collection), "compilation" (by `torch.compile`),
             "allocator" (of the device's memory), "preemption" (the loop's thread had no processor),
-            "loader", "callback" (or a logger, or a phase that was named by hand), "ranks" (a wait
-            for others) or "clocks" (the device's own were lowered).
+            "loader", "callback" (or a logger, or a phase that was named by hand) or "ranks" (a wait
+            for others).
         host_ms: How long it held up the host (in milliseconds).
         reached_ms: How much of that the device had to wait (in milliseconds): what the host's lead
             did not hide.
