@@ -1,9 +1,9 @@
-"""Draws where the time goes, and writes it to files: plots, a trace, a table, and a GPT's step.
+"""Draws where the time goes, and writes it to files: plots, a table, and a GPT's step.
 
     python -m pip install -e ".[examples]"
     python examples/pictures.py [DIRECTORY]
 
-Open `trace.json` with https://ui.perfetto.dev or chrome://tracing. `hero.png` is of a GPT of 12
+`hero.png` is of a GPT of 12
 layers in bfloat16 or, without a GPU, of a very small one.
 """
 
@@ -48,7 +48,6 @@ def main(width: int = 512, epochs: int = 10, directory: str = "pictures") -> GPU
     timer.plot()[0].savefig(files / "steps.png", dpi=120)
     newest = timer.history()["step"][-2]
     timer.plot(step=newest)[0].savefig(files / "step.png", dpi=120)
-    timer.save_trace(files / "trace.json")
     timer.to_csv(files / "steps.csv")
     return timer
 

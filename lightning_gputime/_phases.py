@@ -102,7 +102,7 @@ _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The intervals of a step in their order, from which a trace is drawn.
+    """The intervals of a step in their order, as `plot` draws them.
 
     Attributes:
         names: For each interval the phases that it counts under, see `settle`.
@@ -134,7 +134,7 @@ class StepTimes:
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.
-        timeline: The step's intervals in their order, for `save_trace` and `plot`.
+        timeline: The step's intervals in their order, for `plot` and traces.
     """
 
     step: int

@@ -330,26 +330,6 @@ class Timer:
         results = self._read()
         return plot.plot_steps(results, ax) if step is None else plot.plot_step(results, step, ax)
 
-    def save_trace(self, path: str | os.PathLike[str], steps: int = 1000) -> None:
-        """Write the newest steps as a trace that Perfetto and chrome://tracing open.
-
-        It has a lane for the device and one for the host. A step takes about 1 kB, and as much
-        again for each of the timer's `modules`.
-
-        Args:
-            path: The file, such as "trace.json"; it is replaced whole.
-            steps: How many of the newest steps.
-
-        Raises:
-            OSError: If it cannot be written. No measurement is lost.
-            TypeError: If `steps` is no integer.
-            ValueError: If `steps` is below 1.
-        """
-        from lightning_gputime._results.trace import trace
-
-        check_int("steps", steps, 1, "the number of newest steps to write")
-        files.write(path, trace(self._read().newest()[-steps:]))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was measured to one file, which `lightning_gputime.load` reads.
 

@@ -1,6 +1,7 @@
 import csv
 import json
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,24 @@ def test_the_pictures_and_files_are_written(
     monkeypatch.setenv("MPLBACKEND", "agg")
     timer = example("pictures.py", width=8, epochs=2, directory=str(tmp_path / "pictures"))
     files = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
-    assert set(files) == {"steps.png", "step.png", "trace.json", "steps.csv"}
+    assert set(files) == {"steps.png", "step.png", "steps.csv"}
     assert len(files["steps.csv"].splitlines()) == 1 + len(timer.history())
+
+
+def test_a_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
+    timer = example("perfetto_trace.py", path=str(tmp_path / "trace.json"), steps=60)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["GPU", "host"]
+    for lane in (1, 2):
+        slices = [event for event in events if event["ph"] == "X" and event["pid"] == lane]
+        steps = [(one["ts"], one["ts"] + one["dur"]) for one in slices if "step " in one["name"]]
+        assert len(steps) == 50  # The newest.
+        assert all(one[1] <= two[0] for one, two in pairwise(steps))
+        for name in PHASES:
+            phase = [one for one in slices if one["name"] == name]
+            assert {any(a <= one["ts"] <= b for a, b in steps) for one in phase} == {True}
+    gpu_us = [one["dur"] for one in events if one["name"] == "backward" and one.get("pid") == 1]
+    assert sum(gpu_us) == pytest.approx(1e3 * timer.history()["backward_ms"][10:].sum(), rel=0.01)
 
 
 def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 import csv
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 from fake_gpu import STEP_MS, FakeGPU, raw
 from fake_loop import Loop, hooks
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.trace import trace
 
 mpl.use("Agg")
 
@@ -50,93 +48,22 @@ def test_pandas_gets_the_history_with_the_step_as_index(timer: GPUPhaseHooks) ->
     assert math.isnan(frame["augment_ms"][0])
 
 
-@pytest.mark.parametrize("write", ["to_csv", "save_trace"])
 def test_a_path_that_cannot_be_written_is_a_clear_error_and_loses_nothing(
-    timer: GPUPhaseHooks, tmp_path: Path, write: str
+    timer: GPUPhaseHooks, tmp_path: Path
 ) -> None:
     path = tmp_path / "missing" / "file"
     with pytest.raises(FileNotFoundError, match=r"cannot be written .*; the times are kept"):
-        getattr(timer, write)(path)
+        timer.to_csv(path)
     assert len(timer.history()) == 4
 
 
-def load_trace(timer: GPUPhaseHooks, path: Path, **options: Any) -> dict[str, list[Any]]:
-    """The slices of a trace by lane, checked against the Trace Event Format."""
-    timer.save_trace(path, **options)
-    trace = json.loads(path.read_text())
-    lanes = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "M":
-            assert event["name"] == "process_name"
-            lanes[event["pid"]] = event["args"]["name"]
-    slices: dict[str, list[Any]] = {name: [] for name in lanes.values()}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "C":
-            assert set(event) == {"ph", "pid", "ts", "name", "args"}
-        elif event["ph"] != "M":
-            assert event["ph"] == "X"
-            assert set(event) == {"ph", "pid", "tid", "ts", "dur", "name"}
-            assert event["dur"] >= 0
-            slices[lanes[event["pid"]]].append((event["name"], event["ts"], event["dur"]))
-    return slices
-
-
-def test_a_trace_has_each_phase_of_each_step_on_both_lanes(
-    timer: GPUPhaseHooks, tmp_path: Path
-) -> None:
-    lanes = load_trace(timer, tmp_path / "trace.json")
-    assert list(lanes) == ["device", "host"]
-    steps = [(name, dur) for name, _, dur in lanes["device"] if name.startswith("step")]
-    total = sum(STEP_MS.values()) * 1e3
-    assert steps == [(f"step {i}", total + 3e3 * (i == 2)) for i in range(4)]
-    forward = [dur for name, _, dur in lanes["device"] if name == "forward"]
-    assert forward == [4000.0] * 4
-    assert sum(name == "augment" for name, _, _ in lanes["device"]) == 1
-
-
 @pytest.mark.parametrize("bad_ms", [math.nan, math.inf, -math.inf])
-def test_a_time_that_is_no_number_spoils_no_trace_and_no_json(bad_ms: float) -> None:
+def test_a_time_that_is_no_number_spoils_no_json(bad_ms: float) -> None:
     step = raw(0, data=1.0, forward=2.0, backward=3.0)
     broken = step._replace(device_ms=(1.0, bad_ms, 3.0))
     results = Results(10, 0)
     results.add([broken, broken, step._replace(host_ns=[ns + 10**9 for ns in step.host_ns])])
     json.dumps(results.summary().to_dict(), allow_nan=False)
-    events = json.loads(trace(results.newest()))["traceEvents"]
-    backward = [one["dur"] for one in events if one["name"] == "backward" and one["pid"] == 1]
-    assert backward == [3000.0] * 3
-
-
-@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
-def test_a_trace_of_no_steps_is_refused(
-    timer: GPUPhaseHooks, tmp_path: Path, steps: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=f"steps must be .* got {steps}"):
-        timer.save_trace(tmp_path / "trace.json", steps=steps)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_slices_of_a_trace_lie_inside_their_step_and_the_gpu_is_not_before_the_host(
-    timer: GPUPhaseHooks, tmp_path: Path
-) -> None:
-    lanes = load_trace(timer, tmp_path / "trace.json")
-    for slices in lanes.values():
-        steps = [(ts, ts + dur) for name, ts, dur in slices if name.startswith("step")]
-        assert all(a[1] == pytest.approx(b[0], abs=0.2) for a, b in pairwise(steps))
-        for _, ts, dur in slices:
-            assert any(start - 0.2 <= ts and ts + dur <= end + 0.2 for start, end in steps)
-    gpu, host = ({name: ts for name, ts, _ in lane if "step" in name} for lane in lanes.values())
-    assert all(gpu[name] >= host[name] - 0.2 for name in gpu)
-    # The host is two steps ahead when it ends a step, before it waits; only that wait tells.
-    assert gpu["step 3"] - host["step 3"] == pytest.approx(15_625 + 18_625, abs=1)
-
-
-def test_a_trace_counts_how_far_the_host_is_ahead(timer: GPUPhaseHooks, tmp_path: Path) -> None:
-    timer.save_trace(tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    counts = [event["args"]["ms"] for event in trace["traceEvents"] if event["ph"] == "C"]
-    # At the last step's first mark two steps are queued. Then the host waits for the older one,
-    # and has queued the other when it passes the next marks.
-    assert counts[-7:] == [34.25, 19.625, 19.75, 23.75, 24.25, 32.25, 34.25]
 
 
 def test_the_summary_tells_how_far_the_host_is_ahead(gpu: FakeGPU) -> None:
@@ -160,27 +87,6 @@ def test_a_host_that_never_waits_is_not_said_to_be_ahead(gpu: FakeGPU) -> None:
             loop.train(x)
     assert timer.summary().run_ahead_mean_ms is None
     assert "ahead" not in str(timer.summary())
-
-
-def test_a_trace_of_the_newest_steps_is_less_than_two_kilobytes_a_step(
-    gpu: FakeGPU, tmp_path: Path
-) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(200)):
-            gpu.work(0.12345, host_ms=0.123)
-            loop.train(x)
-    path = tmp_path / "trace.json"
-    lanes = load_trace(timer, path, steps=100)
-    assert sum("step" in name for name, _, _ in lanes["device"]) == 100
-    assert path.stat().st_size < 100 * 2000
-    for slices in lanes.values():
-        # As floats add them up, slices lie side by side or inside each other.
-        ends = sorted(((ts, ts + dur) for _, ts, dur in slices), key=lambda end: (end[0], -end[1]))
-        for one, two in pairwise(ends):
-            assert two[0] >= one[1] or two[1] <= one[1]
-        steps = [(ts, ts + dur) for name, ts, dur in slices if "step" in name]
-        assert all(one[1] == two[0] for one, two in pairwise(steps))
 
 
 def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
@@ -218,7 +124,7 @@ def test_a_plot_shows_each_name_as_it_is(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: int) -> None:
+def test_a_short_run_can_be_drawn(gpu: FakeGPU, n: int) -> None:
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(n)):
@@ -226,13 +132,11 @@ def test_a_short_run_can_be_drawn_and_traced(gpu: FakeGPU, tmp_path: Path, n: in
     _, ax = timer.plot()
     drawn = [np.asarray(area.get_paths()[0].vertices)[:, 0] for area in ax.collections]
     assert [(xs.min(), xs.max()) for xs in drawn] == [(0, 1)] * (n * len(STEP_MS))
-    lanes = load_trace(timer, tmp_path / "trace.json")
-    assert sum("step" in name for name, _, _ in lanes["device"]) == n
 
 
-def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path: Path) -> None:
-    loop = Loop(gpu)
-    with hooks(loop, accumulate_grad_batches=2) as timer:
+def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
+    loop, newest = Loop(gpu), list[StepTimes]()
+    with hooks(loop, accumulate_grad_batches=2, on_step=newest.append) as timer:
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:
@@ -241,8 +145,9 @@ def test_a_pause_inside_a_step_shows_as_one_in_the_trace(gpu: FakeGPU, tmp_path:
                 gpu.work(50.0)
                 timer._session.resume()
         loop.update()
-    lanes = load_trace(timer, tmp_path / "trace.json")
-    assert [dur for name, _, dur in lanes["device"] if name == "not timed"] == [50_000.0]
+    [line] = [step.timeline for step in newest if step.timeline]
+    intervals = zip(line.names, line.device_ms, strict=True)
+    assert [ms for names, ms in intervals if not names] == [50.0]
 
 
 def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(

@@ -29,7 +29,6 @@ def look(timer: GPUPhaseHooks, path: Path) -> None:
     timer.flush()
     summary, history = timer.summary(), timer.history()
     timer.to_csv(path)
-    timer.save_trace(path)
     numbers = history["step"].tolist()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
     assert {row.n for row in summary.rows.values()} <= {summary.steps}
