@@ -20,7 +20,7 @@ from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import SlowSteps
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._run.session import NEVER_ATTACHED, REMOVED, Session
 from lightning_gputime._runs import saved
@@ -265,7 +265,7 @@ class Timer:
         """Return the table of the summary, for a notebook."""
         return self._read().summary_to_print()._repr_html_()
 
-    def slowest(self, n: int = 10) -> SlowSteps:
+    def slowest(self, n: int = 10) -> list[SlowStep]:
         """Return the slowest steps since the warm-up, and why they were slow.
 
         A step is slow that takes longer than the median of the 50 steps before it (taken anew every
@@ -276,14 +276,14 @@ class Timer:
             n: How many, those first that exceed the usual step most; 1,000 are kept.
 
         Returns:
-            A sequence of `SlowStep`; `print` shows it as a table.
+            The steps, the worst first; `print` shows each as a sentence.
 
         Raises:
             TypeError: If `n` is no integer.
             ValueError: If `n` is below 1.
         """
         check_int("n", n, 1, "the number of slow steps to return")
-        return self._read().slowest(n)
+        return self._read().slow.slowest(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the history as CSV: a row a step, empty where a phase did not run.
@@ -352,7 +352,7 @@ class Timer:
             self._environment,
             *results.history_and_warmup(),
             results.summary_to_print(),
-            slow_steps=[one.to_dict() for one in results.slowest(100)],
+            slow_steps=[one.to_dict() for one in results.slow.slowest(100)],
             evaluations=[*self._evaluated],
         )
 

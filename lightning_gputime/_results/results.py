@@ -24,7 +24,7 @@ from lightning_gputime._results.history import (
 from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import STEP, RankSummary
-from lightning_gputime._results.slow import SlowLog, SlowSteps
+from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
@@ -126,10 +126,6 @@ class Results:
             self._seen += len(steps)
             self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
-
-    def slowest(self, n: int) -> SlowSteps:
-        """Return the slow steps with the largest excess."""
-        return self.slow.slowest(n)
 
     def add_probed(self, step: StepRecord) -> None:
         """Take a step that was probed; it is in no other statistics.

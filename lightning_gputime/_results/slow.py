@@ -1,11 +1,11 @@
 """Steps that took much longer than the usual one, why they did, and what they cost a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lightning_gputime._results.table import Table, Tabular
-from lightning_gputime._results.units import Unit, unit_of
+from lightning_gputime._results.units import unit_of
 
 Kind = Literal["garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"]
 
@@ -19,8 +19,6 @@ _WORDS: Mapping[str, str] = {
 
 _MAX_KEPT = 1_000
 """Of more, those with the largest excess are kept; the others are only added up."""
-
-_NOT_JUDGED = "No step was judged yet: that takes ten that were timed after the warm-up."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +79,16 @@ class SlowStep:
 
     def __str__(self) -> str:
         unit = unit_of(self.usual_ms)
-        grounds = [_of_cause(cause, unit) for cause in self.causes]
+        grounds = []
+        for cause in self.causes:
+            detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
+            grounds.append(f"{unit.of(cause.reached_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
         return (
             f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
             f" and grew in `{self.phase}`: {', '.join(grounds)}"
         )
-
-
-def _of_cause(cause: Cause, unit: Unit) -> str:
-    detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-    return f"{unit.of(cause.reached_ms)} {cause.name}{detail}"
-
-
-class SlowSteps(Tabular, tuple[SlowStep, ...]):
-    """Slow steps, which `print` shows as a table; without any it shows the hint."""
-
-    hint = "No step was slow."
-
-    def __repr__(self) -> str:
-        return f"SlowSteps({[*self]!r})"
-
-    def _table(self) -> Table:
-        if not self:
-            return Table(self.hint, [], [])
-        header = ("step", "took", "usual", "phase", "cause", "host", "reached", "detail")
-        lines = [line for step in self for line in _lines(step)]
-        took, usual, unexplained = (
-            f"{sum(getattr(step, name) for step in self):.3f}"
-            for name in ("step_ms", "usual_ms", "unexplained_ms")
-        )
-        whole = ("all", took, usual, "", "unexplained", "", unexplained, "")
-        return Table("Slow steps, times in ms", [header, *lines, whole], [], left=(0, 3, 4, 7))
-
-
-def _lines(step: SlowStep) -> Iterator[tuple[str, ...]]:
-    """Return a line for each cause of a step, and one for what has none."""
-    first = (str(step.step), f"{step.step_ms:.3f}", f"{step.usual_ms:.3f}", step.phase)
-    for cause in step.causes:
-        yield (*first, cause.kind, f"{cause.host_ms:.3f}", f"{cause.reached_ms:.3f}", cause.detail)
-        first = ("", "", "", "")
-    if not step.causes or step.unexplained_ms >= 0.05 * step.excess_ms:
-        yield (*first, "unexplained", "", f"{step.unexplained_ms:.3f}", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +165,9 @@ class SlowLog:
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
         self._pending = [step for step in steps if step.step >= self._logged]
 
-    def slowest(self, n: int) -> SlowSteps:
-        """Return those with the largest excess, the largest first."""
-        found = SlowSteps(_largest(self._worst)[: min(n, _MAX_KEPT)])
-        if not self.is_known:
-            found.hint = _NOT_JUDGED
-        return found
+    def slowest(self, n: int) -> list[SlowStep]:
+        """Return the steps with the largest excess, the largest first."""
+        return _largest(self._worst)[: min(n, _MAX_KEPT)]
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return their excess per step since the last log, of `n` timed steps, and by kind."""
@@ -240,21 +202,22 @@ class SlowLog:
 
 def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
     """Return sums with those over these steps, too."""
-    found = {**sums}
+    found = defaultdict(float, sums)
     for step in steps:
-        of_step = {_COUNT: 1, _EXCESS: step.excess_ms, _UNEXPLAINED: step.unexplained_ms}
-        causes = [((cause.kind, cause.name), cause.reached_ms) for cause in step.causes]
-        for key, value in (*of_step.items(), *causes):
-            found[key] = found.get(key, 0.0) + value
+        found[_COUNT] += 1
+        found[_EXCESS] += step.excess_ms
+        found[_UNEXPLAINED] += step.unexplained_ms
+        for cause in step.causes:
+            found[cause.kind, cause.name] += cause.reached_ms
     return found
 
 
 def _causes(sums: _Sums, at: Literal[0, 1]) -> dict[str, float]:
     """Return how much each kind of cause (0), or each name (1), has."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = defaultdict(float)
     for key, ms in sums.items():
         if key[0]:
-            found[key[at]] = found.get(key[at], 0.0) + ms
+            found[key[at]] += ms
     return found
 
 
