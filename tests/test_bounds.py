@@ -12,7 +12,6 @@ from fake_loop import Loop, hooks
 from fake_ranks import COMM_MS, Ranks, reduce
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._boundaries import comm
 from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import MANY_MARKS, MOST_EVENTS
 
@@ -176,18 +175,3 @@ def test_a_step_that_waits_often_is_not_taken_for_one_that_never_ends(
     assert told(caplog, "has not ended") == 0
     assert timer.last is not None
     assert timer.last.phase_ms["other/comm"] == 200 * COMM_MS
-
-
-def test_waits_beyond_the_bound_are_work_and_told_once(
-    gpu: FakeGPU, ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comm, "_MAX_WAITS", 3)
-    loop = Loop(gpu)
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(2)):
-            for _ in range(5):
-                reduce()
-            loop.train(x)
-    assert told(caplog, "A step waits more than 3 times for other ranks") == 1
-    assert [one["other/comm"] for one in steps(timer)] == [3 * COMM_MS] * 2
-    assert [one["other"] for one in steps(timer)] == [5 * COMM_MS + STEP_MS["other"]] * 2

@@ -66,20 +66,6 @@ def test_alone_there_is_none(gpu: FakeGPU) -> None:
     assert steps(timer) == [{**STEP_MS, "backward": STEP_MS["backward"] + 3.0}] * 2
 
 
-def test_a_wait_that_was_queued_by_a_hook_on_the_loss_itself(two_ranks: None, gpu: FakeGPU) -> None:
-    # As FSDP2 does where the model returns the loss.
-    net = Layer(gpu, 4.0, 8.0)
-    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
-        loss = net(torch.ones(1, 2)).sum()
-        engine = torch.autograd.Variable._execution_engine
-        loss.register_hook(lambda _: engine.queue_callback(lambda: gpu.work(3.0)))
-        loss.backward()
-        timer.step()
-    assert timer.last is not None
-    assert timer.last.phase_ms["backward/comm"] == 3.0
-    assert len(loss._backward_hooks or {}) == 1
-
-
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[str, Any]) -> None:
     loop = Loop(gpu)

@@ -251,41 +251,6 @@ def test_the_hosts_times_are_without_the_waits() -> None:
     assert found.host_ms == {"data": 1.0, "forward": 4.0}
 
 
-def staged(stage: int, **options: Any) -> RankTotals:
-    return totals(**options, stage=stage)
-
-
-def test_a_stage_that_is_longer_is_no_slow_rank() -> None:
-    ranks = compare({0: staged(0, comm=7.0), 1: staged(1, comm=3.0, late="backward", late_ms=4.0)})
-    assert ranks is not None
-    assert (ranks.slowest, ranks.stage, ranks.phase) == (1, 1, "backward")
-    assert ranks.sentence == (
-        "stage 1 works 19 of 22 ms a step, 4 ms more than the median, in backward compute:"
-        " stage 0 waits"
-    )
-
-
-def test_a_rank_is_held_against_the_others_of_its_stage() -> None:
-    late = {"late": "forward", "late_ms": 4.0}
-    longer = {"late": "backward", "late_ms": 6.0}
-    of_ranks = {0: staged(0), 1: staged(0), 2: staged(1, **longer), 3: staged(1, **longer)}
-    of_stages = compare(of_ranks)
-    assert of_stages is not None
-    assert of_stages.stage == 1
-    assert of_stages.sentence.startswith("stage 1 works 21 of 21 ms a step")
-    # The slow one is found although another stage is longer.
-    ranks = compare({**of_ranks, 1: staged(0, **late)})
-    assert ranks is not None
-    assert (ranks.slowest, ranks.stage, ranks.phase) == (1, None, "forward")
-    assert ranks.behind_ms == 4.0
-
-
-def test_stages_that_are_alike_are_not_named() -> None:
-    ranks = compare({rank: staged(rank, comm=2.0) for rank in range(4)})
-    assert ranks is not None
-    assert (ranks.slowest, ranks.stage, ranks.sentence) == (None, None, "")
-
-
 def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     often = with_phases(totals(), {"save": (20.0, 10)})
     seldom = with_phases(totals(), {"save": (6.0, 1)})

@@ -36,7 +36,7 @@ def full() -> Run:
     """A run with everything that a page can show, and with names that mean harm."""
     one = run(1, more={f"x{EVIL}": 0.5})
     stats = RankStats(1.0, 2.0, 3.0, 1)
-    ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", None, f"rank 1 {EVIL}")
+    ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}")
     summary = replace(
         one.summary,
         ranks=ranks,

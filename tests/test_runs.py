@@ -115,7 +115,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results = Results(10, 0)
     results.add([raw(0, forward=2.0)])
     stats = RankStats(1.0, 2.0, 3.0, 1)
-    results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", None, "rank 1 is slow")
+    results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", "rank 1 is slow")
     results.books = WallTimeRecorder(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     run = run_of(
         results,

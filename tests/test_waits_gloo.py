@@ -29,8 +29,8 @@ SAID = {"callback": "data/callbacks", "loader": "data/fetch"}
 
 
 def without_compute(slowest: int | None, where: str) -> tuple[int | None, str]:
-    """A phase in which ranks wait is told as its `compute`; of a pipeline the stages are told."""
-    return slowest, where.removesuffix(": stage 0 waits").removesuffix(" compute")
+    """A phase in which ranks wait is told as its `compute`."""
+    return slowest, where.removesuffix(" compute")
 
 
 class Runs:

@@ -115,22 +115,6 @@ def test_an_event_that_torchs_own_code_waits_for_is_a_rank(
     assert train(gpu, unshard) == [waiting(COMM_MS)] * 3
 
 
-def test_an_event_that_a_loop_waits_for_is_a_rank_if_a_collective_ran_beside(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
-    numbers = iter(range(3))
-
-    def beside() -> None:
-        if next(numbers) == 1:
-            with streams.on(streams.side):
-                reduce()
-        else:
-            streams.side.queued_ms = COMM_MS
-        streams.timed.wait_event(Event(streams.side))
-
-    assert train(gpu, beside) == [NOBODY, waiting(COMM_MS), NOBODY]
-
-
 def test_what_torch_runs_beside_makes_no_rank_of_a_loops_own_events(
     streams: FakeStreams, gpu: FakeGPU
 ) -> None:

@@ -46,8 +46,7 @@ class Boundaries:
         self._submodules: SubmoduleBoundary | None = None
         self._waits: WaitBoundary | None = None
         self._comm: CommBoundary | None = None
-        self.shares_batches = False
-        """Whether several ranks work on the same batch."""
+        self._is_tensor_parallel = False
         try:
             self._put_on(recorder, loop, note)
         except BaseException:
@@ -58,7 +57,7 @@ class Boundaries:
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         own = self._attachments
         shared = is_distributed()
-        self.shares_batches = shared and is_tensor_parallel(loop.model)
+        self._is_tensor_parallel = shared and is_tensor_parallel(loop.model)
         if shared:
             self._waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
@@ -133,9 +132,10 @@ class Boundaries:
         return self._waits is not None
 
     @property
-    def stage(self) -> int | None:
-        """The stage of a pipeline that was seen to wait for others, if one was."""
-        return self._waits.stage if self._waits is not None else None
+    def shares_batches(self) -> bool:
+        """Whether several ranks work on the same batch, as far as was seen."""
+        has_pipeline = self._waits is not None and self._waits.has_pipeline
+        return self._is_tensor_parallel or has_pipeline
 
     def step_ended(self, *, timed: bool = True) -> bool:
         """End a step. Return whether there are optimizers, and none of them ran its update."""

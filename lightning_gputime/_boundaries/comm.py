@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
-    Subscription,
     hook_before,
     patch_function,
 )
@@ -20,11 +19,6 @@ from lightning_gputime._boundaries.register import BLOCKS, LAUNCHES, WORK_WAITS
 from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
-
-# In a step; each takes two marks.
-_MAX_WAITS = 10_000
-
-_TOO_MANY = "A step waits more than %d times for other ranks: the rest of it counts as work."
 
 _OWN = "lightning_gputime."
 _DISTRIBUTED = "torch.distributed"
@@ -35,8 +29,6 @@ _BETWEEN = (
     "torch.distributed.c10d_logger",
     "torch.cuda.streams",
 )
-# From what is called at the start of a call to who calls the patched method.
-_TO_CALLER = 3
 
 
 @untraced
@@ -52,26 +44,17 @@ class WaitBoundary:
         self._recorder = recorder
         self._streams = recorder.streams
         self._timed: set[int] = set()
-        # The streams beside it that ran collectives; and whether one of the user's own did, in
-        # this step.
+        # The streams beside it that ran collectives.
         self._beside: set[int] = set()
-        self._has_own_beside = False
-        self.stage: int | None = None
-        """The stage of a pipeline that this rank runs, the first one of several."""
-        self._looked_for_stage = False
-        # How many waits the open step has.
-        self._seen = 0
-        self._stream_module = ""
-        self._turn = 0
+        self.has_pipeline = False
+        """Whether a pipeline of torch's was seen to wait."""
         # Whether the wait of a collective is still to come.
         self._is_launched = False
-        self._subscriptions: list[Subscription] = []
-        self.step_ended()
+        self.note_stream()
         for owner, names, listener in self._places():
             for name in names:
                 if name in vars(owner):
-                    one = attachments.add(patch_function(owner, name, listener))
-                    self._subscriptions.append(one)
+                    attachments.add(patch_function(owner, name, listener))
 
     def _places(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
         # Not at the top: torch can be built without it.
@@ -92,20 +75,13 @@ class WaitBoundary:
             used = Calls(self._tensor_wait_begins, self._wait_ends)
             yield tensor, ("trigger_wait", "wait"), used
         if self._streams is not None and self._streams.kind is not None:
-            self._stream_module = self._streams.kind.__module__
             told = Calls(self._stream_wait_begins, self._wait_ends)
             yield self._streams.kind, ("wait_event", "wait_stream"), told
 
     def step_ended(self) -> None:
         """Forget the step that has ended. Call at the end of each step."""
         self._timed.clear()
-        self._has_own_beside = False
-        self._seen = 0
         self.note_stream()
-        if self._subscriptions:
-            # One at a time: who patches a class may put back what was there before us.
-            self._turn = (self._turn + 1) % len(self._subscriptions)
-            self._subscriptions[self._turn].reapply()
 
     def note_stream(self) -> None:
         """Take the current stream for timed. Call where a phase begins."""
@@ -133,9 +109,7 @@ class WaitBoundary:
         # Most loops have no pipeline, and need not look who waits.
         if _PIPELINING not in sys.modules or not caller(*_BETWEEN).startswith(_PIPELINING):
             return self._begin()
-        if not self._looked_for_stage:
-            self._looked_for_stage = True
-            self.stage = _stage_that_runs()
+        self.has_pipeline = True
         return self._begin(RECEIVES)
 
     def _wait_ends(self, result: Any = None) -> None:
@@ -146,9 +120,6 @@ class WaitBoundary:
         return not tensor.completed and self._begin()
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
-        # `wait_stream` calls `wait_event`, and was told of which stream it waits for.
-        if sys._getframe(_TO_CALLER).f_globals.get("__name__") == self._stream_module:
-            return False
         return self._waits_for_ranks(stream, awaited) and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
@@ -158,12 +129,7 @@ class WaitBoundary:
         is_launched, self._is_launched = self._is_launched, False
         if is_launched and self._recorder.is_waiting:
             return True
-        if self._seen == _MAX_WAITS:
-            self._recorder.tell_once(_TOO_MANY, _MAX_WAITS)
-            return False
-        begins = self._recorder.wait_begins(label)
-        self._seen += begins
-        return begins
+        return self._recorder.wait_begins(label)
 
     def _is_beside(self) -> bool:
         """Note a stream that runs a collective beside. Return whether it, or the thread, is."""
@@ -176,7 +142,6 @@ class WaitBoundary:
         if current in self._timed:
             return False
         self._beside.add(current)
-        self._has_own_beside |= not caller(*_BETWEEN).startswith(_DISTRIBUTED)
         return True
 
     def _waits_for_ranks(self, stream: Any, awaited: Any) -> bool:
@@ -189,10 +154,8 @@ class WaitBoundary:
             return False
         if caller(*_BETWEEN).startswith(_DISTRIBUTED):
             return True
-        # Else it may wait for a copy, as loaders that fetch ahead do.
-        if isinstance(awaited, streams.kind):
-            return streams.identity(awaited) in self._beside
-        return self._has_own_beside
+        # Else it may wait for a copy, as loaders that fetch ahead do; an event does not tell.
+        return isinstance(awaited, streams.kind) and streams.identity(awaited) in self._beside
 
 
 @untraced
@@ -232,7 +195,6 @@ class CommBoundary:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 try:
                     self._handles.append(tensor.register_hook(self._queue))
-                    _call_first(tensor, self._handles[-1].id)
                 except Exception as error:
                     self._tell(error)
 
@@ -306,18 +268,6 @@ def _is_autograd_compiled() -> bool:
 
 
 @untraced
-def _call_first(tensor: Tensor, hook_id: int) -> None:
-    """Move a hook before the others: where the model returns the loss, FSDP2 has one on it."""
-    hooks = tensor._backward_hooks
-    if hooks is not None and len(hooks) > 1:
-        # torch goes by the order of insertion, which `move_to_end` does not change.
-        others = [(other, hook) for other, hook in hooks.items() if other != hook_id]
-        for other, _ in others:
-            del hooks[other]
-        hooks.update(others)
-
-
-@untraced
 def caller(*between: str) -> str:
     """Return the name of the module whose code calls, beyond this package and `between`.
 
@@ -331,17 +281,3 @@ def caller(*between: str) -> str:
             return name
         frame = frame.f_back
     return name
-
-
-@untraced
-def _stage_that_runs() -> int | None:
-    """Return the stage of the pipeline's schedule that is running, as far as torch shows it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        schedule = frame.f_locals.get("self")
-        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        stage = getattr(stages[0], "stage_index", None)
-        if isinstance(stage, int):
-            return stage
-        frame = frame.f_back
-    return None

@@ -200,11 +200,6 @@ class Subscription:
         """Notify the listener no more. Safe to call twice."""
         self.patch.remove_listener(self._listener)
 
-    def reapply(self) -> None:
-        """Replace the function again if other code put the original back."""
-        if self._listener in self.patch.listeners:
-            self.patch.apply()
-
     def _find(self) -> FunctionPatch:
         """Return the patch that is there, or a new one."""
         there = vars(self._owner).get(self._name)

@@ -107,8 +107,7 @@ REGISTER = (
         "its hooks come with torch 2.15, and know no end",
         when=_OF_RANKS,
         idle=_OF_RANKS_IDLE,
-        others="both are called; if they put back the original, it is replaced again within some"
-        " steps",
+        others="both are called; what they put back is replaced when the timer is next off and on",
     ),
     Replaced(
         "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`",

@@ -2,14 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, settle
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.units import duration, unit_of
+from lightning_gputime._results.units import duration
 
 STEP = "step"
 LOCAL = "local"
@@ -32,7 +32,6 @@ class RankTotals:
         deviation_ms: See `BatchMeans.deviation_ms`.
         items: Number of items, of the steps where that is known.
         items_ms: Device time of those steps (in milliseconds).
-        stage: The rank's place in a pipeline, if there is one.
     """
 
     phases: PhaseTotals
@@ -40,7 +39,6 @@ class RankTotals:
     deviation_ms: float = 0.0
     items: float = 0.0
     items_ms: float = 0.0
-    stage: int | None = None
 
     @property
     def steps(self) -> int:
@@ -128,7 +126,6 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 def totals_of(
     sums: Sums,
     deviation_ms: float = 0.0,
-    stage: int | None = None,
     *,
     with_host: bool = False,
     with_items: bool = True,
@@ -138,7 +135,6 @@ def totals_of(
     Args:
         sums: Over the steps.
         deviation_ms: See `BatchMeans`.
-        stage: The rank's place in a pipeline, if there is one.
         with_host: Whether the host's times differ from the phases' own.
         with_items: Whether no other rank works on the same batch.
     """
@@ -149,7 +145,6 @@ def totals_of(
         deviation_ms,
         sums.items if with_items else 0.0,
         sums.items_ms if with_items else 0.0,
-        stage,
     )
 
 
@@ -213,8 +208,7 @@ class RankSummary:
     """The times of all ranks beside each other.
 
     A rank's local time is its step without `backward/comm` and the like, in which it waits for the
-    others. Ranks are compared with the others of their stage, if they are a pipeline; where none of
-    these is slow, the stages are compared.
+    others. The ranks of a pipeline are compared as any others: a longer stage is a slower rank.
 
     Attributes:
         rows: For each phase that ran, for "step" and for "local".
@@ -226,8 +220,6 @@ class RankSummary:
         behind_ms: How much longer the longest local time is than that median (in milliseconds).
         phase: The phase in which that rank loses most, of its local time; of `data` the part, if
             that is known.
-        stage: The stage of that rank, where not the rank is slow but its stage is longer than the
-            others; else None.
         sentence: Which rank is slow, and in what; empty where none is.
         items_per_s: Items per second, all ranks together; None where those of a rank are not known,
             or ranks work on the same batch: a pipeline, tensor parallelism.
@@ -238,7 +230,6 @@ class RankSummary:
     slowest: int | None
     behind_ms: float
     phase: str
-    stage: int | None = None
     sentence: str = ""
     items_per_s: float | None = None
 
@@ -273,33 +264,18 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         return None
     own_ms = {rank: _own_ms(one) for rank, one in totals.items()}
     errors_ms = {rank: one.error_ms for rank, one in totals.items()}
-    stages: dict[int, list[int]] = {}
-    for one, of_one in totals.items():
-        stages.setdefault(of_one.stage or 0, []).append(one)
-    is_slow, behind_ms, rank, phase = max(
-        _slowest({rank: own_ms[rank] for rank in ranks}, errors_ms) for ranks in stages.values()
-    )
-    stage, of_stages = None, {}
-    if len(stages) > 1 and not is_slow:
-        of_stages = {at: _mean_ms([own_ms[rank] for rank in of]) for at, of in stages.items()}
-        errors_ms = {at: statistics.fmean(errors_ms[rank] for rank in stages[at]) for at in stages}
-        is_slow, behind_ms, stage, phase = _slowest(of_stages, errors_ms)
-        rank = max(stages[stage], key=lambda rank: own_ms[rank][LOCAL])
+    is_slow, behind_ms, rank, phase = _slowest(own_ms, errors_ms)
     rows = _rows(totals)
     where = _where(phase, totals[rank], own_ms[rank], rows)
-    if stage is None:
-        sentence = f"rank {rank} is {duration(behind_ms)} a step slower than the median, in {where}"
-    else:
-        sentence = _stage_sentence(stage, of_stages, behind_ms, where)
+    sentence = f"rank {rank} is {duration(behind_ms)} a step slower than the median, in {where}"
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
         slowest=rank if is_slow else None,
         behind_ms=behind_ms,
         phase=phase,
-        stage=stage if is_slow else None,
         sentence=sentence if is_slow else "",
-        items_per_s=_items_per_s(totals.values()) if len(stages) == 1 else None,
+        items_per_s=_items_per_s(totals.values()),
     )
 
 
@@ -324,11 +300,6 @@ def _with_local(phases: PhaseTotals) -> PhaseTotals:
     return {**phases, LOCAL: (step_ms - waits_ms, steps)}
 
 
-def _mean_ms(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name for one in several for name in one}
-    return {name: statistics.fmean(one.get(name, 0.0) for one in several) for name in names}
-
-
 def _is_in_data(name: str) -> bool:
     return name.startswith(f"{DATA}/")
 
@@ -336,7 +307,7 @@ def _is_in_data(name: str) -> bool:
 def _slowest(
     own_ms: Mapping[int, Mapping[str, float]], errors_ms: Mapping[int, float]
 ) -> tuple[bool, float, int, str]:
-    """Compare ranks, or stages, of which each should take as long as the others.
+    """Compare ranks, of which each should take as long as the others.
 
     Returns:
         Whether one is slow beyond the noise; how much longer its local time is than the median of
@@ -376,19 +347,6 @@ def _where(
     if host_ms >= _HOST_BOUND * own_ms.get(phase, math.inf):
         return f"{phase}, which takes its host as long"
     return f"{phase} compute" if f"{phase}/{COMM}" in rows else phase
-
-
-def _stage_sentence(
-    stage: int, of_stages: Mapping[int, Mapping[str, float]], behind_ms: float, where: str
-) -> str:
-    local_ms, step_ms = of_stages[stage][LOCAL], of_stages[stage][STEP]
-    waiting = [at for at, ms in of_stages.items() if ms[LOCAL] < local_ms]
-    which = f"stage {waiting[0]} waits" if len(waiting) == 1 else "the others wait"
-    unit = unit_of(step_ms)
-    return (
-        f"stage {stage} works {unit.number(local_ms)} of {unit.of(step_ms)} a step,"
-        f" {unit.of(behind_ms)} more than the median, in {where}: {which}"
-    )
 
 
 def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:

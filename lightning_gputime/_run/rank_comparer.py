@@ -124,7 +124,6 @@ class RankComparer:
         return totals_of(
             sums,
             self._local.deviation_ms,
-            boundaries.stage if boundaries is not None else None,
             with_host=not self._results.on_host_clock,
             # They would be counted once per rank.
             with_items=boundaries is None or not boundaries.shares_batches,
