@@ -22,7 +22,7 @@ from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._phases import CALLBACKS, DATA, FETCH
+from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.table import show
@@ -44,6 +44,11 @@ _ELSEWHERE = {
 _NOT_FOUND = (
     "No Trainer is known, and no step is timed: give PhaseTimeCallback itself to"
     " transformers.Trainer(callbacks=[...]), not to a callback that passes its events on."
+)
+
+_NESTED = (
+    "One PhaseTimeCallback times one training at a time: that of another Trainer, which has not"
+    " ended, is no longer timed. Give each Trainer a PhaseTimeCallback of its own."
 )
 
 # They show what is logged: a line of ten more numbers would be no help.
@@ -100,7 +105,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         # Of a training. A step may reach across epochs; its inputs are those not yet trained on.
         self._means: MeanLog | None = None
         self._batch, self._inputs = Batch(is_open=False), list[Any]()
-        self._is_in_step = False
+        self._is_in_step = self._has_fetched = self._sees_updates = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._evaluations = Evaluations(self._options)
         self._stage, self._evaluation_means = "", dict[str, float]()
@@ -134,21 +139,20 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        self._detach()
         trainer = _trainer_of(self)
+        if self._session.is_attached and trainer is not self._trainer:
+            self._tell_once(_NESTED)
+        self._detach()
         if trainer is None:
             self._tell_once(_NOT_FOUND)
             return
         self._patch_trainer(trainer)
         # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
         model = trainer.model_wrapped
-        loop = Loop(
-            model,
-            [one for one in [optimizer] if isinstance(one, torch.optim.Optimizer)],
-            submodules=submodules,
-            batch=Batch(is_open=False),
-        )
-        self._batch = loop.batch
+        optimizers = [one for one in [optimizer] if isinstance(one, torch.optim.Optimizer)]
+        # A loop of one's own may tell of the ends of its steps alone.
+        loop = Loop(model, optimizers, submodules=submodules)
+        self._batch, self._sees_updates, self._has_fetched = loop.batch, bool(optimizers), False
         self._unlogged.clear()
         self._means = MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update)
         clock = self._options.clock or clock_for(args.device, tell=state.is_world_process_zero)
@@ -165,6 +169,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         if train_dataloader is not None:
             self._know_batch(train_dataloader)
         self._loss = _time_loss(model, self._session.phase)
+        self._session.begin(0)
 
     @never_raises
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -179,6 +184,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._session.recorder.mark_instead(DATA, FETCH)
 
     def _start_fetch(self, *_: Any, **__: Any) -> bool:
+        self._has_fetched = True
         if not self._batch.is_open:
             self._session.recorder.resume_or_mark(FETCH)
         return True
@@ -208,9 +214,14 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
+        was_told = self._is_in_step
+        if was_told and not self._sees_updates:
+            self._session.recorder.mark(AFTER_UPDATE)
         self._forget_step()
+        self._batch.is_open = not was_told
         self._session.end_step(state.global_step)
-        self._session.recorder.mark_instead(DATA, CALLBACKS)
+        if self._has_fetched:
+            self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -227,17 +238,16 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         else:
             self._leave()
 
-    def _start_run(self, *_: Any, **__: Any) -> bool:
-        self._handled = sys.exception()
-        return True
-
     def _end_run(self, _: Any) -> None:
-        """End the measurement after an error, of which a Trainer tells no callback."""
-        error, handled, self._handled = sys.exception(), self._handled, None
-        if error is not None and error is not handled:
-            is_first = self._trainer.state.is_world_process_zero
+        """End the measurement after an error, or where the timer was removed: nothing tells it."""
+        trainer, error = self._trainer, sys.exception()
+        if trainer is None:
+            return
+        has_failed = error is not None and error is not self._handled
+        if has_failed or self not in trainer.callback_handler.callbacks:
             self._detach()
-            self._owes_table = is_first and isinstance(error, KeyboardInterrupt)
+            is_first = trainer.state.is_world_process_zero
+            self._owes_table |= is_first and isinstance(error, KeyboardInterrupt)
             self._leave()
 
     def _forget_step(self) -> None:
@@ -260,7 +270,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     def _end_evaluate(self, _: Any) -> None:
         if self._batch.is_open:
             # A callback has evaluated inside a step.
-            self._session.batch_begins()
+            self._session.resume(OTHER if self._is_in_step else DATA)
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
         self._session.recorder.pause_now()
@@ -333,17 +343,23 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         reporters = [one for one in others if type(one).__name__ not in _PRINTERS]
         # A new list: the Trainer may be on its way through the old one.
         handler.callbacks = [self, *reporters, self._behind, *printers]
+        self._handled = sys.exception()
         # Before transformers 5 there is none for an epoch, and an error in another callback stays
         # unknown.
         runs = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
+        run = Calls(lambda *_, **__: True, self._end_run)
         for name, calls in {
             "get_batch_samples": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
-            runs: Calls(self._start_run, self._end_run),
+            runs: run,
+            "_evaluate": run,
+            "_finalize_training": run,
         }.items():
-            self._patches.append(patch_function(trainer, name, calls))
+            if hasattr(trainer, name):
+                self._patches.append(patch_function(trainer, name, calls))
+        self._patches.append(patch_function(handler, "on_epoch_begin", run))
 
     def _leave(self) -> None:
         """Take off what is on the Trainer, and print the table, if it is due."""
@@ -352,6 +368,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         if self._loss is not None:
             self._loss.remove()
         trainer, self._trainer, self._loss, self._means = self._trainer, None, None, None
+        self._handled = None
         if trainer is not None:
             handler = trainer.callback_handler
             before = [one for one in handler.callbacks if one is self][:1]

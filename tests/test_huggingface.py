@@ -108,7 +108,7 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
             **{name: others.pop(name) for name in [*others] if name in OF_TRAINER},
         }
 
-        class Waits(transformers.Trainer):  # type: ignore[misc]  # has no types
+        class Waits(own.pop("trainer_class", transformers.Trainer)):  # type: ignore[misc]  # has no types
             def log(self, *args: Any, **kwargs: Any) -> None:
                 gpu.now = max(gpu.now, gpu.free_at)  # It has just read the loss.
                 super().log(*args, **kwargs)
@@ -344,7 +344,15 @@ def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
     assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
 
 
-PATCHED = {"evaluate", "evaluation_loop", "get_batch_samples", "prediction_step", "_run_epoch"}
+PATCHED = {
+    "_evaluate",
+    "_finalize_training",
+    "_run_epoch",
+    "evaluate",
+    "evaluation_loop",
+    "get_batch_samples",
+    "prediction_step",
+}
 """What is replaced on a Trainer while it trains."""
 
 
@@ -545,6 +553,147 @@ def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
     assert "_loss_function" not in vars(model)
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert timer.history()["step"].tolist() == [1, 2, 3]
+
+
+class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
+    """Its training and all that belongs to it may raise; its loop may be one's own."""
+
+    raises = ""
+
+    def log(self, logs: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)
+        if "train_runtime" in logs and self.raises == "log":
+            raise RuntimeError("mine")
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.raises == "prediction_step":
+            raise RuntimeError("mine")
+        return super().prediction_step(*args, **kwargs)
+
+    def begin(self) -> Any:
+        loader = self.get_train_dataloader()
+        self.create_optimizer()
+        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+        self.model_wrapped = self.model
+        self.state.global_step = 0
+        self.callback_handler.optimizer = self.optimizer
+        self.tell("on_train_begin")
+        return loader
+
+    def tell(self, event: str) -> None:
+        self.state.global_step += event == "on_step_end"
+        getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    def update(self, batch: Any) -> None:
+        self.training_step(self.model_wrapped, batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "place", ["on_epoch_begin", "on_train_end", "log", "prediction_step", "is_removed"]
+)
+def test_wherever_a_training_dies_or_the_timer_is_removed_nothing_is_left(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if place == "is_removed" and state.global_step == 2:
+                trainer.remove_callback(timer)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("mine")
+
+    fails = Fails()
+    setattr(fails, place, fail)
+    timer = PhaseTimeCallback(warmup_steps=0)
+    trainer = new([timer, fails], tmp_path, False, trainer_class=Own, eval_on_start=True)
+    trainer.raises = place
+    before, callbacks = hooks_of(trainer.model), [*trainer.callback_handler.callbacks]
+    with nullcontext() if place == "is_removed" else pytest.raises(RuntimeError, match="mine"):
+        trainer.train()
+    assert hooks_of(trainer.model) == before
+    assert not {*vars(trainer)} & PATCHED
+    assert "on_epoch_begin" not in vars(trainer.callback_handler)
+    left = trainer.callback_handler.callbacks
+    callbacks.remove(timer)
+    assert [one for one in left if one is not timer] == callbacks
+    assert left.count(timer) == (place != "is_removed")
+    # The training was over, but for another callback.
+    assert ("Time per step" in capsys.readouterr().out) == (place == "on_train_end")
+
+
+def test_a_loop_of_ones_own_that_tells_of_its_ends_of_steps_alone_is_timed(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Trainer(Own):
+        def train(self) -> None:
+            loader = iter(self.begin())
+            for _ in range(3):
+                batch = next(loader)
+                with torch.no_grad():
+                    self.model(batch["x"])  # A rollout.
+                for _ in range(2):
+                    self.update({**batch})
+                self.tell("on_step_end")
+            self.evaluate()
+            for _ in range(2):
+                self.update(next(loader))
+                self.tell("on_step_end")
+            self.tell("on_train_end")
+
+    fake([timer], trainer_class=Trainer).train()
+    both = {name: 2 * ms for name, ms in STEP.items()} | {"data": 1.0, "forward": 12.0}
+    assert steps(timer) == [both | {"data": 2.0}, both, both, STEP, STEP]
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_fetch_that_is_not_seen_is_not_taken_for_callbacks(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Trainer(Own):
+        def train(self) -> None:
+            loader = self.begin()
+            self.tell("on_epoch_begin")
+            for _, batch in zip(range(3), loader, strict=False):
+                self.tell("on_step_begin")
+                self.update(batch)
+                self.tell("on_step_end")
+            self.tell("on_epoch_end")
+            self.tell("on_train_end")
+
+    fake([timer], trainer_class=Trainer).train()
+    assert steps(timer) == [FIRST, STEP, STEP]
+    assert "data/callbacks" not in timer.summary().rows
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_timed(
+    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+) -> None:
+    class Mine:
+        param_groups = ({"lr": 1.0},)
+
+        def step(self) -> None:
+            gpu.work(2.0)
+
+    another = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(another, lambda _: 1.0)
+    fake([timer], optimizers=(Mine(), scheduler)).train()
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+
+
+def test_a_timer_of_two_trainings_at_once_times_the_newest_and_says_so(
+    fake: Make, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Trains(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2:
+                inner.train()
+
+    inner = fake([timer], max_steps=3)
+    fake([timer, Trains()]).train()
+    assert timer.history()["step"].tolist() == [1, 2, 3]
+    assert "Give each Trainer a PhaseTimeCallback of its own" in caplog.text
 
 
 def test_after_ctrl_c_the_table_is_shown(

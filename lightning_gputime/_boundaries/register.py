@@ -144,12 +144,16 @@ REGISTER = (
         when="from the start to the end of training; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "`_run_epoch`, `evaluate` and three inner methods of the Trainer of transformers",
+        "`_run_epoch`, `evaluate`, five inner methods of the Trainer of transformers, and"
+        " `on_epoch_begin` of the handler of its callbacks",
         OBJECT,
         frozenset(
             {
                 "_run_epoch",
+                "_evaluate",
+                "_finalize_training",
                 "evaluate",
+                "on_epoch_begin",
                 "evaluation_loop",
                 "get_batch_samples",
                 "prediction_step",
