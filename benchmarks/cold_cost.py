@@ -36,6 +36,9 @@ BLOCK = 27
 """So many steps a way is on, and then off. It has two more than are read together: else all that
 the timer reads of a block would be read when it is off."""
 
+CHUNK = 500
+"""So many steps with "auto" are compared among themselves."""
+
 TOGETHER = 20
 """So many cycles of one way follow each other."""
 
@@ -293,6 +296,28 @@ def added_by_untimed(training: Training) -> Generator[float, None, None]:
         yield us - us_a_step(training.step)
 
 
+def added_by_default(training: Training, chunks: int) -> Iterator[float]:
+    """Yields what "auto" adds to a step (in us): all steps of a chunk against those it is off in."""
+    with GPUPhaseHooks(training.net, training.optimizer) as timer:
+        batches = iter(timer.steps(repeat(training.x)))
+        next(batches)
+        for number in range(chunks + 1):
+            all_us, off_us = [], []
+            for _ in range(CHUNK):
+                was_off = timer._session.is_off
+                start = time.perf_counter()
+                training.step()
+                next(batches)
+                us = (time.perf_counter() - start) * 1e6
+                all_us.append(us)
+                if was_off and timer._session.is_off:
+                    off_us.append(us)
+            # In the first chunk "auto" finds out what timing takes.
+            if number and off_us:
+                yield statistics.mean(all_us) - statistics.mean(off_us)
+        print(timer.summary().timed_every_n_steps, timer.summary().timing_share)
+
+
 def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
     """Returns what each way added to a step in each cycle (in us), and the step without."""
     training = Training(layers)
@@ -317,6 +342,7 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
                 next(added)
             found[name] += islice(added, TOGETHER)
             added.close()
+    found["default"] = [*added_by_default(training, cycles // 4)]
     return found
 
 

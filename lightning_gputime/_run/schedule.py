@@ -1,6 +1,7 @@
 """Which steps are timed, and how: decided by their index alone, so that all ranks agree."""
 
 import statistics
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,11 +113,14 @@ _TARGET = 0.008
 
 _BLOCK, _LONGEST_PERIOD = 5, 500
 
-_MOST_PER_MARK_NS = 40_000
-"""No mark costs the host more than this. A longer difference is chance."""
+_LEAST_PER_MARK_NS, _MOST_PER_MARK_NS = 3_000, 40_000
+"""No mark costs the host less in a loop that works, nor more. What differs by more is chance."""
 
-_REMEMBERED = 50
+_REMEMBERED = 100
 """Number of newest timed steps, and stretches of untimed ones, that are compared."""
+
+_TRIAL = 2
+"""With 1 of so many steps timed, for two windows, it is found out what timing costs."""
 
 _MOST_BETWEEN = 4096
 """At most this many steps pass between two decisions."""
@@ -126,9 +130,9 @@ class AutoSchedule:
     """Decide how many steps are timed, so that timing takes less than 1 % of the time.
 
     Where the GPU sets the pace, timing is hidden in the time for which the host waits. Elsewhere
-    what it costs is measured in the loop itself: the host's time per timed step, beside that per
-    untimed step. An empty loop is no guide: in a loop that works the code of a hook has left the
-    processor's cache by the next step.
+    what it costs is measured in the loop itself: the host's time for a timed step, beside that for
+    the untimed ones just before and behind it, as loops have their moods. An empty loop is no
+    guide: in a loop that works the code of a hook has left the processor's cache by the next step.
 
     Args:
         window: Number of steps between two logs; each window has a block of timed steps.
@@ -141,8 +145,9 @@ class AutoSchedule:
         """Index of the step before which `decide` must be called."""
         self.share: float | None = None
         """What timing costs in a timed step, as a fraction of an untimed one; None if unknown."""
-        self._timed_ns: deque[int] = deque(maxlen=_REMEMBERED)
-        self._untimed_ns: deque[float] = deque(maxlen=_REMEMBERED)
+        # When each began, and how long it took; of untimed stretches, how long a step.
+        self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self._switches_ns: deque[int] = deque(maxlen=_REMEMBERED)
         # Of the steps that were read: marks, how long the host waited, and what reading took.
         self._read = self._marks = 0
@@ -151,15 +156,17 @@ class AutoSchedule:
 
     def add_timed(self, steps: Sequence[StepRecord], reading_ns: int) -> None:
         """Take timed steps that were read, and how long that took (in nanoseconds)."""
-        self._timed_ns.extend(step.host_ns[-1] - step.host_ns[0] for step in steps)
+        for step in steps:
+            start_ns, *_, end_ns = step.host_ns
+            self._timed_ns.append((start_ns, end_ns - start_ns))
         self._read += len(steps)
         self._marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
         self._reading_ns += reading_ns
 
-    def add_untimed(self, ns: int, steps: int) -> None:
-        """Take how long some untimed steps took the host (in nanoseconds)."""
-        self._untimed_ns.append(ns / steps)
+    def add_untimed(self, start_ns: int, end_ns: int, steps: int) -> None:
+        """Take when some untimed steps began and ended (in nanoseconds)."""
+        self._untimed_ns.append((start_ns, (end_ns - start_ns) / steps))
 
     def add_switch(self, ns: int) -> None:
         """Take how long it took to put the hooks on, or off (in nanoseconds)."""
@@ -167,23 +174,34 @@ class AutoSchedule:
 
     def decide(self, index: int) -> int:
         """Return of how many steps 1 is to be timed from the step of this index on."""
-        # Once more when some untimed steps were seen, then at ever longer intervals.
-        has_compared = bool(self._untimed_ns)
-        self.due = index + (min(index, _MOST_BETWEEN) if has_compared else 2 * self._longest_period)
+        # Ranks do two decisions later what they wish in one: the first ones come often.
+        self.due = index + min(max(index // 2, 2 * self._longest_period), _MOST_BETWEEN)
+        added_ns = self._added_ns()
         if not self._read:
             return 1
-        most_ns = self._marks / self._read * _MOST_PER_MARK_NS
+        marks = self._marks / self._read
         wait_ns = self._wait_ms / self._read * 1e6
-        step_ns = statistics.median(self._untimed_ns or self._timed_ns)
+        step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
+        most_ns = marks * _MOST_PER_MARK_NS
         if wait_ns >= most_ns or most_ns < _TARGET * step_ns:
             return 1
-        if not has_compared:
-            return self._longest_period
-        reading_ns = self._reading_ns / self._read
-        cost_ns = statistics.median(self._timed_ns) - step_ns + reading_ns
-        cost_ns = min(max(cost_ns, 0.0), most_ns)
+        if not added_ns:
+            return _TRIAL
+        cost_ns = min(max(statistics.median(added_ns), marks * _LEAST_PER_MARK_NS), most_ns)
+        cost_ns += self._reading_ns / self._read
         self.share = cost_ns / step_ns
         return self._smallest_n(cost_ns, _TARGET * step_ns)
+
+    def _added_ns(self) -> list[float]:
+        """Return how much longer each timed step took than the untimed ones around it."""
+        starts_ns = [ns for ns, _ in self._untimed_ns]
+        added_ns = []
+        for start_ns, took_ns in self._timed_ns:
+            place = bisect(starts_ns, start_ns)
+            around = [*self._untimed_ns][max(place - 1, 0) : place + 1]
+            if 0 < place < len(starts_ns):
+                added_ns.append(took_ns - statistics.mean(ns for _, ns in around))
+        return added_ns
 
     def _smallest_n(self, cost_ns: float, target_ns: float) -> int:
         if cost_ns < target_ns:

@@ -383,7 +383,7 @@ class Session:
             before_ns, _ = self._looked
             self._looked = self._now_ns(), self._index
             if kind is UNTIMED:
-                self._auto.add_untimed(self._looked[0] - before_ns, 1)
+                self._auto.add_untimed(before_ns, self._looked[0], 1)
 
     def _start_planned_step(self) -> None:
         """Start a step; where the last one was timed, its last mark is the first of this one."""
@@ -479,7 +479,7 @@ class Session:
         if not self.is_attached:
             return False
         if self._auto is not None:
-            self._auto.add_untimed(now_ns - before_ns, steps)
+            self._auto.add_untimed(before_ns, now_ns, steps)
         if self._index >= self._on_at:
             self._turn_on()
             return True
@@ -494,7 +494,9 @@ class Session:
         self.analyzer.timing_resumes()
         self._kind = self._schedule.kind_unprobed(self._index)
         if self._auto is not None:
-            self._auto.add_switch(self._now_ns() - begin_ns)
+            end_ns = self._now_ns()
+            self._auto.add_switch(end_ns - begin_ns)
+            self._looked = end_ns, self._index
         self.work.reset()
         if self._kind is TIMED:
             self.recorder.begin(self._first_label)
