@@ -297,7 +297,7 @@ def added_by_untimed(training: Training) -> Generator[float, None, None]:
 
 
 def added_by_default(training: Training, chunks: int) -> Iterator[float]:
-    """Yields what "auto" adds to a step (in us): all steps of a chunk against those it is off in."""
+    """Yields what "auto" adds to a step (in us): all steps of a chunk, less those it is off in."""
     with GPUPhaseHooks(training.net, training.optimizer) as timer:
         batches = iter(timer.steps(repeat(training.x)))
         next(batches)

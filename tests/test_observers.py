@@ -59,6 +59,29 @@ def test_an_observer_is_told_all_that_is_promised(loop: Loop) -> None:
     assert "noted" in summary.splitlines()
 
 
+@pytest.mark.parametrize("every", [2, 5, 50])
+def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int) -> None:
+    class Newest:
+        """Logs the number of the last step that it was given."""
+
+        number = -1
+
+        def steps_read(self, steps: Any) -> None:
+            self.number = [*steps][-1].number
+
+        def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
+            return {"behind": newest - self.number}
+
+    logger = Logger()
+    options: dict[str, Any] = {"observers": [Newest()], "log_every_n_steps": every}
+    with hooks(loop, logger=logger, **options) as timer:
+        for x in timer.steps(loop.batches(100)):
+            loop.train(x)
+    behind = [metrics["phase_time/behind"] for _, metrics in logger.calls]
+    assert len(behind) == 100 // every
+    assert {*behind} == {0.0}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_an_observer_that_raises_costs_nobody_else_anything(
     loop: Loop, name: str, caplog: pytest.LogCaptureFixture

@@ -301,9 +301,9 @@ def test_long_steps_are_all_timed() -> None:
 
 
 def test_where_timing_is_found_to_be_cheap_all_steps_are_timed_again() -> None:
-    timed = numbers(train(FakeGPU(), 600, host_ms=4.0))
+    timed = numbers(train(FakeGPU(), 1000, host_ms=4.0))
     assert timed[:100] == [*range(100)]
-    assert timed[-300:] == [*range(300, 600)]
+    assert timed[-300:] == [*range(700, 1000)]
 
 
 def test_timed_steps_stand_in_blocks() -> None:

@@ -66,7 +66,8 @@ class StepObserver(Protocol):
     def step_ends(self, now_ns: int) -> None:
         """Take note that a step ends, just before its end is marked. Be quick: it is in the loop.
 
-        It is not called while the timer is off between timed steps.
+        It is also called for steps that are not timed, but not while the timer is off. To pair it
+        with the steps of `steps_read`, compare `now_ns` with their `host_ns`.
 
         Args:
             now_ns: The host's time (in nanoseconds), from an arbitrary origin.

@@ -143,8 +143,9 @@ class Session:
         if sampler is not None:
             results.peaks = PhaseMemory(sampler.total)
             memory = [results.peaks]
-        own = [*memory, results, self._comparison, self.analyzer, means, self._checkup]
-        observers = [*own, *options.observers, users]
+        own = [*memory, results, self._comparison, self.analyzer]
+        # The log asks observers for metrics of the steps that they have been told of.
+        observers = [*own, *options.observers, means, self._checkup, users]
         self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
         results.observers = options.observers
         means.observers = [*memory, *options.observers]
