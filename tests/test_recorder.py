@@ -1075,9 +1075,13 @@ def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
     ]
 
 
+@pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
 def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
-    gpu: FakeGPU, run: Recorded
+    gpu: FakeGPU, lag: int, read: int
 ) -> None:
+    run = Recorded(gpu, lag=lag)
+    run.recorder.begin()
+    run.recorder.start_probe(lambda: gpu.spin(1))
     run.recorder.mark("forward")
     gpu.work(4.0)
     run.recorder.mark("<after update>")
@@ -1092,7 +1096,10 @@ def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
     assert ended == [False, True]
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "data")
     gpu.work(1.0)
+    assert gpu.waits == []
     run.recorder.end_step(1)
+    # The probe ended with the step that was left: what follows is read in its turn.
+    assert len(run.emitted) == read
     run.recorder.flush()
     assert [(times.step, times.phase_ms) for times in run.emitted] == [
         (0, {"data": 0.0, "forward": 4.0}),

@@ -1,5 +1,6 @@
 """Waits as marks: what they interrupt, and what becomes of that."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +95,22 @@ def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
     gpu.work(1.0)
     run.wait()
     assert run.end() == {"forward": 11.0, "forward/comm": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("label", "task", "is_timed"),
+    [("backward", 0, True), ("optimizer", 0, True), ("forward", 0, False), ("backward", -1, False)],
+)
+def test_a_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
+    run: Recorded, label: str, task: int, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "lightning_gputime._record.recorder._current_graph_task_id"
+    monkeypatch.setattr(path, lambda: task)
+    run.run(label, 4.0)
+    thread = threading.Thread(target=run.wait)
+    thread.start()
+    thread.join()
+    assert run.end() == {label: 7.0, **({f"{label}/comm": 3.0} if is_timed else {})}
 
 
 def test_a_pause_inside_a_wait_ends_it(run: Recorded, gpu: FakeGPU) -> None:
