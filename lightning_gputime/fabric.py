@@ -10,11 +10,11 @@ import torch
 from lightning.fabric import wrappers
 from torch import nn
 
-from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._messages import TellOnce
 from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
-from lightning_gputime._phases import FETCH, OTHER
+from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._timer import Steps, Timer, needs_instance, never_raises
@@ -91,6 +91,10 @@ class PhaseTimeCallback(Timer):
         self._loaders = 0
         # Whether the newest update was one of models in eval mode, as with frozen batch norms.
         self._trains_in_eval = False
+        # The training loader that was read last, by its id.
+        self._trained_on = 0
+        # Closed where calls of the model do not tell that they are an evaluation's.
+        self._batch = Batch()
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
@@ -113,10 +117,11 @@ class PhaseTimeCallback(Timer):
         Raises:
             ValueError: If the model has none of the `modules` of a name or a pattern.
         """
-        # One that is not trained is a part of the loss, say.
-        if any(one.requires_grad for one in module.parameters()):
+        own = [*optimizers] or _optimizers_of(fabric)
+        # One that is not trained is a part of the loss, say; with an optimizer it thaws later.
+        if own or any(one.requires_grad for one in module.parameters()):
             self._models.append(module)
-        self._optimizers += optimizers or _optimizers_of(fabric)
+        self._optimizers += own
         if self._models:
             # Raises, before training, if a name is wrong.
             submodules = self._submodules(getattr(self._models[0], "module", self._models[0]))
@@ -127,6 +132,7 @@ class PhaseTimeCallback(Timer):
         self._abort()
         self._step, self._loaders, self._trains_in_eval = 0, 0, False
         self._has_updated = self._has_batches = False
+        self._batch = Batch()
         one, *others = self._models
         self._start(
             self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
@@ -138,6 +144,7 @@ class PhaseTimeCallback(Timer):
                 [type(one) for one in self._optimizers],
                 pause_evaluation=True,
                 submodules=submodules,
+                batch=self._batch,
             ),
             MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
@@ -159,6 +166,7 @@ class PhaseTimeCallback(Timer):
         self._trains_in_eval = not any(one.training for one in self._models)
         if not self._loaders and optimizer is self._updated[-1]:
             self._end_step()
+            self._session.update_has_ended_step()
 
     # For users
 
@@ -196,6 +204,8 @@ class PhaseTimeCallback(Timer):
                 try:
                     item = next(items)
                 except StopIteration:
+                    if trains:  # The body may go on, as with two loaders that are zipped.
+                        self._session.recorder.mark(OTHER)
                     return
                 self._batch_begins(item)
                 yield item
@@ -203,8 +213,12 @@ class PhaseTimeCallback(Timer):
             self._loader_ends(trains)
 
     def _loader_begins(self, loader: object) -> bool:
+        # The body of a loop that has trained may say `train()` only after the first fetch.
+        if id(loader) == self._trained_on:
+            self._trains_in_eval |= torch.is_grad_enabled()
         trains = self._trains()
         if trains:
+            self._trained_on = id(loader)
             self._begin_epoch(loader)
             self._loaders += 1
         return trains
@@ -218,16 +232,19 @@ class PhaseTimeCallback(Timer):
         self._know_batch(loader)
         if self._loaders:
             return
-        if self._has_batches:
+        if self._has_batches and session.recorder.has_marked(BACKWARD):
             # Gradients accumulate from one epoch to the next; what lies between is no step's.
             session.pause()
             session.resume()
         else:
+            # Batches that were looked at alone, as for a mean, are no step's either.
+            self._has_batches = False
             session.begin(self._step)
 
     @never_raises
     def _fetch_begins(self) -> None:
         if self._trains():
+            self._batch.is_open = True
             if self._has_updated:
                 self._end_step()
             elif self._has_batches:
@@ -237,6 +254,9 @@ class PhaseTimeCallback(Timer):
             # A mark of its own: the one before may be the end of an update.
             self._session.recorder.mark(OTHER)
             self._session.pause()
+            # In eval mode without grad a call of the model tells by itself what it is.
+            tells = not (torch.is_grad_enabled() or any(one.training for one in self._models))
+            self._batch.is_open = tells or not self._updated
 
     @never_raises
     def _batch_begins(self, batch: object) -> None:
@@ -249,6 +269,7 @@ class PhaseTimeCallback(Timer):
     def _loader_ends(self, trains: bool) -> None:
         # A loader may be given up after another measurement has begun.
         self._loaders = max(self._loaders - trains, 0)
+        self._batch.is_open = True
         if trains:
             if self._has_updated and self._session.is_left(self._step):
                 self._step += 1

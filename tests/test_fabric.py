@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -380,3 +381,125 @@ def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: PhaseTime
         model.train()
     timer.remove()
     assert steps(timer) == [STEP] * 8
+
+
+# Loops that read loaders in ways of their own
+
+
+def evaluate(loop: Loop, model: Any, loader: Any, how: str) -> None:
+    model.train(how == "train")
+    with torch.set_grad_enabled(how == "adversarial"):
+        for x in loader:
+            loop.gpu.work(16.0)
+            out = model(x.requires_grad_(how == "adversarial"))
+            if how == "adversarial":
+                torch.autograd.grad(out.sum(), x)
+    model.train()
+
+
+@pytest.mark.parametrize("how", ["train", "adversarial"])
+def test_an_evaluation_inside_an_epoch_belongs_to_no_step(
+    loop: Loop, timer: PhaseTimeCallback, how: str
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, others = (new_loader(fabric, loop.gpu, n) for n in (6, 3))
+    for count, x in enumerate(loader):
+        if count in (2, 4):
+            evaluate(loop, model, others, how)
+        train(fabric, loop.gpu, model, optimizer, x)
+        if count % 2:
+            evaluate(loop, model, others, how)
+    timer.remove()
+    *_, last = found = steps(timer)
+    assert last == STEP
+    # Nothing tells where an evaluation before the first call of the model has ended.
+    assert all(one in (STEP, {**STEP, "other": 0.0}) for one in found), found
+
+
+def look_ahead(loader: Any) -> Iterator[Any]:
+    items = iter(loader)
+    one = next(items)
+    for following in items:
+        yield one
+        one = following
+    yield one
+
+
+def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
+    for x, _ in zip(loader, cycle(others), strict=False):
+        train(fabric, loop.gpu, model, optimizer, x)
+    for x in look_ahead(loader):
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert [one["other"] for one in steps(timer)] == [0.125] * 8
+    assert [one["data"] for one in steps(timer)] == [2.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("look", ["statistics", "shapes", "zip"])
+def test_batches_that_are_looked_at_alone_belong_to_no_step(
+    loop: Loop, timer: PhaseTimeCallback, look: str
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader, shorter = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
+    for _ in range(2):
+        if look == "statistics":
+            sum(x.sum() for x in loader)
+        elif look == "shapes":
+            model(next(iter(loader)))
+        else:
+            list(zip(loader, shorter, strict=False))
+        for x in loader:
+            train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert steps(timer) == [STEP] * 8
+
+
+def test_what_follows_an_update_is_data_where_there_is_no_loader(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    for x in loop.batches(4):
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    # Also what precedes the call of the model: nothing tells it from the fetch.
+    without = {name: ms for name, ms in STEP.items() if name != "other"}
+    assert [{**one, "other": 0.0} for one in steps(timer)] == [
+        {**without, "data": 1.125, "other": 0.0}
+    ] * 4
+
+
+def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: PhaseTimeCallback) -> None:
+    fabric = new_fabric(timer)
+    loop.model.requires_grad_(False)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loop.model.requires_grad_(True)
+    for x in new_loader(fabric, loop.gpu, 3):
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert steps(timer) == [STEP] * 3
+
+
+def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    loader = new_loader(fabric, loop.gpu, 3)
+    for _ in range(3):
+        for x in loader:
+            model.train()
+            train(fabric, loop.gpu, model, optimizer, x)
+        model.eval()
+        with torch.no_grad():
+            for x in loader:
+                model(x)
+    timer.remove()
+    assert steps(timer) == [STEP] * 9

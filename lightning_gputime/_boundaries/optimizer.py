@@ -57,7 +57,7 @@ class OptimizerBoundary:
         self.updates = 0
         """How many updates there were in this step; like `depth` it is reset where that ends."""
         self.ended_early = False
-        """Whether the newest update was over where a step ended inside it, as by its own hook."""
+        """Whether the newest update was over where a step ended by it, as by its own hook."""
         self.has_any = False
         """Whether there are optimizers whose updates are seen."""
         self._batch = loop.batch

@@ -297,6 +297,10 @@ class Session:
             self._start_planned_step()
         return not self.is_off
 
+    def update_has_ended_step(self) -> None:
+        """Note that no loader, but the update, has ended the step: what follows is the fetch."""
+        self._boundaries.update_has_ended_step()
+
     def is_left(self, number: int) -> bool:
         """Handle an exit inside a step. Return whether that had ended, under `number`.
 
