@@ -25,7 +25,7 @@ from record import environment, new_parser, save
 from turns import Stopwatch, take_turn
 
 from lightning_gputime import GPUPhaseHooks, _memory
-from lightning_gputime._memory import PhaseMemory, sampler_for, torch_counters
+from lightning_gputime._memory import PhaseMemory, counters_of, sampler, torch_counters
 from lightning_gputime._record.clock import Clock, clock_for
 
 MIB = 2**20
@@ -228,13 +228,13 @@ def in_turns(task: Task, batch: Batch, rounds: int) -> dict[str, list[float]]:
 
 def host_us(clock: Any, calls: int = 2000) -> dict[str, float]:
     """Returns what a mark of a sampled step takes of the host (in microseconds)."""
-    sampler = sampler_for(clock)
-    assert sampler is not None
+    counters = counters_of(clock)
+    assert counters is not None
     found = {}
     for name, call in (
         ("read", clock.allocator.read),
         ("reset", clock.allocator.reset),
-        ("all", sampler.sample),
+        ("all", sampler(counters)),
     ):
         begin = time.perf_counter()
         for _ in range(calls):

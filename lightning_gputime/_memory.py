@@ -1,11 +1,11 @@
 """The memory of phases: read at the marks of some steps, kept, logged and summed up.
 
-All of one output in one file. `MemorySampler` reads two numbers at each mark of a sampled step; the
-recorder leaves them in the step's record; `PhaseMemory` makes peaks of them when steps are read.
+`sampler` reads two numbers at each mark of a sampled step; the recorder leaves them in the step's
+record; `PhaseMemory` makes peaks of them when steps are read.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -16,12 +16,9 @@ import torch
 from lightning_gputime._messages import TellOnce, messages
 from lightning_gputime._phases import BACKWARD, CALLBACKS, FORWARD, LOSS, OPTIMIZER, settle
 from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._record.recorder import FIRST_SAMPLED, SAMPLED_EVERY
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._untraced import untraced
-
-FIRST, EVERY = 3, 20
-"""The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
-sampled step costs the host some 20 us, one of another step nothing."""
 
 _MIB = 2**20
 
@@ -52,7 +49,12 @@ _GRAPHS = (
 
 
 def torch_counters(device: torch.device) -> Any:
-    """Return the counters of torch's allocator of an accelerator, or raise if there are none."""
+    """Return the counters of torch's allocator of an accelerator, or raise if there are none.
+
+    Their `index` is the number of the device, `total` its memory in bytes (None if not known).
+    `read()` returns what `torch.cuda.memory_stats_as_nested_dict` does, and `reset()` sets all
+    peaks to what is allocated now.
+    """
     kind = device.type
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     names = [
@@ -69,46 +71,34 @@ def torch_counters(device: torch.device) -> Any:
     return SimpleNamespace(index=index, total=total, read=read, reset=reset)
 
 
-# By the number of a device, which sampler has reset its peaks last. Module state, as the counters
-# are: timers of one process take peaks from each other.
-_last_reset: dict[int, int] = {}
+# By the number of a device, who has reset its peaks last. Module state, as the counters are.
+_last_reset: dict[int, object] = {}
 
 
-@untraced
-class MemorySampler:
-    """Reads the counters of an allocator at the marks of some steps, and resets its peaks there.
+def sampler(counters: Any) -> Callable[[], tuple[int, int]]:
+    """Return a function that reads an allocator's counters at a mark, and resets its peaks.
+
+    It returns the peak since the last mark (-1 where another timer has reset it since) and what is
+    allocated now, in bytes.
 
     Args:
-        counters: Has `index`, the number of the device; `total`, its memory in bytes, None if that
-            is not known; `read()`, which returns what torch.cuda.memory_stats_as_nested_dict does;
-            `reset()`, which sets all peaks to what is allocated now. A clock may have such an
-            object as its attribute `allocator`.
+        counters: As `torch_counters` returns them; those of a clock are its attribute `allocator`.
     """
+    own = object()
 
-    def __init__(self, counters: Any) -> None:
-        self.total: int | None = counters.total
-        self._index, self._read, self._reset = counters.index, counters.read, counters.reset
-        if "peak" not in self._read()["allocated_bytes"]["all"]:
-            raise LookupError("it does not count them")
-
-    def is_due(self, index: int) -> bool:
-        """Return whether to sample a step, by its place among the timed ones."""
-        return index < FIRST or index % EVERY == 0
-
-    def sample(self) -> tuple[int, int]:
-        """Return the peak since the last call, and what is allocated now (in bytes).
-
-        The peak is -1 where another timer has reset it since.
-        """
-        counted = self._read()["allocated_bytes"]["all"]
-        self._reset()
-        is_own = _last_reset.get(self._index) == id(self)
-        _last_reset[self._index] = id(self)
+    @untraced
+    def sample() -> tuple[int, int]:
+        counted = counters.read()["allocated_bytes"]["all"]
+        counters.reset()
+        is_own = _last_reset.get(counters.index) is own
+        _last_reset[counters.index] = own
         return counted["peak"] if is_own else -1, counted["current"]
 
+    return sample
 
-def sampler_for(clock: Clock) -> MemorySampler | None:
-    """Return a sampler of the device that a clock times; say so and return None if none works."""
+
+def counters_of(clock: Clock) -> Any:
+    """Return the counters of the device that a clock times; say so and return None without any."""
     if isinstance(clock, HostClock):
         messages.warning(_CPU)
         return None
@@ -117,12 +107,14 @@ def sampler_for(clock: Clock) -> MemorySampler | None:
     try:
         if counters is None and device is None:
             raise LookupError("it has no attribute `allocator`")
-        sampler = MemorySampler(counters or torch_counters(device))
+        counters = counters or torch_counters(device)
+        if "peak" not in counters.read()["allocated_bytes"]["all"]:
+            raise LookupError("it does not count them")
     except Exception as error:
         messages.warning(_NO_COUNTERS, device or "this clock", error)
         return None
-    messages.warning(_RESETS, FIRST, EVERY)
-    return sampler
+    messages.warning(_RESETS, FIRST_SAMPLED, SAMPLED_EVERY)
+    return counters
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import register
 import torch
 from fake_gpu import FakeGPU
 from fake_loop import Loop
@@ -12,7 +13,7 @@ from fake_ranks import Ranks, places
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_gputime._boundaries import named, register
+from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.patching import FunctionPatch
 from lightning_gputime._record import clock
 
@@ -95,7 +96,7 @@ def _all_that_is_replaced_is_in_the_register() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FunctionPatch, "__init__", checked)
         yield
-    assert not unknown, "see lightning_gputime/_boundaries/register.py"
+    assert not unknown, "see tests/register.py"
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from fake_lightning import MemoryLogger, Model, fit
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, _memory, load
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
 from lightning_gputime._memory import PhaseMemory
+from lightning_gputime._record import recorder
 
 MIB = 2**20
 PARAMETERS = 1000 * MIB
@@ -272,7 +273,7 @@ def test_probed_steps_are_not_sampled(
     gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled = []
-    monkeypatch.setattr(_memory, "EVERY", 1)
+    monkeypatch.setattr(recorder, "SAMPLED_EVERY", 1)
     monkeypatch.setattr(PhaseMemory, "_keep", lambda _, number, peaks: sampled.append(number))
     timer = Training(gpu, memory, probe_every_n_steps=4).run(60)
     assert timer.summary().probed_steps

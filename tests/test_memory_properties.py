@@ -6,9 +6,9 @@ import pytest
 import test_recorder_properties as properties
 from fake_gpu import FakeAllocator, FakeEvent, FakeGPU
 
-from lightning_gputime import _memory
-from lightning_gputime._memory import MemorySampler, PhaseMemory
+from lightning_gputime._memory import PhaseMemory, sampler
 from lightning_gputime._phases import settle
+from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
 
@@ -55,18 +55,19 @@ class Sampled(properties.Played):
                 record(self)
                 allocator.of_event = len(allocator.log) - 1
 
-        class Sampler(MemorySampler):
-            def sample(self) -> tuple[int, int]:
-                sampled = super().sample()
-                allocator.note(sampled)
-                return sampled
+        read = sampler(allocator)
+
+        def sample() -> tuple[int, int]:
+            sampled = read()
+            allocator.note(sampled)
+            return sampled
 
         def emit(steps: list[StepRecord]) -> None:
             options["emit"](steps)
             self.check(steps)
 
         gpu.event = lambda: Event(gpu)  # type: ignore[method-assign]
-        return Recorder(gpu, sampler=Sampler(gpu.allocator), **{**options, "emit": emit})
+        return Recorder(gpu, sample=sample, **{**options, "emit": emit})
 
     def work(self) -> None:
         super().work()
@@ -97,7 +98,7 @@ def test_peaks_are_what_the_allocator_did_and_times_are_as_without(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL", "lightning_gputime")
-    monkeypatch.setattr(_memory, "EVERY", 1)
+    monkeypatch.setattr(recorder, "SAMPLED_EVERY", 1)
     sampled = 0
     for seed in SEEDS:
         played = properties.play(kind, seed)

@@ -17,10 +17,10 @@ from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
 from fake_loop import Loop
 from lightning.fabric import Fabric
+from register import REGISTER
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._boundaries.register import REGISTER
 from lightning_gputime.fabric import PhaseTimeCallback as FabricTimer
 
 README = Path(__file__).parent.parent / "examples" / "README.md"

@@ -15,10 +15,18 @@ from lightning_gputime._boundaries.patching import (
     hook_before,
     patch_function,
 )
-from lightning_gputime._boundaries.register import BLOCKS, LAUNCHES, WORK_WAITS
 from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._untraced import untraced
+
+_COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
+"""How the methods of a process group begin that launch a collective."""
+
+BLOCKS = ("monitored_barrier",)
+"""The methods that launch one, and wait on the host."""
+
+WORK_WAITS = ("wait", "synchronize", "block_current_stream")
+"""The methods by which a stream, or the host, waits for a collective."""
 
 _OWN = "lightning_gputime."
 _DISTRIBUTED = "torch.distributed"
@@ -64,7 +72,7 @@ class WaitBoundary:
         # All that is called in Python passes them; a patch of `torch.distributed.all_reduce` itself
         # would break compiled code, which knows that function, and miss those who imported it by
         # name.
-        yield ProcessGroup, LAUNCHES, Calls(self._launch_begins, self._launch_ends)
+        yield ProcessGroup, launches(ProcessGroup), Calls(self._launch_begins, self._launch_ends)
         yield ProcessGroup, BLOCKS, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
@@ -227,6 +235,11 @@ class CommBoundary:
     def _mark(self) -> None:
         # Not called where a backward raises: `BackwardBoundary` marks its end in any case.
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
+
+
+def launches(group: type) -> tuple[str, ...]:
+    """Return the methods of a process group that launch a collective."""
+    return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
 
 
 def is_distributed() -> bool:

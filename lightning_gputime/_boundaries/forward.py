@@ -17,7 +17,6 @@ from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import (
-    Attachment,
     Attachments,
     Calls,
     hook_after,
@@ -90,7 +89,7 @@ class ForwardBoundary:
         self.losses = _LossSearch(recorder)
         """What may be losses until a backward begins."""
         self._evaluation = _EvaluationSearch(recorder, loop.model)
-        self._hooked: dict[int, tuple[Attachment, ...]] = {}
+        self._hooked: dict[int, tuple[Any, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
         self._alone: set[int] = set()
@@ -170,7 +169,7 @@ class ForwardBoundary:
     def _exit_training_step(self, result: Any = None) -> None:
         self._recorder.mark(OTHER)
 
-    def _time(self, module: nn.Module) -> tuple[Attachment, ...]:
+    def _time(self, module: nn.Module) -> tuple[Any, ...]:
         add = self._attachments.add
         if module._compiled_call_impl is not None:
             return (add(patch_compiled_call(module, self._enter, self._exit)),)

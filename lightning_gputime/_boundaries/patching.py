@@ -5,7 +5,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -14,16 +14,6 @@ from lightning_gputime._messages import messages
 from lightning_gputime._untraced import leave_untraced, untraced
 
 _MISSING = object()
-
-
-class Attachment(Protocol):
-    """Something that is on an object of somebody else, and can be taken off and put on again."""
-
-    def remove(self) -> None:
-        """Take it off. Safe to call twice."""
-
-    def put_on(self) -> None:
-        """Put it on again. Safe to call twice."""
 
 
 def do_nothing(*_: Any) -> None:
@@ -214,7 +204,7 @@ def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = Non
 
     Args:
         owner: A class, a module or an object that has the function.
-        name: The name of the function. It must be in the register, see `register.py`.
+        name: The name of the function. It must be in `tests/register.py`.
         listener: Has the methods of `Calls`, or is what `wrap` notifies.
         wrap: Makes what is called in place of the function; by default that notifies `Calls`.
     """
@@ -295,21 +285,24 @@ def hook_after(
     return Registration(functools.partial(register, module, _ModuleHook(call), prepend=first))
 
 
-A = TypeVar("A", bound=Attachment)
+A = TypeVar("A")
 
 
 class Attachments:
-    """All that a timer has on the objects of others, in the order in which it was put on."""
+    """All that a timer has on the objects of others, in the order in which it was put on.
+
+    Each has the methods `put_on` and `remove`, both safe to call twice.
+    """
 
     def __init__(self) -> None:
-        self._all: dict[Attachment, None] = {}
+        self._all: dict[Any, None] = {}
 
     def add(self, one: A) -> A:
         """Keep what was put on."""
         self._all[one] = None
         return one
 
-    def drop(self, one: Attachment) -> None:
+    def drop(self, one: Any) -> None:
         """Take something off for good. Safe to call twice."""
         one.remove()
         self._all.pop(one, None)

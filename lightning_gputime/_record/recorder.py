@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from itertools import groupby
 from threading import get_ident, local
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch._C import _current_graph_task_id
@@ -64,14 +64,14 @@ class State(Enum):
 AT_REST, OPEN, PAUSED, LOST = State
 
 
-class Sampler(Protocol):
-    """Reads numbers at the marks of some steps, which their records then hold."""
+FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
+"""The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
+sampled step costs the host some 20 us, one of another step nothing."""
 
-    def is_due(self, index: int) -> bool:
-        """Return whether to sample a step, by its place among the timed ones."""
 
-    def sample(self) -> tuple[int, int]:
-        """Return what is read at a mark."""
+def _is_sampled(index: int) -> bool:
+    """Return whether to sample a step, by its place among the timed ones."""
+    return index < FIRST_SAMPLED or index % SAMPLED_EVERY == 0
 
 
 class TooManyEventsError(Exception):
@@ -101,7 +101,7 @@ class Recorder:
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
         on_reading_start: Called just before steps are read.
-        sampler: Reads more at the marks of some steps.
+        sample: Called at the marks of some steps, whose records then hold what it returns.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Recorder:
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
         on_reading_start: Callable[[], object] | None = None,
-        sampler: Sampler | None = None,
+        sample: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         # Asked first, at every mark: it is cheaper, and nearly always enough.
@@ -141,7 +141,7 @@ class Recorder:
         # How many events there are: those in use, and those to be used again.
         self._events = 0
         self._annotate = annotate
-        self._sampler = sampler
+        self._sample_mark = sample
         self.state = AT_REST
         """What it does with the time."""
         self.thread = -1
@@ -380,7 +380,7 @@ class Recorder:
         self.thread = self.home
         self._drop()
         self.state = OPEN
-        if self._sampler is not None and self._sampler.is_due(self._index):
+        if self._sample_mark is not None and _is_sampled(self._index):
             self._keep_samples([])
         first = self._first_label(label)
         if self._pauses:
@@ -401,7 +401,7 @@ class Recorder:
             return
         self._index += 1
         is_sampled = self._samples is not None
-        if self._sampler is not None and not is_sampled and self._sampler.is_due(self._index):
+        if self._sample_mark is not None and not is_sampled and _is_sampled(self._index):
             self._keep_samples([])  # The end of this step is the first mark of the next.
         if self.state is OPEN and not self._is_spoiled:
             self._base = label
@@ -586,11 +586,11 @@ class Recorder:
                 self.tell_once("Phases are no longer shown in other profilers: %r", error)
 
     def _sample(self) -> None:
-        if self._samples is not None and self._sampler is not None:
+        if self._samples is not None and self._sample_mark is not None:
             try:
-                self._samples.append(self._sampler.sample())
+                self._samples.append(self._sample_mark())
             except Exception as error:
-                self._sampler = None
+                self._sample_mark = None
                 self._keep_samples(None)
                 self.tell_once("Memory is measured no more: %r", error)
 
@@ -601,7 +601,7 @@ class Recorder:
     def _take_samples(self) -> tuple[tuple[int, int], ...]:
         """Return what was sampled in the step that has ended; the next one begins with the last."""
         samples = self._samples or []
-        is_due = self._sampler is not None and self._sampler.is_due(self._index)
+        is_due = self._sample_mark is not None and _is_sampled(self._index)
         self._keep_samples(samples[-1:] if is_due else None)
         return tuple(samples)
 

@@ -11,7 +11,7 @@ from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, deactivate
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._memory import PhaseMemory, sampler_for
+from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -119,7 +119,7 @@ class Session:
         means.slow = results.slow
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
         users = UserFunctions(options, on_step, self.analyzer)
-        sampler = sampler_for(clock) if options.memory else None
+        counters = counters_of(clock) if options.memory else None
         self._reading_since = 0
         self.recorder = Recorder(
             clock,
@@ -128,7 +128,7 @@ class Session:
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
             on_reading_start=self._reading_begins,
-            sampler=sampler,
+            sample=sampler(counters) if counters is not None else None,
         )
         """Records the marks."""
         self.work = WorkCounter(options, loop, self.recorder)
@@ -140,8 +140,8 @@ class Session:
             results, self._boundaries, self.recorder, accumulates=loop.needs_updates
         )
         memory = []
-        if sampler is not None:
-            results.peaks = PhaseMemory(sampler.total)
+        if counters is not None:
+            results.peaks = PhaseMemory(counters.total)
             memory = [results.peaks]
         own = [*memory, results, self._comparison, self.analyzer]
         # The log asks observers for metrics of the steps that they have been told of.

@@ -1,65 +1,37 @@
 """Everything that a timer replaces in other libraries while it is attached.
 
-`examples/README.md` shows this table to users, and a test fails on any patch that is not in it.
+`examples/README.md` shows this table to users, and a test that patches what is not in it fails.
 """
 
 from dataclasses import dataclass
 from types import ModuleType
+
+from torch.distributed import ProcessGroup
+
+from lightning_gputime._boundaries.comm import BLOCKS, WORK_WAITS, launches
 
 MODULE, CLASS, OBJECT = "module", "class", "object"
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One kind of function that is replaced."""
+    """One kind of function that is replaced, in the words of the manual."""
 
     what: str
-    """What it is, for users."""
-    kind: str
-    """What has it: a module, a class, or an object; several joined by commas."""
+    kind: str  # What has it: a module, a class or an object; several joined by commas.
     names: frozenset[str]
-    why: str
-    """Why no hook does instead."""
+    why: str  # Why no hook does instead.
     when: str = "while steps are timed"
-    idle: str = "0.5 to 1 us"
-    """What a call costs beyond the original's while no step is timed."""
-    others: str = "both are called, in any order"
-    """What happens if another library replaces it, too."""
+    idle: str = "0.5 to 1 us"  # What a call costs beyond the original's while no step is timed.
+    others: str = "both are called, in any order"  # If another library replaces it, too.
 
 
 _OF_RANKS = "while steps are timed, with several ranks"
 _OF_RANKS_IDLE = "1 to 3 us"
-
-LAUNCHES = (
-    "broadcast",
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "allgather",
-    "all_gather_single",
-    "_allgather_base",
-    "allgather_coalesced",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "all_to_all_single",
-    "alltoall_base",
-    "alltoall",
-    "barrier",
-)
-"""The methods of a process group that launch a collective."""
-
-BLOCKS = ("monitored_barrier",)
-"""Those that launch one, and wait on the host."""
-
-WORK_WAITS = ("wait", "synchronize", "block_current_stream")
-"""The methods by which a stream, or the host, waits for a collective."""
+_OF_RANKS_OTHERS = "both are called; what they put back is replaced when the timer is next put on"
+_IN_TRAINING = "from the start to the end of training"
+_NO_HOOK = "there is no hook"
+_COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
     Replaced(
@@ -73,7 +45,7 @@ REGISTER = (
         "`zero_grad` of the loop's optimizers; under Fabric, of their classes",
         f"{OBJECT}, {CLASS}",
         frozenset({"zero_grad"}),
-        "torch has no hook for it",
+        _NO_HOOK,
     ),
     Replaced(
         "`step` of an optimizer without hooks of its own, or whose `step` is compiled",
@@ -85,54 +57,54 @@ REGISTER = (
         "`_compiled_call_impl` of a module that was compiled in place",
         OBJECT,
         frozenset({"_compiled_call_impl"}),
-        "a hook of the module would be compiled",
+        _COMPILED,
         others="`compile()` called anew ends the timing of that module's calls",
     ),
     Replaced(
         "`training_step` of a LightningModule that was compiled as a whole",
         OBJECT,
         frozenset({"training_step"}),
-        "a hook of the module would be compiled",
+        _COMPILED,
     ),
     Replaced(
         "`torch.jit._recursive.create_script_module`",
         MODULE,
         frozenset({"create_script_module"}),
-        "TorchScript compiles a module's hooks, so ours are off while a module is scripted",
+        "TorchScript compiles a module's hooks: ours are off while a module is scripted",
     ),
     Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
-        frozenset({*LAUNCHES, *BLOCKS}),
+        frozenset({*launches(ProcessGroup), *BLOCKS}),
         "its hooks come with torch 2.15, and know no end",
-        when=_OF_RANKS,
-        idle=_OF_RANKS_IDLE,
-        others="both are called; what they put back is replaced when the timer is next off and on",
+        _OF_RANKS,
+        _OF_RANKS_IDLE,
+        _OF_RANKS_OTHERS,
     ),
     Replaced(
         "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`",
         CLASS,
         frozenset({*WORK_WAITS, "trigger_wait"}),
-        "there is no hook",
-        when=_OF_RANKS,
-        idle=_OF_RANKS_IDLE,
-        others="as those of `ProcessGroup`",
+        _NO_HOOK,
+        _OF_RANKS,
+        _OF_RANKS_IDLE,
+        _OF_RANKS_OTHERS,
     ),
     Replaced(
         "`wait_event` and `wait_stream` of the device's streams",
         CLASS,
         frozenset({"wait_event", "wait_stream"}),
-        "there is no hook",
-        when=_OF_RANKS,
-        idle=_OF_RANKS_IDLE,
-        others="as those of `ProcessGroup`",
+        _NO_HOOK,
+        _OF_RANKS,
+        _OF_RANKS_IDLE,
+        _OF_RANKS_OTHERS,
     ),
     Replaced(
         "`start` of the Trainer's profiler",
         OBJECT,
         frozenset({"start"}),
         "no callback hears of the fetch of a batch, nor of other callbacks",
-        when="from the start to the end of training",
+        when=_IN_TRAINING,
         idle="under 0.1 us an action",
     ),
     Replaced(
@@ -161,7 +133,7 @@ REGISTER = (
             }
         ),
         "no callback hears of a fetch, of where an evaluation begins, nor of an error",
-        when="from the start to the end of training",
+        when=_IN_TRAINING,
     ),
     Replaced(
         "`__iter__` of the loaders of Fabric",
