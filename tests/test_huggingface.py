@@ -507,6 +507,22 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
     assert log["eval_phase_time/items_per_s"] == pytest.approx(5.0 / step_ms * 1e3)
 
 
+def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensions(
+    gpu: FakeGPU, tmp_path: Path
+) -> None:
+    class Trainer(OwnLoss):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            if isinstance(inputs, list):  # As TRL's that generate.
+                inputs = transformers.default_data_collator(inputs)
+            return super()._prepare_inputs(inputs)
+
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path, train=False, trainer_class=Trainer)
+    trainer.data_collator = list
+    trainer.train()
+    assert timer.summary().items_per_s is None
+
+
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
     new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
     timer = PhaseTimeCallback(summary=False, warmup_steps=0)

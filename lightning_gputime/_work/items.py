@@ -51,6 +51,9 @@ class Items:
 
     def _search(self, batch: Any) -> float:
         self._kind = None
+        # Rows that were not put together: a dimension of theirs counts no rows.
+        if isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
+            return nan
         try:
             found = [*_tensors(batch, ())]
             sizes = {int(tensor.shape[0]) for _, tensor in found}
