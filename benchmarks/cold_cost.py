@@ -2,7 +2,8 @@
 
 An empty loop keeps the timer's code in the processor's cache, and hides most of it. Here a small
 net is trained whose steps the host paces. In a plain loop each way of timing is on for 27 steps and
-off for 27, in turns: what differs is what it adds. In Lightning each turn is a fit of its own.
+off for 27, in turns: what differs is what it adds. In Lightning, ways without blocks have fits of
+their own.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --layers 32 --rounds 0
@@ -13,11 +14,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import islice, pairwise, repeat
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -42,12 +43,12 @@ CHUNK = 500
 TOGETHER = 20
 """So many cycles of one way follow each other."""
 
-SETTLE, STEPS = 100, 50
+SETTLE, STEPS = 100, 100
 """In Lightning: steps before those that are measured, in which a timer finds its way, and these."""
 
 LEAST, TIMED = "the least timer", "every step timed"
 
-Hook = Callable[..., Any]
+T = TypeVar("T")
 
 
 def synchronize() -> None:
@@ -387,44 +388,79 @@ class FourSynchronize(pl.Callback):
 
 
 class Stopwatch(pl.Callback):
-    """Takes the time of the steps behind the first ones (in us a step)."""
+    """Takes the time from each batch to the next (in us), and whether its timer is off."""
 
-    us = 0.0
+    def __init__(self, timer: pl.Callback | None = None, plan: Schedule | None = None) -> None:
+        self.starts: list[float] = []
+        self.was_off: list[bool] = []
+        self._timer, self._plan = timer, plan
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx in (SETTLE, SETTLE + STEPS):
-            synchronize()
-            self.us = time.perf_counter() * 1e6 / STEPS - self.us
+    def on_train_batch_start(self, *_: Any) -> None:
+        if isinstance(self._timer, GPUPhaseTimer):
+            if self._plan is not None and not self.starts:
+                self._timer._session._schedule = self._plan
+            self.was_off.append(self._timer._session.is_off)
+        self.starts.append(time.perf_counter() * 1e6)
+
+    def steps_us(self) -> list[float]:
+        """Returns the time of each step."""
+        return [end - start for start, end in pairwise(self.starts)]
+
+
+def fit(task: Task, steps: int, watch: Stopwatch, *callbacks: pl.Callback) -> list[float]:
+    """Trains in Lightning. Returns the time of each step (in us)."""
+    bare_trainer(max_epochs=1, callbacks=[watch, *callbacks]).fit(task, Batches(steps + 1))
+    return watch.steps_us()
 
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
     """Returns the same of Lightning."""
-    task, batches = Task(layers), Batches(SETTLE + STEPS + 1)
+    task = Task(layers)
     ways: dict[str, Callable[[], pl.Callback]] = {
         "a callback that does nothing": Idle,
         "four synchronize": FourSynchronize,
         "no step timed": partial(GPUPhaseTimer, every_n_steps=10**6, summary=False),
-        "one step in ten timed": partial(GPUPhaseTimer, every_n_steps=10, summary=False),
-        TIMED: partial(GPUPhaseTimer, every_n_steps=1, summary=False),
     }
 
-    def of_fit(*callbacks: pl.Callback) -> float:
-        watch = Stopwatch()
-        bare_trainer(max_epochs=1, callbacks=[*callbacks, watch]).fit(task, batches)
-        return watch.us
+    def us_a_step(*callbacks: pl.Callback) -> float:
+        return statistics.mean(fit(task, SETTLE + STEPS, Stopwatch(), *callbacks)[SETTLE:])
 
-    of_fit()
+    us_a_step()
     found: dict[str, list[float]] = {"step": [], **{name: [] for name in ways}}
     for _ in range(rounds):
-        before = of_fit()
+        before = us_a_step()
         for name in random.sample([*ways], len(ways)):
-            us, after = of_fit(ways[name]()), of_fit()
+            us, after = us_a_step(ways[name]()), us_a_step()
             found["step"].append(before)
             found[name].append(us - (before + after) / 2)
             before = after
+    # Of the timer what differs inside of one fit: the host has other moods in the next.
+    timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, summary=False)
+    watch = Stopwatch(timer, Schedule(2 * BLOCK, BLOCK, 2 * BLOCK))
+    blocks = [
+        statistics.mean(block)
+        for block in batched(fit(task, 4 * rounds * BLOCK, watch, timer)[4 * BLOCK :], BLOCK)
+    ]
+    found[TIMED] = [us - before for before, us in zip(blocks[::2], blocks[1::2], strict=False)]
+    timer = GPUPhaseTimer(summary=False)
+    watch = Stopwatch(timer)
+    chunks = batched(
+        zip(fit(task, 5 * rounds * CHUNK // 4, watch, timer), watch.was_off, strict=False), CHUNK
+    )
+    found["default"] = [
+        statistics.mean(us for us, _ in chunk) - statistics.mean(us for us, off in chunk if off)
+        for chunk in [*chunks][1:]
+        if any(off for _, off in chunk)
+    ]
+    print(timer.summary().timed_every_n_steps, timer.summary().timing_share)
     return found
+
+
+def batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
+    """Yields the items by so many, as long as there are as many."""
+    left = iter(items)
+    while len(some := [*islice(left, n)]) == n:
+        yield some
 
 
 def mean_and_error(us: list[float]) -> dict[str, float]:
