@@ -38,6 +38,21 @@ def test_rank_zero_alone_does_what_it_wishes(agreements: list[Exchange]) -> None
     assert [agreements[0].agree(7) for _ in range(4)] == [1, 1, 7, 7]
 
 
+def test_nobody_waits_longer_than_a_collective_may_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = list[float]()
+
+    def wait(store: object, keys: list[str], timeout_s: float) -> list[str]:
+        waits.append(timeout_s)
+        return []
+
+    monkeypatch.setattr(rank_comparer, "wait_for", wait)
+    alone = Exchange(HashStore(), 1, 2, timeout_s=0.3)
+    assert [alone.agree(7) for _ in range(3)] == [1, 1, 1]
+    assert waits == [0.3]
+
+
 def test_a_rank_that_is_left_alone_says_so_once(
     agreements: list[Exchange], caplog: pytest.LogCaptureFixture
 ) -> None:

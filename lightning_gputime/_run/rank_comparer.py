@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import math
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -42,11 +45,11 @@ _AGREEMENT_TIMEOUT_S = 1.0
 
 _ABSENT = (
     "The times of these ranks did not arrive, and are left out until they do: %s. Give all ranks"
-    " the same timers, attached in the same order."
+    " the same timers, attached in the same order, and as many steps."
 )
 _ALONE = (
-    "The ranks agree no more on which steps are timed. On this one %s: give all of them a timer"
-    ", or this one sync_ranks=False. %r"
+    "The ranks agree no more on which steps are timed. On this one %s: give all of them the same"
+    " timer, or this one sync_ranks=False. %r"
 )
 
 
@@ -164,7 +167,8 @@ class Exchange:
         rank: Number of this process.
         world_size: Number of processes.
         timeout_s: How long rank zero waits for late ranks, at most a third of the store's timeout
-            (in seconds). It waits for a late rank again once that has caught up.
+            (in seconds). It waits for a late rank again once that has caught up, but each time half
+            as long: where ranks have steps of their own they may be late at every turn.
     """
 
     def __init__(
@@ -180,9 +184,16 @@ class Exchange:
         self._late, self._told = set[int](), set[int]()
         self._agreed, self._is_alone = 1, False
 
+    def _take_turn(self) -> int:
+        # Where a store has a file, that may be gone, and the store would wait for it.
+        if path := getattr(_innermost(self._store), "path", None):
+            os.stat(path)
+        self._turn += 1
+        return self._turn - 1
+
     def gather(self, totals: RankTotals) -> dict[int, RankTotals]:
         """Send `totals`. Return those of all ranks that took part on rank zero, else nothing."""
-        turn, self._turn = self._turn, self._turn + 1
+        turn = self._take_turn()
         if self._rank:
             self._store.set(f"{turn}/{self._rank}", json.dumps(asdict(totals)))
             # What rank zero has not read by now, it never will.
@@ -198,7 +209,9 @@ class Exchange:
         self._late = {one for one in self._late if not self._store.check([f"{turn - 1}/{one}"])}
         awaited = {f"{turn}/{rank}": rank for rank in self._ranks[1:] if rank not in self._late}
         there = [awaited[key] for key in wait_for(self._store, [*awaited], self._timeout_s)]
-        self._late.update({*awaited.values()}.difference(there))
+        if late := {*awaited.values()}.difference(there):
+            self._late |= late
+            self._timeout_s /= 2
         if new := sorted(self._late - self._told):
             self._told.update(new)
             messages.warning(_ABSENT, ", ".join(map(str, new)))
@@ -212,17 +225,16 @@ class Exchange:
         has written a turn ago. So it takes two turns until a wish holds. Who has no timer has no
         wish.
         """
-        turn, self._turn = self._turn, self._turn + 1
         if not self._is_alone:
             try:
-                self._take_turn(turn, wish)
+                self._tell_wish(self._take_turn(), wish)
             except Exception as error:
                 # Those who do not share it may time other steps; nobody waits for this one.
                 self._is_alone, n = True, self._agreed
                 messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
         return self._agreed
 
-    def _take_turn(self, turn: int, wish: int) -> None:
+    def _tell_wish(self, turn: int, wish: int) -> None:
         store = self._store
         store.set(f"{turn}/{self._rank}", str(wish))
         if self._rank == 0 and turn >= 1:
@@ -231,7 +243,7 @@ class Exchange:
             store.set(f"{turn}/agreed", str(max(map(int, wishes))))
         if turn >= 2:
             agreed = f"{turn - 1}/agreed"
-            if not wait_for(store, [agreed], _AGREEMENT_TIMEOUT_S):
+            if not wait_for(store, [agreed], min(_AGREEMENT_TIMEOUT_S, self._timeout_s)):
                 raise TimeoutError("rank 0 has said nothing")
             self._agreed = int(store.get(agreed))
 
@@ -257,8 +269,39 @@ def open_exchange(purpose: str) -> Exchange | None:
 
         # Timers are attached in the same order on every rank, so their numbers agree.
         prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
-        store = PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-        return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        timeout_s = min(_TIMEOUT_S, _collectives_timeout_s() / 3)
+        store = PrefixStore(prefix, _default_store())
+        return Exchange(store, rank, world_size, timeout_s=timeout_s)
     except Exception as error:
         messages.warning("The times of the ranks are not compared: %r", error)
         return None
+
+
+def _default_store() -> Any:
+    """Return the store of the default process group, over a connection that nobody else blocks."""
+    c10d: Any = torch.distributed.distributed_c10d
+    store = c10d._get_default_store()
+    # A thread of the user's may wait at a store of theirs, and keep it for as long.
+    is_own = c10d._default_pg_init_method is None
+    # What has a port has connections. Old versions of torch have no further ones.
+    can_connect = hasattr(_innermost(store), "port") and hasattr(store, "clone")
+    return store.clone() if is_own and can_connect else store
+
+
+def _innermost(store: Any) -> Any:
+    """Return the store below all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _collectives_timeout_s() -> float:
+    """Return after how many seconds a collective of the default process group raises."""
+    timeouts = [math.inf]
+    # Only some backends tell it.
+    with suppress(Exception):
+        group: Any = torch.distributed.distributed_c10d._get_default_group()
+        for device in group._device_types:
+            timeouts.append(group._get_backend(device).options._timeout.total_seconds())
+    return min(timeouts)

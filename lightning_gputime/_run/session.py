@@ -575,6 +575,7 @@ class Session:
         self.recorder.rest()
         if self.is_attached:
             self.is_attached = self.is_off = False
+            self._agreement = None
             self._means.log_means()
             self._checkup.end()
             self._dispatcher.remove()
