@@ -326,7 +326,7 @@ def test_an_update_without_a_backward_is_optimizer(
     optimizer.step()
     gpu.work(0.25)
     assert timed.end_step() == {"forward": 1.0, "other": 0.75, "optimizer": 2.0}
-    assert timed.boundaries.updates == 0
+    assert timed.boundaries.optimizer.updates == 0
 
 
 def test_a_closure_is_not_optimizer_and_the_rest_of_the_step_is(
@@ -353,7 +353,7 @@ def test_a_closure_is_not_optimizer_and_the_rest_of_the_step_is(
 
     timed = time_step(gpu, model, optimizer)
     optimizer.step(closure)
-    assert timed.boundaries.updates == 1
+    assert timed.boundaries.optimizer.updates == 1
     assert timed.end_step() == {"forward": 3.0, "loss": 1.5, "backward": 12.0, "optimizer": 6.0}
 
 
@@ -370,7 +370,7 @@ def test_a_step_that_calls_the_step_of_its_base_is_one_update(
     timed = time_step(gpu, model, optimizer)
     model(x).sum().backward()
     optimizer.step()
-    assert timed.boundaries.updates == 1
+    assert timed.boundaries.optimizer.updates == 1
     assert timed.end_step()["optimizer"] == 10.0
 
 

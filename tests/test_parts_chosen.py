@@ -130,14 +130,10 @@ def test_what_means_no_modules_is_refused_with_those_that_there_are(gpu: FakeGPU
         GPUPhaseHooks(model, modules=0)
 
 
-def test_more_than_a_hundred_modules_are_refused_with_a_depth_that_means_fewer(
-    gpu: FakeGPU,
-) -> None:
+def test_more_than_a_hundred_modules_are_refused_with_what_means_fewer(gpu: FakeGPU) -> None:
     model = GPT(gpu, 33)
     assert len(resolve("**.layers.**", model)) == 99
-    with pytest.raises(
-        ValueError, match=r"'all' means 102 modules .* give modules=1, which mea.*35"
-    ):
+    with pytest.raises(ValueError, match=r"'all' means 102 modules .* give a smaller depth"):
         GPUPhaseHooks(model, modules="all")
     names = [name for name, _ in model.named_modules() if name.count(".")]
     assert len(resolve([*names, "head", "emb"], model)) == 102

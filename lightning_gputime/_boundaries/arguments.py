@@ -22,9 +22,10 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
             f" arguments are swapped, write {_RIGHT}"
         )
     if not isinstance(model, nn.Module):
-        several = "; for several models give torch.nn.ModuleList([...])"
-        more = several if isinstance(model, list | tuple) else ""
-        raise TypeError(f"model must be a torch.nn.Module, got {_given(model)}{more}")
+        raise TypeError(
+            "model must be a torch.nn.Module (for several models torch.nn.ModuleList([...])), got"
+            f" {_given(model)}"
+        )
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError(
             "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
@@ -62,16 +63,11 @@ def _given(one: Any) -> str:
         return "parameters: give the optimizer that updates them"
     if isinstance(one, DataLoader | Dataset):
         return f"a {kind}: write {_RIGHT}, and give the loader to timer.steps(loader)"
-    if isinstance(one, nn.Module):
-        return f"a {kind}: for several models give torch.nn.ModuleList([...])"
     trainers = [base for base in type(one).__mro__ if base.__name__ == "Trainer"]
     if trainers:
         of_transformers = trainers[0].__module__.startswith("transformers.")
         timer = "huggingface.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
         return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
-    for name in ("optimizer", *getattr(one, "__dict__", ())):
-        if isinstance(getattr(one, name, None), Optimizer):
-            return f"a {kind}: give the optimizer inside, its attribute `{name}`"
     return shown(one)
 
 
@@ -83,8 +79,7 @@ def check_loader(loader: Any) -> None:
         raise TypeError(f"{right}; got the {what} {type(loader).__name__}, which goes to {_RIGHT}")
     has_items = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, type) or not has_items:
-        number = f" (or over range({loader}))" if isinstance(loader, int) else ""
-        raise TypeError(f"{right}{number}; got {shown(loader)}, which has no items")
+        raise TypeError(f"{right}; got {shown(loader)}, which has no items")
 
 
 def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:

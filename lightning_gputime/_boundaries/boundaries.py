@@ -62,7 +62,7 @@ class Boundaries:
             self._waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.tell_once(_HIDDEN)
-        self._forward = ForwardBoundary(recorder, own, loop, self._waits, note)
+        self.forward = ForwardBoundary(recorder, own, loop, self._waits, note)
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.tell_once(
@@ -72,12 +72,12 @@ class Boundaries:
             )
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
-        self._optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
+        self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            patch_zero_grad(recorder, own, self._optimizer, optimizer)
+            patch_zero_grad(recorder, own, self.optimizer, optimizer)
         if loop.wrap_backward:
             self._comm = CommBoundary(recorder, own, loop.called) if shared else None
-            BackwardBoundary(recorder, own, loop.batch, self._forward, self._optimizer, self._comm)
+            BackwardBoundary(recorder, own, loop.batch, self.forward, self.optimizer, self._comm)
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())
             own.add(patch_function(torch.jit._recursive, _SCRIPTS, calls))
@@ -89,19 +89,9 @@ class Boundaries:
         return True
 
     @property
-    def has_optimizers(self) -> bool:
-        """Whether updates of optimizers are seen."""
-        return self._optimizer.has_any
-
-    @property
-    def updates(self) -> int:
-        """How many optimizer updates were seen since the last `step_ended`."""
-        return self._optimizer.updates
-
-    @property
     def has_updated(self) -> bool:
         """Whether there was an update since then, or is one that ends here, in its own hook."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer.updates == 0 and (optimizer.depth or optimizer.ended_early):
             return optimizer.is_running()
         return optimizer.updates > 0
@@ -109,17 +99,7 @@ class Boundaries:
     @property
     def has_worked(self) -> bool:
         """Whether a model was called or an optimizer updated in the open step."""
-        return self._forward.calls > 0 or self._optimizer.updates > 0
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether a backward was seen in any step."""
-        return self._forward.has_trained
-
-    @property
-    def model_was_called(self) -> bool:
-        """Whether a call of the model, or of a part of it, was seen in any step that has ended."""
-        return self._forward.was_ever_called
+        return self.forward.calls > 0 or self.optimizer.updates > 0
 
     @property
     def sees_no_modules(self) -> bool:
@@ -139,12 +119,12 @@ class Boundaries:
 
     def step_ended(self, *, timed: bool = True) -> bool:
         """End a step. Return whether there are optimizers, and none of them ran its update."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer.depth:
             optimizer.end_early()
         has_updated = optimizer.updates > 0
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
-        self._forward.step_ended(timed)
+        self.forward.step_ended(timed)
         if self._waits is not None:
             self._waits.step_ended()
         if timed and self._submodules is not None:
@@ -153,11 +133,11 @@ class Boundaries:
 
     def update_has_ended_step(self) -> None:
         """Note that the step has ended where its update did: what clears gradients is no mark."""
-        self._optimizer.ended_early = True
+        self.optimizer.ended_early = True
 
     def forget_updates(self) -> None:
         """Forget the updates of the open step, where it ends while suspended."""
-        self._optimizer.updates = self._optimizer.depth = 0
+        self.optimizer.updates = self.optimizer.depth = 0
 
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Take everything off, until `reattach`. Call between two steps. Safe to call twice.
@@ -169,13 +149,13 @@ class Boundaries:
         self._attachments.suspend()
         if not keep_updates:
             self._of_updates.suspend()
-        self._forward.clear()
+        self.forward.clear()
         if self._submodules is not None:
             self._submodules.step_ended()
 
     def reattach(self, unseen_steps: int = 0) -> None:
         """Put on again what `suspend` took off, after some steps. Safe to call twice."""
-        self._forward.count_unseen(unseen_steps)
+        self.forward.count_unseen(unseen_steps)
         self._attachments.reattach()
         self._of_updates.reattach()
         activate(self._recorder)

@@ -128,7 +128,17 @@ class WaitBoundary:
         return not tensor.completed and self._begin()
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
-        return self._waits_for_ranks(stream, awaited) and self._begin()
+        streams = self._streams
+        if streams is None:
+            return False
+        identity = streams.identity(stream)
+        if identity not in self._timed or identity != streams.current():
+            return False
+        # Of a loop's own streams it may be one for copies; an event does not tell of which it is.
+        is_of_ranks = caller(*_BETWEEN).startswith(_DISTRIBUTED) or (
+            isinstance(awaited, streams.kind) and streams.identity(awaited) in self._beside
+        )
+        return is_of_ranks and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
         """Mark the start of a wait, if it is one of the timed stream. Return whether it is."""
@@ -151,19 +161,6 @@ class WaitBoundary:
             return False
         self._beside.add(current)
         return True
-
-    def _waits_for_ranks(self, stream: Any, awaited: Any) -> bool:
-        """Return whether a stream that is told to wait is the timed one, and waits for ranks."""
-        streams = self._streams
-        if streams is None:
-            return False
-        identity = streams.identity(stream)
-        if identity not in self._timed or identity != streams.current():
-            return False
-        if caller(*_BETWEEN).startswith(_DISTRIBUTED):
-            return True
-        # Else it may wait for a copy, as loaders that fetch ahead do; an event does not tell.
-        return isinstance(awaited, streams.kind) and streams.identity(awaited) in self._beside
 
 
 @untraced
@@ -201,10 +198,7 @@ class CommBoundary:
         # Not over a generator, which the backward needs itself.
         for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                try:
-                    self._handles.append(tensor.register_hook(self._queue))
-                except Exception as error:
-                    self._tell(error)
+                self._handles.append(tensor.register_hook(self._queue))
 
     def end(self) -> None:
         """Take the hooks off. Call after that backward."""
@@ -227,10 +221,7 @@ class CommBoundary:
             try:
                 torch.autograd.Variable._execution_engine.queue_callback(self._mark)
             except Exception as error:
-                self._tell(error)
-
-    def _tell(self, error: Exception) -> None:
-        self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
+                self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
 
     def _mark(self) -> None:
         # Not called where a backward raises: `BackwardBoundary` marks its end in any case.

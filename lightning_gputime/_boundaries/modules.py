@@ -48,7 +48,11 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     # Of a module that is asked for twice, the name counts that was given in full.
     chosen = {id(called[name]): name for name in _of_patterns(asked, called)}
     if len(chosen) > MAX_MODULES:
-        raise ValueError(_too_many(modules, len(chosen), called))
+        raise ValueError(
+            f"modules={modules!r} means {len(chosen)} modules of this model, and may mean"
+            f" {MAX_MODULES}, because each takes the host some tens of microseconds a call: give a"
+            " smaller depth, a pattern such as 'layers.*', or names in full, which have no limit"
+        )
     for name in filter(_is_name, asked):
         if not name or name not in named:
             known = ", ".join(name for name, _ in inner.named_children()) or "none inside"
@@ -113,16 +117,6 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 def _depth(name: str, called: Mapping[str, nn.Module]) -> int:
     # A ModuleList is no depth of its own: nobody calls it.
     return sum(outer in called for outer in accumulate(name.split("."), "{}.{}".format))
-
-
-def _too_many(modules: object, n: int, called: Mapping[str, nn.Module]) -> str:
-    outer = sum(_depth(name, called) == 1 for name in called)
-    fewer = f"modules=1, which means {outer}, or " if outer <= MAX_MODULES else ""
-    return (
-        f"modules={modules!r} means {n} modules of this model, and may mean {MAX_MODULES}, because"
-        f" each takes the host some tens of microseconds a call: give {fewer}a pattern such as"
-        f" 'layers.*', or names in full, which have no limit"
-    )
 
 
 def _usable(name: str) -> str:

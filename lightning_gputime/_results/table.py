@@ -9,17 +9,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 from unicodedata import combining, east_asian_width
 
 _BETWEEN = "  "
 """What separates the columns of plain text."""
-
-_MAX_FRACTION = 0.4
-"""Words are folded to this fraction of the width where the table is too wide."""
-
-_MIN_FOLDED_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +98,14 @@ class Table:
         return f"{f'<p>{lead}</p>' if lead else ''}<table>{table}</table>{sentences}"
 
     def _fitting(self, width: int) -> "Table":
-        """Fold long names, or leave out ever more columns, until it is no wider than `width`."""
-        table = folded = self
-        for name in ("", *self.drops):
+        """Leave out ever more columns, until it is no wider than `width`."""
+        table = self
+        for name in self.drops:
+            if table._width() <= width:
+                break
             if name in table.lines[0]:
                 table = table._without(table.lines[0].index(name))
-            folded = table._folded(width)
-            for one in (table, folded):
-                if one._width() <= width:
-                    return one
-        return folded
-
-    def _folded(self, width: int) -> "Table":
-        """Return it with its words on several lines where they take most of the width."""
-        most = max(int(_MAX_FRACTION * width), _MIN_FOLDED_WIDTH)
-        lines: list[tuple[str, ...]] = []
-        for line in self.lines:
-            cells = [_fold(cell, most) if i in self.left else [cell] for i, cell in enumerate(line)]
-            lines += zip_longest(*cells, fillvalue="")
-        return replace(self, lines=lines)
+        return table
 
     def _without(self, column: int) -> "Table":
         return replace(
@@ -180,17 +163,6 @@ def _width_of(text: str) -> int:
     """Return how many columns of a terminal a text takes."""
     marks = sum(combining(one) > 0 for one in text)
     return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
-
-
-def _fold(cell: str, most: int) -> list[str]:
-    """Return the lines of a cell, each indented as the first."""
-    indent = " " * (len(cell) - len(cell.lstrip()))
-    lines = [""]
-    for one in cell:
-        if _width_of(lines[-1] + one) > most:
-            lines.append(indent)
-        lines[-1] += one
-    return lines
 
 
 def _escaped(text: str) -> str:

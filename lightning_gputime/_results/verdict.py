@@ -169,13 +169,9 @@ def wait_sentence(rows: Rows, step: PhaseStats) -> str:
         (name for name, ms in waits.items() if 10 * ms >= all_ms), key=lambda name: -waits[name]
     )
     parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
-    why = ""
-    # Only a trainer tells of the parts of `data`, and of these only Lightning tells of copies.
-    if FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms:
-        asks = "Lightning asks all ranks before each batch"
-        why = (
-            f", in which {asks if COPY in rows else 'the Trainer asks all ranks before each step'}"
-        )
+    # Only a trainer tells of the parts of `data`.
+    asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
+    why = ", in which the trainer asks all ranks" if asks else ""
     return (
         f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
         f" their collectives: {', '.join(parts)}{why}"

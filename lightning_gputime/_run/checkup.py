@@ -92,12 +92,12 @@ class Checkup:
 
     def _of_forward(self) -> Row:
         message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
-        return not self._boundaries.model_was_called, message, ()
+        return not self._boundaries.forward.was_ever_called, message, ()
 
     def _of_many_steps(self) -> list[Row]:
         sums, seen = self._results.sums, self._boundaries
         ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
-        trains = seen.has_optimizers
+        trains = seen.optimizer.has_any
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         # The number of steps may be odd.
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}

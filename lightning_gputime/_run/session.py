@@ -236,22 +236,22 @@ class Session:
     @property
     def has_trained(self) -> bool:
         """Whether a backward was seen."""
-        return self._boundaries.has_trained
+        return self._boundaries.forward.has_trained
 
     @property
     def ran_update(self) -> bool:
         """Whether an optimizer has run its update in the open step."""
-        return self._boundaries.updates > 0
+        return self._boundaries.optimizer.updates > 0
 
     @property
     def updates(self) -> int:
         """How many updates optimizers have run in the open step."""
-        return self._boundaries.updates
+        return self._boundaries.optimizer.updates
 
     @property
     def sees_updates(self) -> bool:
         """Whether there are optimizers whose updates are seen."""
-        return self._boundaries.has_optimizers
+        return self._boundaries.optimizer.has_any
 
     def batch_ends(self, label: str = DATA) -> None:
         """Note that a micro-batch is over, and that the step goes on with the next one."""
