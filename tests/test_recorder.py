@@ -112,7 +112,7 @@ def test_a_wait_makes_up_for_the_steps_without_times_before_it(gpu: FakeGPU) -> 
 
 
 def test_a_step_behind_a_spin_is_read_where_it_ends_with_all_before(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=3)
+    run = Recorded(gpu, lag=3, batch=9)
     run.recorder.begin()
     run.step(0)
     run.recorder.start_probe(lambda: gpu.spin(3_000_000))
@@ -1107,19 +1107,34 @@ def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
     ]
 
 
-def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(
+def test_a_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
     gpu: FakeGPU, run: Recorded
 ) -> None:
+    run.recorder.mark("<after update>")
+    with gpu.capture():
+        run.recorder.mark("other")
+    assert not run.recorder.end_at("<after update>", 0)
+    run.recorder.end_step(1)
+    run.recorder.flush()
+    assert run.emitted == []
+
+
+def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, batch=9)
+    run.recorder.begin()
     run.step(0)
     run.recorder.flush()
+    # One that is finished and one that is pending: they are the parent's to read.
+    run.step(1)
+    run.step(2)
     run.recorder.abandon()
     assert (run.recorder.state.name, run.recorder.label) == ("AT_REST", None)
     created = gpu.created
     run.recorder.begin()
-    run.step(1)
+    run.step(3)
     run.recorder.flush()
     assert gpu.created == created + 4
-    assert [times.step for times in run.emitted] == [0, 1]
+    assert [times.step for times in run.emitted] == [0, 3]
 
 
 def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) -> None:
