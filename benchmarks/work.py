@@ -72,7 +72,6 @@ def in_plain_loop(task: Task, batch: Batch, device: torch.device, steps: int) ->
         task.net,
         optimizer,
         flops="count",
-        measure_peak=device.type == "cuda",
         probe_every_n_steps=0,
         warmup_steps=WARMUP,
     )
@@ -103,7 +102,6 @@ def in_plain_loop(task: Task, batch: Batch, device: torch.device, steps: int) ->
         "to_wall": work.items_per_s / wall,
         "mfu": work.mfu,
         "peak_tflops": work.peak_tflops,
-        "matmul_tflops": work.matmul_tflops,
         "forward_tflops": summary.rows["forward"].tflops,
         "backward_tflops": summary.rows["backward"].tflops,
     }

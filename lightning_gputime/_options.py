@@ -64,8 +64,6 @@ class TimerOptions(TypedDict, total=False):
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
             backward); "count" to count those of the model once, on a copy without memory; or a
             function of the batch that returns those of the batch.
-        measure_peak: Whether to measure what the GPU reaches in a large matmul, once, after the
-            first step.
         observers: Objects that are told of steps, and tell metrics and a section of the summary.
             See `StepObserver`.
         clock: `Clock` to use instead of the device's, for tests and new devices.
@@ -85,7 +83,6 @@ class TimerOptions(TypedDict, total=False):
     on_slow_step: Callable[[SlowStep], object] | None
     items: ItemsOption
     flops: FlopsOption
-    measure_peak: bool
     observers: Sequence[Any]
     clock: Clock | None
 
@@ -113,7 +110,6 @@ class Options:
     on_slow_step: Any = None
     items: Any = None
     flops: Any = None
-    measure_peak: bool = False
     observers: Sequence[Any] = ()
     clock: Clock | None = None
 
@@ -122,16 +118,12 @@ class Options:
             value = getattr(self, name)
             if name != "every_n_steps" or value != AUTO:
                 check_int(name, value, least, meaning)
-        check_bools(annotate=self.annotate, memory=self.memory, measure_peak=self.measure_peak)
+        check_bools(annotate=self.annotate, memory=self.memory)
         for error, requirements in ((TypeError, _TYPES), (ValueError, _RANGES)):
             for name, (is_right, what) in requirements.items():
                 value = getattr(self, name)
                 if not is_right(value):
                     raise error(f"{name} must {what}, got {shown(value)}")
-        if self.measure_peak and self.flops is None:
-            raise ValueError(
-                "measure_peak=True needs flops=, which it is held against: pass 'count'"
-            )
         _check_modules(self.modules)
 
     @property

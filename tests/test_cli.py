@@ -78,7 +78,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "on_slow_step": [("test_cli.note", note), ("null", None)],
     "items": [("8", 8), ("test_cli.count", count), ("null", None)],
     "flops": [("count", "count"), ("[1, 2]", [1, 2]), ("test_cli.count", count), ("null", None)],
-    "measure_peak": [("true", True)],
     "log_figure": [("true", True)],
     "save": [("run.json.gz", "run.json.gz"), ("null", None)],
     "observers": [("[{class_path: test_cli.Observer}]", [Observer]), ("[]", [])],
@@ -88,7 +87,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 WRONG = {
     **dict.fromkeys(["lag", "warmup_steps", "history", "every_n_steps"], "often"),
-    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory", "measure_peak"], "3"),
+    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory"], "3"),
     **dict.fromkeys(["items", "flops"], "often"),
     "log_figure": "3",
     **dict.fromkeys(["prefix", "save"], "[1]"),
@@ -160,8 +159,7 @@ def test_every_option_is_tried_here() -> None:
     [(name, *one) for name, ones in VALUES.items() for one in ones],
 )
 def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
-    needed = {"flops": "count"} if name == "measure_peak" else {}
-    timer = timer_of(make("--config", str(write(tmp_path, {name: text, **needed})), run=False))
+    timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
     given = timer.options[name]
     if value == [Observer]:
         [given], [value] = given, value

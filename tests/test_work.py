@@ -26,7 +26,7 @@ from lightning_gputime._results.throughput import GAPS, KERNELS, in_points
 from lightning_gputime._work import peaks
 from lightning_gputime._work import work as counting
 from lightning_gputime._work.items import Items
-from lightning_gputime._work.peaks import dtype_of_call, matmul_tflops, peak_tflops, precision_of
+from lightning_gputime._work.peaks import dtype_of_call, peak_tflops, precision_of
 
 STEP = sum(STEP_MS.values())
 FIRST = "first dimension of the batch's first tensor"
@@ -331,8 +331,6 @@ def test_items_of_all_ranks_are_added_up_and_not_those_that_share_a_batch() -> N
         ({"flops": "model"}, TypeError, "flops must be 'count', .* got 'model'"),
         ({"flops": (1e9, 2e9, 3e9)}, TypeError, "as two"),
         ({"flops": -1}, TypeError, "got -1"),
-        ({"measure_peak": 1}, TypeError, "measure_peak must be True or False"),
-        ({"measure_peak": True}, ValueError, "measure_peak=True needs flops="),
     ],
 )
 def test_wrong_options_fail_at_once(loop: Loop, options: Any, error: Any, why: str) -> None:
@@ -780,12 +778,6 @@ def test_a_tensor_that_is_not_plain_is_called_by_its_name(
     assert caplog.text.count("it takes a Image, which is no plain tensor") == 1
 
 
-def test_where_there_are_no_events_no_matmul_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "linspace", None)
-    with pytest.raises(RuntimeError, match="events"):
-        matmul_tflops(torch.device("cpu"), torch.float32)
-
-
 def test_a_frozen_part_and_a_call_without_grad_have_no_backward(gpu: FakeGPU) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -1089,7 +1081,7 @@ def test_attention_on_a_gpu_is_counted_to_the_formula(dtype: torch.dtype) -> Non
     model = Attention().to("cuda", dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     allocated = torch.cuda.memory_allocated()
-    with GPUPhaseHooks(model, optimizer, flops="count", measure_peak=True, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.randn(4, 64, 128, device="cuda", dtype=dtype)] * 3):
             model(x).float().mean().backward()
             optimizer.step()
@@ -1101,10 +1093,6 @@ def test_attention_on_a_gpu_is_counted_to_the_formula(dtype: torch.dtype) -> Non
     assert ran_forward == forward
     assert model_flops == 2 * linear + 6 * scores
     assert ran_backward - (linear + 4 * scores) in (0, scores)
-    work = timer.summary().work
-    assert work is not None
-    assert work.matmul_tflops is not None
-    assert work.matmul_tflops > 1
     del x
     assert torch.cuda.memory_allocated() - allocated < 2**20
 
@@ -1326,36 +1314,6 @@ def test_tf32_is_that_of_convolutions_where_they_hold_most_parameters(
         assert precision(products) == precision(convolutions) == "fp32"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.usefixtures("h200")
-def test_a_matmul_is_measured_once_where_that_is_asked_for(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def matmul(*given: Any) -> float:
-        asked.append(given)
-        gpu.work(50.0)
-        return 4e-7
-
-    monkeypatch.setattr(counting, "matmul_tflops", matmul)
-    timer = learn(Net(gpu), [torch.ones(n, 64) for n in (8, 8, 4, 8)], gpu, measure_peak=True)
-    assert asked == [(torch.device("cpu"), torch.float32)]
-    assert timer.history()["step_ms"].tolist() == [6.0] * 4
-    summary = timer.summary()
-    assert summary.work is not None
-    assert summary.work.matmul_tflops == 4e-7
-    assert "of what this GPU reaches in a large matmul" in str(summary)
-
-
-def test_a_matmul_that_fails_is_told_of_and_ends_nothing(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    # There is no event on a CPU.
-    timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, measure_peak=True)
-    assert caplog.text.count("No matmul could be measured") == 1
-    assert timer.summary().rows["forward"].tflops is not None
 
 
 # What is lost

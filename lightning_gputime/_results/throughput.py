@@ -26,7 +26,6 @@ class ThroughputReference:
         parts: The modules that are timed apart.
         precision: The precision that the model computes in.
         peak_tflops: The peak of the data sheet (in TFLOP/s).
-        matmul_tflops: What the GPU reaches in a large matmul (in TFLOP/s).
         note: Why something is not known.
     """
 
@@ -34,7 +33,6 @@ class ThroughputReference:
     parts: tuple[str, ...] = ()
     precision: str = ""
     peak_tflops: float | None = None
-    matmul_tflops: float | None = None
     note: str = ""
 
     def tflops(self, sums: Sums) -> dict[str, float]:
@@ -73,7 +71,6 @@ class ThroughputReference:
             hfu=metrics.get("hfu", mfu if ran == ran else None),
             precision=self.precision,
             peak_tflops=self.peak_tflops,
-            matmul_tflops=self.matmul_tflops,
             lost=break_down_mfu(mfu, rows, step) if probed and mfu is not None else {},
             note=self.note,
         )
@@ -91,7 +88,6 @@ class WorkSummary:
         hfu: The same with what is computed again.
         precision: In what the model computes.
         peak_tflops: The dense peak of the data sheet in that precision (in TFLOP/s).
-        matmul_tflops: What this GPU reaches in a large matmul in it (in TFLOP/s).
         lost: What stands between `mfu` and 1, where steps were probed; with it they add up to 1.
         note: Why something is not known.
     """
@@ -103,7 +99,6 @@ class WorkSummary:
     hfu: float | None = None
     precision: str = ""
     peak_tflops: float | None = None
-    matmul_tflops: float | None = None
     lost: Mapping[str, float] | None = None
     note: str = ""
 
@@ -127,9 +122,6 @@ class WorkSummary:
             told = f"MFU {_percent(self.mfu)} (of {peak})"
             if self.mfu > 1:
                 told += ", which cannot be: FLOPs or precision are not those of this training"
-        if self.matmul_tflops:
-            part = _percent(self.tflops / self.matmul_tflops)
-            told += f", {part} of what this GPU reaches in a large matmul"
         if self.hfu is not None and self.mfu is not None and self.hfu > self.mfu:
             told += f"; with what is computed again {_percent(self.hfu)}"
         return told

@@ -1,9 +1,8 @@
-"""The precision of a training, and what a GPU can do in it: by data sheet, and in a matmul."""
+"""The precision of a training, and what a GPU can do in it by its data sheet."""
 
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,9 +61,6 @@ _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-_REPEATS = 5
-# The larger one is nearer to the peak, and takes 0.4 GB.
-_SIDE, _SMALL_SIDE, _LEAST_FREE = 8192, 4096, 4 * 2**30
 
 
 def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
@@ -149,37 +145,3 @@ def device_name(device: torch.device) -> str:
         return "a CPU"
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if get_name is None else str(get_name(device))
-
-
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return what the fastest of some products of square matrices of a dtype reaches, in TFLOP/s.
-
-    The host waits for them. They take a few milliseconds, and leave their memory to the allocator.
-    """
-    # First: where there are none, as on a CPU, a product would take seconds for nothing.
-    events = [torch.Event(device=device, enable_timing=True) for _ in range(_REPEATS + 1)]
-    events[0].record()
-    # In full 32 bits a product takes ten times as long.
-    is_large = dtype.itemsize <= 2 and _free_bytes(device) >= _LEAST_FREE
-    side = _SIDE if is_large else _SMALL_SIDE
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # No random numbers: those of the training must stay. Nor zeros, which take less power.
-        one = torch.linspace(-1, 1, side, device=device).to(dtype)
-        a = one.repeat(side, 1)
-        b = a.t().contiguous()
-        out = a @ b  # what is chosen and loaded at the first call
-        events[0].record()
-        for event in events[1:]:
-            torch.mm(a, b, out=out)
-            event.record()
-        events[-1].synchronize()
-    ms = min(start.elapsed_time(end) for start, end in pairwise(events))
-    return 2 * side**3 / ms / 1e9
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    # What the allocator holds and does not use is there, too.
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held

@@ -27,7 +27,6 @@ from lightning_gputime._work.peaks import (
     dtype_of,
     dtype_of_call,
     fill_in_peak,
-    matmul_tflops,
     precision_of,
 )
 
@@ -58,7 +57,6 @@ class WorkCounter:
         self._items = Items(options.items)
         self._flops: Any = options.flops
         self._parts = loop.submodules if options.flops == "count" else {}
-        self._measures_matmul = options.measure_peak
         self.reference = ThroughputReference(self._items.source, tuple(self._parts))
         """What the work per second is relative to."""
         self.is_due = False
@@ -69,7 +67,6 @@ class WorkCounter:
         # A description of a call until it is counted.
         self._counted: dict[Key, Call | CallFlops] = {}
         self._precision: str | None = None  # None until a call of the model is seen.
-        self._dtype: torch.dtype | None = None
         self._warned: set[str] = set()
         self._unknown_steps = 0  # On end.
         if loop.compiled_step and self._flops is not None:
@@ -130,7 +127,7 @@ class WorkCounter:
 
     def _set_dtype(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._precision = precision_of(module, dtype, self._device)
-        self._dtype, self.is_due = dtype, True
+        self.is_due = True
 
     # FLOPs as the user tells them
 
@@ -192,7 +189,7 @@ class WorkCounter:
         return [sum(of) for of in zip(*flops, strict=True)]
 
     def measure(self) -> None:
-        """Count new calls, look the peak up, and measure it. No step may be timed."""
+        """Count new calls, and look the peak up. No step may be timed."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # It stays due: a wait would break the capture.
         self.is_due = False
@@ -200,7 +197,6 @@ class WorkCounter:
             self._count_new_calls()
             if self._precision is not None:
                 fill_in_peak(self.reference, self._device, self._precision)
-                self._measure_matmul()
         except Exception as error:
             self._give_up(error)
 
@@ -216,15 +212,6 @@ class WorkCounter:
                     self._warn_once(f"{named}, which are left out: {_FIX}")
         finally:
             self._loop.batch.is_open = is_open
-
-    def _measure_matmul(self) -> None:
-        if not self._measures_matmul or self._dtype is None:
-            return
-        self._measures_matmul = False
-        try:
-            self.reference.matmul_tflops = matmul_tflops(self._device, self._dtype)
-        except Exception as error:
-            messages.warning("No matmul could be measured: %r", error)
 
     def _give_up(self, error: Exception) -> None:
         why = str(error).strip().partition("\n")[0][:200]
