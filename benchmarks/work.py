@@ -94,7 +94,7 @@ def in_plain_loop(task: Task, batch: Batch, device: torch.device, steps: int) ->
     assert work is not None
     assert work.items_per_s is not None
     wall = steps * len(batch[0]) / wall_s
-    counted = timer._results.sums.model_flops / summary.steps
+    counted = timer._results.sums.flops[0] / summary.steps
     return {
         "flops_a_batch": counted,
         "items_per_s": work.items_per_s,

@@ -421,38 +421,6 @@ def test_what_checkpointing_computes_again_is_told_apart(gpu: FakeGPU, reentrant
     assert "; with what is computed again" in str(timer.summary())
 
 
-def test_parts_of_the_model_have_their_own(gpu: FakeGPU) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Net(gpu)
-            self.heads = nn.ModuleList([nn.Linear(32, 64)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return work(self.heads[0](self.body(x)), gpu, 1.0, 1.0)
-
-    timer = learn(Two(), [torch.ones(8, 64)] * 4, gpu, modules=["body", "heads.0"])
-    rows = timer.summary().rows
-    assert rows["forward/body"].tflops == LINEAR / 2e-3 / 1e12
-    assert rows["backward/body"].tflops == LINEAR / 4e-3 / 1e12
-    of_parts = (LINEAR, LINEAR, LINEAR, 2 * LINEAR)
-    assert loads(timer)[-1] == (8, 5 * LINEAR, 2 * LINEAR, 3 * LINEAR, *of_parts)
-
-
-def test_a_part_whose_output_is_that_of_the_model_has_its_own_backward(gpu: FakeGPU) -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.linear(x)
-            return result
-
-    timer = learn(Bare(), [torch.ones(8, 64)] * 3, gpu, modules=["linear"])
-    assert loads(timer)[-1] == (8, 2 * LINEAR, LINEAR, LINEAR, LINEAR, LINEAR)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", ["no", "wrapped", "in place", "inside"])
 def test_a_gpt_is_counted_to_the_formula_compiled_or_not(gpu: FakeGPU, compiled: str) -> None:
@@ -683,14 +651,13 @@ def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: 
 @pytest.mark.parametrize("trains", [False, True])
 def test_inference_that_is_recorded_for_a_backward_has_none(gpu: FakeGPU, trains: bool) -> None:
     model = Net(gpu)
-    with GPUPhaseHooks(model, clock=gpu, flops="count", modules=["linear"]) as timer:
+    with GPUPhaseHooks(model, clock=gpu, flops="count") as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             loss = model(x).mean()
             if trains:
                 loss.backward()
     backward = LINEAR if trains else 0
-    of_all = (LINEAR, backward)
-    assert loads(timer)[-1] == (8, LINEAR + backward, *of_all, *of_all)
+    assert loads(timer)[-1] == (8, LINEAR + backward, LINEAR, backward)
 
 
 def test_a_gradient_that_the_forward_computes_is_counted(gpu: FakeGPU) -> None:

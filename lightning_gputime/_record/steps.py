@@ -22,9 +22,8 @@ class StepRecord(NamedTuple):
         filled: Whether, in a step that was probed, the device had not begun it when the host had
             launched all of it.
         post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
-        load: What it has worked on: its items, the FLOPs of the model, those of forward and of
-            backward as they ran, and these two of each module that is timed apart; NaN where that
-            is not known. Of what was not asked for, nothing.
+        load: What it has worked on: its items, the FLOPs of the model, and those of forward and of
+            backward as they ran; NaN where that is not known. Of what was not asked for, nothing.
         memory: At each mark, its end included, the peak since the last one and what was allocated
             (in bytes); nothing in a step that was not sampled.
     """

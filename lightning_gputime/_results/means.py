@@ -20,7 +20,7 @@ _ONE_CALLBACK = f"{CALLBACKS}/"
 _GROUPS = (
     (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r".+_peak_mb$"), "memory"),
-    (re.compile(r"items_per_s$|.+_tflops$|[mh]fu$"), "work"),
+    (re.compile(r"items_per_s$|(for|back)ward_tflops$|[mh]fu$"), "work"),
     (re.compile(r".+_busy_ms$|step_gap_ms$"), "gaps"),
     (re.compile(r"slow(_ms$|/)"), "slow"),
     (re.compile(r"ranks/"), "ranks"),

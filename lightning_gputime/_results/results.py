@@ -28,7 +28,7 @@ from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import PhaseSum, Sums
-from lightning_gputime._results.throughput import ThroughputReference
+from lightning_gputime._results.throughput import ThroughputReference, tflops_of_phases
 
 
 class Results:
@@ -178,7 +178,7 @@ class Results:
             busy,
             times_ms,
             memory.peak_mb if memory is not None else {},
-            self.throughput.tflops(sums),
+            tflops_of_phases(sums),
         )
         return replace(
             summary,

@@ -6,11 +6,8 @@ from itertools import groupby
 from math import nan
 from operator import attrgetter
 
-from lightning_gputime._phases import BACKWARD, FORWARD, TRAINING_STEP, settle
+from lightning_gputime._phases import BACKWARD, FORWARD, settle
 from lightning_gputime._record.steps import StepRecord
-
-COMPUTE = (FORWARD, BACKWARD, TRAINING_STEP)
-"""The phases that the FLOPs of the model are in."""
 
 
 class Sums:
@@ -23,10 +20,10 @@ class Sums:
         skipped_updates: Number of skipped updates.
         items: Items of the steps whose items are known.
         items_ms: Device time of these steps (in milliseconds).
-        model_flops: FLOPs of the model, where they are known, without what was computed again.
-        flops_ms: Device time of these steps (in milliseconds).
-        ran: Their FLOPs that ran by phase, in the order of `StepRecord.load`.
-        compute_ms: Their device time in each part of forward and backward (in milliseconds).
+        flops: FLOPs where they are known: of the model without what was computed again, and those
+            that ran in forward and in backward.
+        flops_ms: Device time of these steps, of their forward and of their backward (in
+            milliseconds).
         each_ms: Device time of each step that was passed (in milliseconds), in their order; without
             steps that were merged.
     """
@@ -37,9 +34,9 @@ class Sums:
         self.each_ms: list[float] = []
         self.wait_ms = 0.0
         self.skipped_updates = 0
-        self.items = self.items_ms = self.model_flops = self.flops_ms = 0.0
-        self.ran: Sequence[float] = ()
-        self.compute_ms: dict[str, float] = {}
+        self.items = self.items_ms = 0.0
+        self.flops: Sequence[float] = (0.0, 0.0, 0.0)
+        self.flops_ms: Sequence[float] = (0.0, 0.0, 0.0)
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_alike(labels, alike)
 
@@ -93,22 +90,15 @@ class Sums:
             return
         known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
         if known:
-            flops, *ran = [sum(of) for of in zip(*(loads[i][1:] for i in known), strict=True)]
-            compute_ms = {
-                name: sum([ms[i] for i in known])
-                for name, ms in phases_ms.items()
-                if name.partition("/")[0] in COMPUTE
-            }
-            self._add_flops(flops, sum([each_ms[i] for i in known]), ran, compute_ms)
+            columns_ms = (each_ms, phases_ms.get(FORWARD), phases_ms.get(BACKWARD))
+            self._add_flops(
+                [sum(of) for of in zip(*(loads[i][1:] for i in known), strict=True)],
+                [sum([ms[i] for i in known]) if ms else 0.0 for ms in columns_ms],
+            )
 
-    def _add_flops(
-        self, flops: float, ms: float, ran: Sequence[float], compute_ms: Mapping[str, float]
-    ) -> None:
-        self.model_flops += flops
-        self.flops_ms += ms
-        self.ran = [a + b for a, b in zip(self.ran or [0.0] * len(ran), ran, strict=True)]
-        for name, of_phase_ms in compute_ms.items():
-            self.compute_ms[name] = self.compute_ms.get(name, 0.0) + of_phase_ms
+    def _add_flops(self, flops: Sequence[float], ms: Sequence[float]) -> None:
+        self.flops = [a + b for a, b in zip(self.flops, flops, strict=True)]
+        self.flops_ms = [a + b for a, b in zip(self.flops_ms, ms, strict=True)]
 
     def merge(self, other: "Sums") -> None:
         """Add the sums over other steps."""
@@ -119,8 +109,8 @@ class Sums:
         self.skipped_updates += other.skipped_updates
         self.items += other.items
         self.items_ms += other.items_ms
-        if other.flops_ms:
-            self._add_flops(other.model_flops, other.flops_ms, other.ran, other.compute_ms)
+        if other.flops_ms[0]:
+            self._add_flops(other.flops, other.flops_ms)
 
     def copy(self) -> "Sums":
         """Return the sums as they are now."""

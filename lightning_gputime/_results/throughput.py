@@ -2,11 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
 
-from lightning_gputime._phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, is_wait
+from lightning_gputime._phases import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    TRAINING_STEP,
+    is_wait,
+)
 from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.sums import COMPUTE, Sums
+from lightning_gputime._results.sums import Sums
 
 KERNELS = "kernels below the peak"
 GAPS = "launch gaps"
@@ -23,57 +30,51 @@ class ThroughputReference:
 
     Attributes:
         items_by: What the items are.
-        parts: The modules that are timed apart.
         precision: The precision that the model computes in.
         peak_tflops: The peak of the data sheet (in TFLOP/s).
         note: Why something is not known.
     """
 
     items_by: str = ""
-    parts: tuple[str, ...] = ()
     precision: str = ""
     peak_tflops: float | None = None
     note: str = ""
 
-    def tflops(self, sums: Sums) -> dict[str, float]:
-        """Return the TFLOP/s of each phase, with what it computes again."""
-        names = [(top, part) for part in ("", *self.parts) for top in (FORWARD, BACKWARD)]
-        ran = dict(zip(names, sums.ran, strict=False))
-        found = {}
-        for name, ms in sums.compute_ms.items():
-            top, _, part = name.partition("/")
-            flops = ran.get((top, part.rpartition("/")[2]), nan)
-            if ms > 0 and flops == flops:
-                found[name] = flops / ms / 1e9
-        return found
-
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return what is logged of some steps."""
         metrics = {"items_per_s": 1e3 * sums.items / sums.items_ms} if sums.items_ms else {}
-        metrics |= {f"{name}_tflops": one for name, one in self.tflops(sums).items()}
-        if sums.flops_ms and self.peak_tflops is not None:
-            peak = self.peak_tflops * 1e9 * sums.flops_ms
-            metrics["mfu"] = sums.model_flops / peak
+        metrics |= {f"{name}_tflops": one for name, one in tflops_of_phases(sums).items()}
+        model_flops, *ran = sums.flops
+        if sums.flops_ms[0] and self.peak_tflops is not None:
+            peak = self.peak_tflops * 1e9 * sums.flops_ms[0]
+            metrics["mfu"] = model_flops / peak
             # By more than what rounding leaves of sums over many steps.
-            if sum(sums.ran[:2]) > sums.model_flops * (1 + 1e-9):
-                metrics["hfu"] = sum(sums.ran[:2]) / peak
+            if sum(ran) > model_flops * (1 + 1e-9):
+                metrics["hfu"] = sum(ran) / peak
         return metrics
 
     def summary(self, sums: Sums, rows: Rows, step: PhaseStats, probed: bool) -> "WorkSummary":
         """Return the work of a run, some of whose steps may have been probed."""
         metrics = self.metrics(sums)
-        mfu, ran = metrics.get("mfu"), sum(sums.ran[:2])
+        mfu = metrics.get("mfu")
+        model_flops, *ran = sums.flops
         return WorkSummary(
             items_per_s=metrics.get("items_per_s"),
             items_by=self.items_by,
-            tflops=sums.model_flops / sums.flops_ms / 1e9 if sums.flops_ms else None,
+            tflops=model_flops / sums.flops_ms[0] / 1e9 if sums.flops_ms[0] else None,
             mfu=mfu,
-            hfu=metrics.get("hfu", mfu if ran == ran else None),
+            hfu=metrics.get("hfu", mfu if sum(ran) == sum(ran) else None),
             precision=self.precision,
             peak_tflops=self.peak_tflops,
             lost=break_down_mfu(mfu, rows, step) if probed and mfu is not None else {},
             note=self.note,
         )
+
+
+def tflops_of_phases(sums: Sums) -> dict[str, float]:
+    """Return the TFLOP/s of forward and backward, with what is computed again."""
+    phases = zip((FORWARD, BACKWARD), sums.flops[1:], sums.flops_ms[1:], strict=True)
+    return {name: flops / ms / 1e9 for name, flops, ms in phases if ms > 0 and flops == flops}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]
         # What a probe has not seen is taken for work.
         busy_ms = own_ms if row.busy_mean_ms is None else row.n * row.busy_mean_ms
         lost[GAPS] += own_ms - busy_ms
-        if name not in COMPUTE:
+        if name not in (FORWARD, BACKWARD, TRAINING_STEP):
             lost[OPTIMIZER if name == OPTIMIZER else OTHER] += busy_ms
     # Below zero only by chance: the probed steps are others.
     shares = {name: max(ms / whole_ms, 0.0) for name, ms in lost.items()}

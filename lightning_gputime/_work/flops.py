@@ -61,8 +61,8 @@ class Call:
     autocast: torch.dtype | None
 
 
-CallFlops = tuple[list[float], list[float]]
-"""FLOPs of one call, of its forward and of its backward, each in the order of a step's work.
+CallFlops = tuple[float, float, float]
+"""FLOPs of one call: of its forward, of its backward, and of what backward computes again.
 
 A multiplication and an addition are two FLOPs."""
 
@@ -89,21 +89,21 @@ def _describe(value: Any) -> Any:
     raise UncountableError(f"it takes a {kind}, which is no plain tensor")
 
 
-def count_flops(call: Call, parts: Sequence[nn.Module]) -> tuple[CallFlops, list[str]]:
-    """Count the FLOPs of a call and of its backward, and those of some parts of the model apart.
+def count_flops(call: Call) -> tuple[CallFlops, list[str]]:
+    """Count the FLOPs of a call and of its backward.
 
     Also return the operators for which there is no formula, and which are left out. A copy of the
     module is called on fake tensors: the module, its hooks and random numbers stay as they are.
     """
     _check(call.module)
-    counter = _Counter(len(parts))
+    counter = _Counter()
     with _undisturbed(call.device):
-        _run(call, parts, counter)
+        _run(call, counter)
     if any(one() is not None for one in counter.made):
         gc.collect()
     if any(one() is not None for one in counter.made):
         raise UncountableError(f"{_OUTSIDE}, where fake ones may be left")
-    return counter.flops(), sorted(counter.uncounted)
+    return (counter.forward, counter.backward, counter.again), sorted(counter.uncounted)
 
 
 def _check(module: nn.Module) -> None:
@@ -151,21 +151,17 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def _run(call: Call, parts: Sequence[nn.Module], counter: "_Counter") -> None:
+def _run(call: Call, counter: "_Counter") -> None:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     # Without a kernel for fakes an operator would run on real tensors, and one that takes the
     # address of a fake's memory would get none.
     mode = FakeTensorMode(allow_fallback_kernels=False)
     mode._allow_unsafe_data_ptr_access = False
-    memo: dict[int, Any] = {}
     with FakeCopyMode(mode):
-        model = _copied(unwrapped(call.module), memo, mode)
+        model = _copied(unwrapped(call.module), mode)
     for parameter, needs_grad in zip(model.parameters(), call.trained, strict=True):
         parameter.requires_grad_(bool(needs_grad))
-    for index, part in enumerate(parts):
-        if id(unwrapped(part)) in memo:
-            counter.watch(index, memo[id(unwrapped(part))])
     on = call.autocast is not None
     with ExitStack() as stack:
         # Also where it was off: it may be on around the loop.
@@ -186,8 +182,9 @@ def _run(call: Call, parts: Sequence[nn.Module], counter: "_Counter") -> None:
             run(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)
 
 
-def _copied(module: nn.Module, memo: dict[int, Any], mode: Any) -> nn.Module:
+def _copied(module: nn.Module, mode: Any) -> nn.Module:
     """Copy a module without its hooks and what is compiled; in a mode that makes fakes."""
+    memo: dict[int, Any] = {}
     # From the inside, so that what is inside a wrapper is copied before it.
     for one in reversed([*module.modules()]):
         for name, value in vars(one).items():
@@ -239,40 +236,14 @@ class _Counter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, n_parts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_backward = False
         self.made: list[weakref.ref[Tensor]] = []
         """The results of all operators."""
-        # Forward, backward, and what is computed again: of all, and of each part.
-        self._flops: list[list[float]] = [[0.0, 0.0, 0.0] for _ in range(1 + n_parts)]
+        self.forward = self.backward = self.again = 0.0
         self.uncounted: set[str] = set()
         """Operators that may be work, and have no formula."""
-        # Parts that run, and the sequence numbers of what is recorded in each call of one.
-        self._running: list[tuple[int, int]] = []
-        self._recorded: list[tuple[int, range]] = []
-
-    def flops(self) -> CallFlops:
-        """Return what was counted."""
-        forward, backward, _ = self._flops[0]
-        of_forward, of_backward = [forward], [backward]
-        for forward, backward, again in self._flops:
-            of_forward += [forward, 0.0]
-            of_backward += [0.0, backward + again]
-        return of_forward, of_backward
-
-    def watch(self, part: int, module: nn.Module) -> None:
-        """Count the FLOPs of a module apart."""
-
-        def enter(*_: Any) -> None:
-            self._running.append((part, torch._C._autograd._get_sequence_nr()))
-
-        def leave(*_: Any) -> None:
-            first = self._running.pop()[1]
-            self._recorded.append((part, range(first, torch._C._autograd._get_sequence_nr())))
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -313,21 +284,11 @@ class _Counter(TorchDispatchMode):
         # What is computed again is recorded again.
         if self.is_backward and torch.is_grad_enabled():
             again = flops
-        for index in {-1, *self._parts()}:
-            self._flops[1 + index][self.is_backward] += flops - again
-            self._flops[1 + index][2] += again
-
-    def _parts(self) -> set[int]:
-        """Return the parts that are at work: that run, or whose backward does."""
-        found = {part for part, _ in self._running}
-        node: Any = torch._C._current_autograd_node() if self.is_backward else None
-        if node is not None:
-            number, newest = node._sequence_nr(), torch._C._autograd._get_sequence_nr()
-            found |= {part for part, recorded in self._recorded if number in recorded}
-            if torch.is_grad_enabled():
-                # The backward of what is computed again is that of the same parts.
-                self._recorded += [(part, range(newest - 1, newest)) for part in found]
-        return found
+        if self.is_backward:
+            self.backward += flops - again
+        else:
+            self.forward += flops - again
+        self.again += again
 
 
 def _attention_flops(name: str, tensors: Sequence[Tensor]) -> tuple[float, float]:

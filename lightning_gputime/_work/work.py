@@ -56,8 +56,7 @@ class WorkCounter:
         self._device = device_of(loop.model)
         self._items = Items(options.items)
         self._flops: Any = options.flops
-        self._parts = loop.submodules if options.flops == "count" else {}
-        self.reference = ThroughputReference(self._items.source, tuple(self._parts))
+        self.reference = ThroughputReference(self._items.source)
         """What the work per second is relative to."""
         self.is_due = False
         """Whether `measure` must be called before the next step begins."""
@@ -175,18 +174,18 @@ class WorkCounter:
             self.is_due = True
         return key
 
-    def _of_calls(self) -> Sequence[float]:
-        """Return the FLOPs of the calls of a step: of the model, and as they ran."""
+    def _of_calls(self) -> tuple[float, float, float]:
+        """Return the FLOPs of the calls of a step: of the model, and by phase as they ran."""
         known = [self._counted.get(key) for key in self._calls]
         self._calls.clear()
         calls = [one for one in known if isinstance(one, tuple)]
         if not calls or len(calls) < len(known):
-            return [nan] * (3 + 2 * len(self._parts))
-        flops = [forward for forward, _ in calls]
+            return nan, nan, nan
+        forward, backward, again = (sum(of) for of in zip(*calls, strict=True))
         # Inference outside of no_grad is recorded for a backward that never comes.
-        if self._loop.optimizers or self._recorder.has_marked(BACKWARD):
-            flops += [backward for _, backward in calls]
-        return [sum(of) for of in zip(*flops, strict=True)]
+        if not (self._loop.optimizers or self._recorder.has_marked(BACKWARD)):
+            return forward, forward, 0.0
+        return forward + backward, forward, backward + again
 
     def measure(self) -> None:
         """Count new calls, and look the peak up. No step may be timed."""
@@ -206,7 +205,7 @@ class WorkCounter:
         is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
         try:
             for key, call in new.items():
-                self._counted[key], uncounted = count_flops(call, [*self._parts.values()])
+                self._counted[key], uncounted = count_flops(call)
                 if uncounted:
                     named = f"No formula tells the FLOPs of {', '.join(uncounted)}"
                     self._warn_once(f"{named}, which are left out: {_FIX}")
