@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import is_compiled
@@ -29,9 +29,6 @@ from lightning_gputime._work.peaks import device_name
 
 _MAX_LOADERS = 10
 """More side by side are not loaders, but the batches themselves."""
-
-_MAX_WRAPPERS = 5
-"""A dataset is not wrapped more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +113,12 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 def _options_to_save(options: Options) -> dict[str, Any]:
     """Return the options that JSON has a type for."""
     found = {}
-    for name in (one.name for one in fields(options)):
-        value = getattr(options, name)
-        several = isinstance(value, Mapping | list | tuple)
-        parts = [*value] if several else [value]
+    for field_ in fields(options):
+        value = getattr(options, field_.name)
+        value = [*value] if isinstance(value, Mapping | list | tuple) else value
+        parts = value if isinstance(value, list) else [value]
         if all(isinstance(one, bool | int | float | str) for one in parts):
-            found[name] = parts if several else value
+            found[field_.name] = value
     return found
 
 
@@ -140,11 +137,10 @@ def _commit() -> str:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(program).resolve().parent if program else Path.cwd()
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return ""
 
 
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
@@ -175,12 +171,13 @@ def known_of_loader(loader: object) -> dict[str, Any]:
         "has_loader": True,
         "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
         "is_on_device": any(map(_is_on_device, datasets)),
-        "num_workers": _common(loaders, "num_workers", int),
-        "pin_memory": _common(loaders, "pin_memory", bool),
-        "persistent_workers": _common(loaders, "persistent_workers", bool),
-        "prefetch_factor": _common(loaders, "prefetch_factor", int),
-        "batch_size": _common(loaders, "batch_size", int),
+        **{name: _common(loaders, name, int) for name in _COUNTS},
+        **{name: _common(loaders, name, bool) for name in _SWITCHES},
     }
+
+
+_COUNTS = ("num_workers", "prefetch_factor", "batch_size")
+_SWITCHES = ("pin_memory", "persistent_workers")
 
 
 def _several(loader: object) -> list[object]:
@@ -201,11 +198,8 @@ def _common(loaders: Sequence[object], name: str, kind: type) -> Any:
 def _dataset(loader: object) -> object:
     """Return what a loader loads from: for a part of a dataset, the whole."""
     dataset = attribute(loader, "dataset")
-    for _ in range(_MAX_WRAPPERS):
-        inner = attribute(dataset, "dataset")
-        if inner is None:
-            break
-        dataset = inner
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     return dataset
 
 

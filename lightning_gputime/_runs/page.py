@@ -1,6 +1,5 @@
 """The page of a run, or of two: one file that needs nothing else."""
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -27,33 +26,7 @@ _MAX_BAR = 25
 _MAX_POINTS = 2000
 """A chart has no more points: of more steps it shows the means of neighbours."""
 
-_MAX_LINE = 20
-"""Lines of the legend have no more characters: what they take, the chart lacks."""
-
-_INK = "#808892"
-"""Readable on white and on black: a chart cannot ask which it is on."""
-
-_THEME = {
-    "Plot": {"background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_alpha": 0.0},
-    "Axis": {
-        "axis_label_text_color": _INK,
-        "major_label_text_color": _INK,
-        "axis_line_color": _INK,
-        "major_tick_line_color": _INK,
-        "minor_tick_line_color": None,
-    },
-    "Grid": {"grid_line_color": _INK, "grid_line_alpha": 0.25},
-    "Legend": {
-        "background_fill_alpha": 0.0,
-        "border_line_alpha": 0.0,
-        "label_text_color": _INK,
-        "click_policy": "hide",
-        "spacing": 0,
-        "padding": 0,
-    },
-    "BasicTickFormatter": {"use_scientific": False},
-    "Toolbar": {"logo": None},
-}
+_INK = "#444444"
 
 
 def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
@@ -84,7 +57,6 @@ def _bokeh() -> Any:
         import bokeh.models
         import bokeh.plotting
         import bokeh.resources
-        import bokeh.themes
     except ImportError as error:
         raise ImportError("the page of a run needs bokeh: python -m pip install bokeh") from error
     return bokeh
@@ -114,7 +86,6 @@ def _sections(
         "How long the steps took": [_distribution(runs)],
         "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
-        "What the peak is lost to": [_losses(run) for run in runs],
         "Evaluation": [_evaluations(run.evaluations) for run in runs],
         "Where the whole fit went": [_ledger(run) for run in runs],
         "Environment": [_environment(run) for run in runs],
@@ -156,15 +127,8 @@ def _steps(run: Run, limit_ms: float, named: bool) -> str:
     heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
     chart = heading + _drawn(phases_over_steps(run, limit_ms))
     n, every = len(run.history), thin_out(run.history)[1]
-    return (
-        chart
-        if every == 1
-        else chart
-        + _note(
-            f"{n} steps, thinned out: each point is the mean of {every} steps, and the line is the"
-            " longest of them."
-        )
-    )
+    each = f"each point is the mean of {every} steps, and the line is the longest of them."
+    return chart if every == 1 else chart + _note(f"{n} steps, thinned out: {each}")
 
 
 def phases_over_steps(run: Run, limit_ms: float) -> Any:
@@ -182,10 +146,7 @@ def phases_over_steps(run: Run, limit_ms: float) -> Any:
     stack = [f"p{i}" for i in range(len(names))]
     areas = figure.varea_stack(stack, x="step", color=colours, source=source)
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
-    items = [
-        ("\n".join(textwrap.wrap(name, _MAX_LINE) or [name]), [area])
-        for name, area in zip(names, areas, strict=True)
-    ]
+    items = [(name, [area]) for name, area in zip(names, areas, strict=True)]
     tips = [("step", "@step"), ("whole (ms)", "@whole{0.000}")]
     tips += [(f"{name} (ms)", f"@p{i}{{0.000}}") for i, name in enumerate(names)]
     tips += [("host waited (ms)", "@wait{0.000}")]
@@ -193,10 +154,9 @@ def phases_over_steps(run: Run, limit_ms: float) -> Any:
         line = figure.line("step", "longest", source=source, color=_INK, line_width=0.7)
         items.append((f"longest of {every} steps", [line]))
         tips.append((f"longest of {every} (ms)", "@longest{0.000}"))
-    lines = sum(name.count("\n") + 1 for name, _ in items)
     # A legend that is higher than its chart lies over what follows.
-    figure.height = max(figure.height, 90 + 19 * lines)
-    figure.add_layout(models.Legend(items=items[::-1]), "right")
+    figure.height = max(figure.height, 90 + 19 * len(items))
+    figure.add_layout(models.Legend(items=items[::-1], click_policy="hide", spacing=0), "right")
     figure.y_range = models.Range1d(0, 1.1 * limit_ms or 1.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
     return figure
@@ -223,28 +183,19 @@ def _distribution(runs: Sequence[Run]) -> str:
 
 def _new_figure(x: str, y: str, tools: str) -> Any:
     wide = {"height": 320, "sizing_mode": "stretch_width", "toolbar_location": "above"}
-    return _bokeh().plotting.figure(tools=tools, x_axis_label=x, y_axis_label=y, **wide)
+    figure = _bokeh().plotting.figure(tools=tools, x_axis_label=x, y_axis_label=y, **wide)
+    figure.toolbar.logo = None
+    figure.xaxis.formatter.use_scientific = False
+    return figure
 
 
 def _drawn(figure: Any) -> str:
-    theme = _bokeh().themes.Theme(json={"attrs": _THEME})
-    return Markup("".join(_bokeh().embed.components(figure, wrap_script=True, theme=theme)))
+    return Markup("".join(_bokeh().embed.components(figure, wrap_script=True)))
 
 
 def _slow(run: Run) -> str:
     rows = [(str(one.get("step", "")), str(one.get("text", ""))) for one in run.slow_steps]
     return _table(("step", "why"), rows[:_MAX_ROWS], left=(1,))
-
-
-def _losses(run: Run) -> str:
-    """Return what the peak is lost to, down to what the model computes."""
-    work = run.summary.work
-    if work is None or work.mfu is None or not work.lost:
-        return ""
-    lost = sorted(work.lost.items(), key=lambda one: -one[1])
-    shares = [*((name, share) for name, share in lost if share), ("MFU", work.mfu)]
-    rows = [(name, f"{100 * share:.1f}", _bar(share)) for name, share in shares]
-    return _table(("", "points of the peak", ""), rows, left=(2,))
 
 
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
