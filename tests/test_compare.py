@@ -16,7 +16,7 @@ from fake_gpu import raw
 from scipy import signal, stats
 
 import lightning_gputime
-from lightning_gputime import Run, RunComparison, compare
+from lightning_gputime import Run, compare
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
@@ -318,12 +318,7 @@ def test_several_runs_a_side(files: tuple[str, str], capsys: pytest.CaptureFixtu
     assert "2000 steps of 2 runs before" in capsys.readouterr().out
 
 
-def test_markdown_and_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", *files, "--markdown"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| phase | before | after | change | 95 % | change in % | explains |"
-    assert lines[3] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    assert lines[7].startswith("| **step** | **14.962** | **15.588** |")
+def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", *files, "--json"])
     assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
 
@@ -344,11 +339,6 @@ def test_short_runs_are_noted() -> None:
     note = "With fewer than 200 steps a side"
     assert note in str(compare(run(1, n=199), run(2)))
     assert note not in str(compare(run(1, n=200), run(2)))
-
-
-def test_a_name_of_a_phase_ends_no_cell() -> None:
-    found: RunComparison = compare(run(1), run(2, more={"a|b<i>_": 0.5}))
-    assert r"| a\|b&lt;i&gt;\_ |" in found.markdown()
 
 
 @pytest.mark.parametrize(
@@ -452,7 +442,7 @@ def test_what_nobody_reads_still_tells_by_its_exit_code(
 
 @pytest.mark.slow
 def test_an_output_without_the_letters_gets_escapes(files: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "lightning_gputime", "compare", *files, "--markdown"]
+    command = [sys.executable, "-m", "lightning_gputime", "compare", *files]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert r"% \xb1 " in done.stdout

@@ -69,18 +69,6 @@ class Table:
         parts += [_wrapped(self.title, width), "\n".join([header, rule, *body, rule, whole])]
         return "\n\n".join(parts + [_wrapped(sentence, width) for sentence in self.sentences])
 
-    def markdown(self) -> str:
-        """Return it as Markdown, for a pull request."""
-        if not self.lines:
-            return _escaped(self.title)
-        header, *body, whole = [tuple(map(_escaped, line)) for line in self.lines]
-        rule = ("---", *("---:" for _ in header[1:]))
-        rows = [header, rule, *body, tuple(f"**{cell}**" if cell else "" for cell in whole)]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lead = [f"{_escaped(sentence)}\n" for sentence in self.lead]
-        sentences = [f"\n{_escaped(sentence)}" for sentence in self.sentences]
-        return "\n".join([*lead, f"{_escaped(self.title)}\n", *lines, *sentences])
-
     def html(self) -> str:
         """Return it as HTML."""
         if not self.lines:
@@ -163,12 +151,6 @@ def _width_of(text: str) -> int:
     """Return how many columns of a terminal a text takes."""
     marks = sum(combining(one) > 0 for one in text)
     return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
-
-
-def _escaped(text: str) -> str:
-    """Return a text as Markdown shows it: no name of a user's may end the cell, or be HTML."""
-    escaped = re.sub(r"([\\|*_\[\]])", r"\\\1", html.escape(text, quote=False))
-    return escaped.replace("  ", "&emsp;").replace("\n", " ")
 
 
 def marked(sentence: str) -> str:

@@ -104,9 +104,7 @@ def _new_parser() -> argparse.ArgumentParser:
     versus.add_argument("--fail-above", type=_percentage, metavar="2%", help=above)
     anyway = "also compare runs of another GPU, world size or batch"
     versus.add_argument("--anyway", action="store_true", help=anyway)
-    style = versus.add_mutually_exclusive_group()
-    style.add_argument("--markdown", action="store_true", help="print it for a pull request")
-    style.add_argument("--json", action="store_true", help="print it as JSON")
+    versus.add_argument("--json", action="store_true", help="print it as JSON")
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
@@ -139,7 +137,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(found)
     else:
-        _print(found.markdown() if args.markdown else found)
+        _print(found)
     if args.fail_above is None or not found.is_above(args.fail_above):
         return GOOD
     print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
@@ -191,13 +189,8 @@ def _about(run: Run) -> str:
     """Return a line on what a run ran on."""
     on = run.environment
     several = f"{on.world_size} x " if on.world_size > 1 else ""
-    parts = (
-        f"{several}{on.device}",
-        f"torch {on.torch}" if on.torch else "",
-        on.precision,
-        "compiled" if on.compiled else "",
-        f"batch {on.batch_size}" if on.batch_size else "",
-        f"commit {on.commit[:10]}" if on.commit else "",
-        on.started,
-    )
-    return " · ".join(part for part in parts if part)
+    known = {"torch": on.torch, "batch": on.batch_size, "commit": on.commit[:10]}
+    named = [f"{name} {value}" for name, value in known.items() if value]
+    compiled = "compiled" if on.compiled else ""
+    parts = (f"{several}{on.device}", *named, on.precision, compiled, on.started)
+    return " · ".join(filter(None, parts))

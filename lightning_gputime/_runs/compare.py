@@ -152,10 +152,6 @@ class RunComparison(Tabular):
             "sentence": self.sentence,
         }
 
-    def markdown(self) -> str:
-        """Return it for a pull request."""
-        return self._table().markdown()
-
     def _table(self) -> Table:
         shares = {name: f"{share:.0%}" for name, share in self.explains.items()}
         unit = unit_of(self.step.before_ms)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import is_compiled
@@ -204,10 +204,8 @@ def _dataset(loader: object) -> object:
 
 
 def _is_on_device(dataset: object) -> bool:
-    """Return whether a dataset, such as a `TensorDataset`, has tensors that are not on the CPU."""
-    tensors = attribute(dataset, "tensors")
-    several = tensors if isinstance(tensors, list | tuple) else ()
-    return any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in several)
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+    return any(one.device.type != "cpu" for one in tensors)
 
 
 def cores_of_rank(world_size: int) -> int | None:
@@ -216,11 +214,10 @@ def cores_of_rank(world_size: int) -> int | None:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
         cores = os.cpu_count() or 0
-    try:
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        # Not all launchers set it: Lightning's own does not. A host has a rank for each device.
-        ranks = min(world_size, torch.accelerator.device_count() or world_size)
+    # Not all launchers tell: Lightning's own does not. A host has a rank for each device.
+    ranks = min(world_size, torch.accelerator.device_count() or world_size)
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(told) if told.isdigit() else ranks
     return max(cores // max(ranks, 1), 1) if cores else None
 
 
