@@ -89,12 +89,7 @@ class TimerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`TimerOptions` with their defaults, checked.
-
-    Raises:
-        TypeError: If one has the wrong type.
-        ValueError: If one has an impossible value.
-    """
+    """`TimerOptions` with their defaults, checked: TypeError, or ValueError, if one is wrong."""
 
     prefix: str = "phase_time"
     lag: int = 1
@@ -146,13 +141,9 @@ def takes_options(
 ) -> Callable[[type[T]], type[T]]:
     """Complete a timer whose constructor ends in `**options: Unpack[TimerOptions]`.
 
-    Its signature and docstring then name each option, for `help()` and LightningCLI. Options that
-    it does not have, or that are given by position, are answered with the fix.
-
-    Args:
-        most: Number of arguments that may be given by position.
-        hint: What to do in place of another one.
-        elsewhere: For options of the other timers: what to do in their place.
+    Its signature and docstring then name each option, for `help()` and LightningCLI. At `most` so
+    many arguments go by position; of another one the `hint` is said. For options of other timers
+    `elsewhere` says what to do in their place.
     """
     fixes = {**_OF_OTHERS, **elsewhere}
 
@@ -202,23 +193,14 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
 
 
 def check_bools(**options: Any) -> None:
-    """Check options that are switches.
-
-    Raises:
-        TypeError: If one is neither True nor False.
-    """
+    """Raise TypeError if a switch is neither True nor False."""
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
-    """Check an integer option.
-
-    Raises:
-        TypeError: If `value` is no integer.
-        ValueError: If `value` is below `least`.
-    """
+    """Raise TypeError if an option is no integer, ValueError if it is below `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer ({meaning}), got {shown(value)}")
     if value < least:
@@ -279,11 +261,6 @@ _TYPES: _Requirements = {
         ),
         f"have the methods {', '.join(_OF_CLOCK)}",
     ),
-    "modules": (
-        lambda value: _is_depth(value) or all(map(_is_module_name, _names(value))),
-        "be a depth such as 2, 'all', a dotted name or a pattern such as 'layers.*', a list of"
-        " these such as ['body', 'head.norm'], or a mapping from names without '/' to modules",
-    ),
 }
 
 _RANGES: _Requirements = {
@@ -299,35 +276,33 @@ _RANGES: _Requirements = {
 }
 
 
-def _is_depth(modules: Any) -> bool:
-    return isinstance(modules, int) and not isinstance(modules, bool)
-
-
-def _names(modules: Any) -> list[Any]:
-    """Return the names that the option `modules` has, with None among them if it is none."""
-    if isinstance(modules, Mapping):
-        return [name if isinstance(one, nn.Module) else None for name, one in modules.items()]
-    return [*modules] if _is_several(modules) else [modules]
-
-
-def _is_module_name(name: Any) -> bool:
-    return isinstance(name, str) and "/" not in name
-
-
-def _check_modules(modules: Modules) -> None:
-    """Check the values of an option that has the right type."""
-    if isinstance(modules, int):
+def _check_modules(modules: Any) -> None:
+    if isinstance(modules, int) and not isinstance(modules, bool):
         check_int("modules", modules, 1, "a depth: 1 for the modules that the model itself holds")
-    if not isinstance(modules, Mapping):
         return
+    is_mapping = isinstance(modules, Mapping)
+    names = [*modules] if is_mapping or _is_several(modules) else [modules]
+    parts = [*modules.values()] if is_mapping else []
+    is_right = all(isinstance(name, str) and "/" not in name for name in names)
+    if not is_right or not all(isinstance(part, nn.Module) for part in parts):
+        raise TypeError(
+            "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
+            " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
+            f" without '/' to modules, got {shown(modules)}"
+        )
+    if is_mapping:
+        _check_mapping(names, parts)
+
+
+def _check_mapping(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
     try:
-        for name in modules:
+        for name in names:
             check_name(name)
     except ValueError as error:
         raise ValueError(f"modules: {error}") from None
-    if COMM in modules:
+    if COMM in names:
         raise ValueError(
             "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks"
         )
-    if len({*map(id, modules.values())}) < len(modules):
-        raise ValueError(f"modules must not name a module twice, got {[*modules]}")
+    if len({*map(id, parts)}) < len(parts):
+        raise ValueError(f"modules must not name a module twice, got {[*names]}")

@@ -27,13 +27,7 @@ def write(
 ) -> None:
     """Write a file, replacing what was there in one move. Its mode stays.
 
-    Args:
-        path: The file.
-        content: What it will hold.
-        kept: What the message of an error ends with.
-
-    Raises:
-        OSError: If it cannot be written; the message names the path.
+    An OSError names the path, and ends with what is `kept`.
     """
     target = Path(os.path.expanduser(path)).resolve()
     # Beside its target, so that the move is one, and nobody sees half a file.
@@ -57,11 +51,7 @@ def write(
 
 
 def _mode(path: Path) -> int | None:
-    """Return the mode of a file; None if there is none yet.
-
-    Raises:
-        OSError: If it is a folder, a device or a pipe, which no file may replace.
-    """
+    """Return the mode of a file, None if there is none yet. Raise if no file may replace it."""
     try:
         found = path.stat().st_mode
     except FileNotFoundError:

@@ -54,11 +54,7 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code of the process.
-
-    Args:
-        arguments: By default those of the process. Without any, print the help.
-    """
+    """Run a command by its arguments, those of the process; return the exit code."""
     if arguments is None:
         arguments = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):

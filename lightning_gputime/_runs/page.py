@@ -30,12 +30,9 @@ _INK = "#444444"
 
 
 def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
-    """Return the page of a run, or of two side by side.
+    """Return the page of a run, or of two side by side; it loads nothing. Raise without bokeh.
 
-    Every name and text in it is escaped, and it loads nothing.
-
-    Raises:
-        ImportError: If bokeh is not installed (extra `report`).
+    Every name and text in it is escaped.
     """
     resources = _bokeh().resources.Resources(mode="inline", components=["bokeh"])
     verdict, sentences = _verdict(runs, comparison)
