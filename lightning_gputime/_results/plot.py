@@ -82,11 +82,7 @@ def _medians(times_ms: npt.NDArray[Any], bins: Sequence[int]) -> list[float]:
 
 
 def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
-    """Draw one step, on the device's clock and on the host's.
-
-    Raises:
-        ValueError: If the history has no such step.
-    """
+    """Draw one step of the history, on the device's clock and on the host's."""
     steps = results.newest()
     step = next((one for one in steps if one.step == number), None)
     if step is None:
@@ -136,11 +132,7 @@ def colour(name: str, names: Sequence[str]) -> str:
 
 
 def new_axes() -> Any:
-    """Return the axes of a figure that pyplot does not keep open.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Return the axes of a figure that pyplot does not keep open."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -149,11 +141,7 @@ def new_axes() -> Any:
 
 
 def _axes(ax: Any, height: float = 4.0) -> Any:
-    """Return the axes to draw on: those that are given, or of a figure that pyplot shows.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Return the axes to draw on: those that are given, or of a figure that pyplot shows."""
     if ax is not None:
         return ax
     try:

@@ -251,14 +251,7 @@ class RankSummary:
 
 
 def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
-    """Compare the ranks.
-
-    Args:
-        totals: Those of each rank.
-
-    Returns:
-        The comparison, or None if no rank has timed a step.
-    """
+    """Compare the ranks by the totals of each; None if no rank has timed a step."""
     totals = {rank: one for rank, one in sorted(totals.items()) if one.steps}
     if not totals:
         return None

@@ -72,13 +72,7 @@ class Sums:
         each_ms: Sequence[float],
         phases_ms: Mapping[str, Sequence[float]],
     ) -> None:
-        """Add the work of steps.
-
-        Args:
-            loads: That of each step, empty if nobody counts it.
-            each_ms: The device time of each step (in milliseconds).
-            phases_ms: That of each phase.
-        """
+        """Add the work of steps, where it is counted, and their device time and phases."""
         items, items_ms = [load[0] if load else nan for load in loads], each_ms
         all_items = sum(items)
         if all_items != all_items:

@@ -82,11 +82,7 @@ def list_phases(history: npt.NDArray[Any]) -> list[str]:
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write a run as JSON, compressed if the path ends in ".gz". Replace the file whole.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a run as JSON, compressed if the path ends in ".gz". Replace the file whole."""
     content = {
         "format": FORMAT,
         "version": VERSION,
