@@ -43,7 +43,7 @@ class Runs:
     def _attempt(self, number: int) -> list[dict[str, Any]]:
         directory = self.directory / str(number)
         directory.mkdir()
-        finish(*(start(SCRIPT, directory, rank) for rank in RANKS), timeout_s=100.0)
+        finish(*(start(SCRIPT, directory, rank) for rank in RANKS))
         return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
 
     def totals(self, case: str, attempt: int) -> dict[int, PhaseTotals]:
