@@ -1122,19 +1122,20 @@ def test_a_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
 def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run = Recorded(gpu, batch=9)
     run.recorder.begin()
-    run.step(0)
+    for number in range(4):
+        run.step(number)
     run.recorder.flush()
-    # One that is finished and one that is pending: they are the parent's to read.
-    run.step(1)
-    run.step(2)
+    # One that is finished and one that is pending, beside free events: all are the parent's.
+    run.step(4)
+    run.step(5)
     run.recorder.abandon()
     assert (run.recorder.state.name, run.recorder.label) == ("AT_REST", None)
     created = gpu.created
     run.recorder.begin()
-    run.step(3)
+    run.step(6)
     run.recorder.flush()
     assert gpu.created == created + 4
-    assert [times.step for times in run.emitted] == [0, 3]
+    assert [times.step for times in run.emitted] == [0, 1, 2, 3, 6]
 
 
 def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) -> None:
