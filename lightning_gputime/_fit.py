@@ -219,7 +219,13 @@ class Fit:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
         self._books.steps_go_on()
-        self._session.recorder.resume_or_mark(FETCH)
+        session = self._session
+        if self._accumulates and not self._model.automatic_optimization and session.has_updated:
+            # The update came in the hooks at the end of its batch, which is counted already.
+            self._accumulates = False
+            if not session.end_step(_lightning.step_number(self._trainer) - 1, CALLBACKS):
+                self._attachments.suspend()
+        session.recorder.resume_or_mark(FETCH)
 
     def _actions_of_data(self) -> Iterator[Action]:
         trainer, begins = self._trainer, self._session.recorder.mark

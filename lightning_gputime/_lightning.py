@@ -24,7 +24,12 @@ def loop_of(
     return Loop(
         model,
         # Those in the style of Lookahead are none of torch's, and may never update by one inside.
-        [one for one in trainer.optimizers if is_optimizer(one)],
+        # For none at all Lightning has one that updates nothing.
+        [
+            one
+            for one in trainer.optimizers
+            if is_optimizer(one) and type(one).__name__ != "_MockOptimizer"
+        ],
         optimizer_wrappers=_optimizer_wrappers(model),
         wrapper=_wrapper(trainer),
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,

@@ -693,6 +693,49 @@ def test_an_update_at_an_epochs_end_ends_the_step_of_its_batches(
     assert timer.summary().skipped_updates == 0
 
 
+class UpdatesLate(ByHand):
+    """Updates after each batch, in the hook at its end."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.work(0.125)
+        self.loss(batch).backward()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.update()
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+def test_an_update_in_the_hook_at_the_end_of_its_batch_ends_the_step(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    trainer(timer, max_epochs=2).fit(UpdatesLate(gpu), Loader(gpu, 3))
+    assert steps(timer) == [{**STEP_MS}] * 6
+    assert timer.history()["step"].tolist() == [*range(6)]
+
+
+class WithoutOptimizer(ByHand):
+    """Trains by hand what needs no optimizer, such as statistics."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.no_grad():
+            self(batch)
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
+def test_every_batch_is_a_step_where_there_is_no_optimizer(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    trainer(timer, max_epochs=2).fit(WithoutOptimizer(gpu), Loader(gpu, 3))
+    assert [one["forward"] for one in steps(timer)] == [4.0] * 6
+    assert timer.summary().skipped_updates == 0
+
+
 # Several timers of one Trainer
 
 
