@@ -22,10 +22,9 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
             f" arguments are swapped, write {_RIGHT}"
         )
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            "model must be a torch.nn.Module (for several models torch.nn.ModuleList([...])), got"
-            f" {_given(model)}"
-        )
+        several = "; for several models give torch.nn.ModuleList([...])"
+        more = several if isinstance(model, list | tuple) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {_given(model)}{more}")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError(
             "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
@@ -68,6 +67,9 @@ def _given(one: Any) -> str:
         of_transformers = trainers[0].__module__.startswith("transformers.")
         timer = "huggingface.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
         return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
+    for name in ("optimizer", *getattr(one, "__dict__", ())):
+        if isinstance(getattr(one, name, None), Optimizer):
+            return f"a {kind}: give the optimizer inside, its attribute `{name}`"
     return shown(one)
 
 
