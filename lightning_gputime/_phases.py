@@ -37,6 +37,7 @@ EVALUATION = "<evaluation>"
 BETWEEN = "<between>"
 EXCLUDED = "<excluded>"
 LEFT = "<left>"
+EVALUATES = (EVALUATION, EXCLUDED)
 
 # Labels of marks that interrupt the one before them: a wait for other ranks, one for what a
 # pipeline sends, which is part of what it is for, and the end of both.

@@ -232,7 +232,7 @@ class PhaseTimeCallback(Timer):
         self._know_batch(loader)
         if self._loaders:
             return
-        if self._has_batches and session.recorder.has_marked(BACKWARD):
+        if self._has_batches and BACKWARD in session.recorder.phases:
             # Gradients accumulate from one epoch to the next; what lies between is no step's.
             session.pause()
             session.resume()

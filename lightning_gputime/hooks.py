@@ -18,7 +18,7 @@ from lightning_gputime._boundaries.arguments import (
     tell_devices,
     tell_what_is_odd,
 )
-from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import (
     Options,
@@ -27,7 +27,7 @@ from lightning_gputime._options import (
     check_int,
     takes_options,
 )
-from lightning_gputime._phases import DATA, OTHER
+from lightning_gputime._phases import DATA, EVALUATES, OTHER
 from lightning_gputime._record.clock import check_device, clock_for, device_of
 from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._timer import Steps, Timer
@@ -38,6 +38,10 @@ _NO_OPTIMIZER = (
     "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
     " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
 )
+
+_NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
+
+_IN_TURNS = "several threads train in turn, and a timer times one: give one thread a timer alone."
 
 _UNTOLD = (
     "The last %d updates are in no step: call step() after each, or iterate over steps() itself,"
@@ -163,13 +167,10 @@ class GPUPhaseHooks(Timer):
                 messages.warning(_UNTOLD, untold)
             if self._session.sees_updates and not self._loop.optimizers:
                 messages.warning(_NO_OPTIMIZER)
+            in_turns = self._session.recorder.was_elsewhere
             self._finish()
             if self._step == self._first_step:
-                messages.warning(
-                    "No step has ended: iterate over steps(loader), or call step() at the end of"
-                    " the loop's body. %s",
-                    HOMES,
-                )
+                messages.warning("No step has ended: %s", _IN_TURNS if in_turns else _NO_STEP)
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -219,7 +220,7 @@ class GPUPhaseHooks(Timer):
         self._begin("steps()")
         self._session.loads(iterable, in_data=True)
         self._know_batch(iterable)
-        is_first, is_ahead, batch = True, False, self._loop.batch
+        is_first, is_ahead, evaluates, batch = True, False, True, self._loop.batch
         batch.is_fetched = True
         for item in iterable:
             batch.is_fetched = False
@@ -239,14 +240,22 @@ class GPUPhaseHooks(Timer):
             # Another one, where the body has removed or attached the timer.
             session = self._session
             is_ours = self._body is body or self._body is None
-            if (is_first or not is_ours) and session.has_idled(surely=is_first):
-                # As in a look-ahead, or a `zip` of loops: the batch belongs to the next step.
-                is_ahead = is_first
+            label = session.recorder.label
+            is_odd = is_first or not is_ours or (label == OTHER and self._body is body)
+            if is_odd and session.has_idled(surely=is_first or is_ours, is_first=is_first):
+                # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over:
+                # it belongs to the next step.
+                is_ahead = is_first or (is_ahead and is_ours)
                 session.batch_ends()
             else:
                 body, self._body = self._body, None
-                if body == (self._step, self._micro_batches) and session.is_attached:
+                # A loop that decides in its body whether to train, or to evaluate.
+                is_evaluation = label in EVALUATES and session.has_evaluated
+                if is_evaluation and evaluates:
+                    session.begin(self._step)
+                elif body == (self._step, self._micro_batches) and session.is_attached:
                     self.step()
+                evaluates = evaluates and (is_evaluation or label is None)
             is_first, batch.is_fetched = False, True
         batch.is_fetched = False
         if is_ahead and self._body is None:
@@ -272,9 +281,7 @@ class GPUPhaseHooks(Timer):
     def _is_evaluation(self) -> bool:
         if torch.is_grad_enabled() or not self._session.has_trained:
             return False
-        model = self._loop.model
-        is_container = isinstance(model, nn.ModuleList | nn.ModuleDict)
-        return not any(one.training for one in (model.children() if is_container else [model]))
+        return not is_training(self._loop.model)
 
     def _leave_body(self) -> None:
         """End the step in which the loop is left, if it was over."""

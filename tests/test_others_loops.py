@@ -404,3 +404,106 @@ def test_a_wrapper_that_is_no_optimizer_gets_a_hint(loop: Loop) -> None:
 
     with pytest.raises(TypeError, match="its attribute `base`"):
         GPUPhaseHooks(loop.model, ScheduleFreeWrapper(loop.optimizer))
+
+
+# Batches on which nothing is done, and evaluations that the loop's body decides on
+
+
+@pytest.mark.parametrize("how", ["continue", "filter"])
+def test_a_batch_that_is_passed_over_is_no_step(loop: Loop, how: str) -> None:
+    with hooks(loop) as timer:
+        batches = enumerate(timer.steps(loop.batches(24)))
+        for number, x in filter(lambda one: how != "filter" or one[0] % 4 < 3, batches):
+            if number % 4 == 3:
+                continue
+            loop.train(x)
+    assert steps(timer)[1:] == [
+        {**STEP_MS, "data": 1.0 + (number % 3 == 0)} for number in range(1, 18)
+    ]
+
+
+def test_batches_that_are_grouped_around_steps_are_one_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        iterator = iter(timer.steps(loop.batches(24)))
+        while group := [*itertools.islice(iterator, 4)]:
+            for x in group:
+                loop.micro_batch(x)
+            loop.update()
+    step = {name: 4 * time for name, time in STEP_MS.items()}
+    assert steps(timer)[-5:] == [{**step, "optimizer": 2.0}] * 5
+
+
+def test_work_that_does_not_show_is_never_passed_over(loop: Loop) -> None:
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    with hooks(loop) as timer:
+        for _ in timer.steps(loop.batches(24)):
+            replay()
+    assert total(timer)[1:] == [15.0] * 22  # The first could be that of a look-ahead.
+
+
+def test_a_loop_that_decides_in_its_body_to_evaluate_has_no_steps(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in range(3):
+            for trains, n in ((True, 5), (False, 3)):
+                for x in timer.steps(loop.batches(n)):
+                    loop.model.train(trains)
+                    with torch.set_grad_enabled(trains):
+                        if trains:
+                            loop.train(x)
+                        else:
+                            loop.model(x)
+    assert steps(timer) == [STEP_MS] * 15
+    assert timer.history()["step"].tolist() == [*range(15)]
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_a_validation_of_all_models_of_a_container(gpu: FakeGPU, how: str) -> None:
+    encoders = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
+    optimizer = Adder(encoders.parameters(), gpu, 2.0)
+    with GPUPhaseHooks(encoders, optimizer, clock=gpu, warmup_steps=0) as timer:
+        loader = batches(gpu, 45, copy_ms=1.0)
+        for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+            (encoders["image"](x) * encoders["text"](x)).sum().backward()
+            optimizer.step()
+            if how == "step":
+                timer.step()
+            if number % 15 == 0:
+                for encoder in encoders.values():
+                    encoder.eval()
+                with torch.no_grad():
+                    for _ in range(6):
+                        encoders["image"](x)
+                        encoders["text"](x)
+                for encoder in encoders.values():
+                    encoder.train()
+    assert ms(timer, "forward") == [3.0] * 45
+    assert ms(timer, "other") == [0.0] * 45
+
+
+def test_a_validation_that_is_not_certain_is_told(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 5 == 0:
+                validate(loop, 6)
+    assert "`other` is long in few steps: put what is no step" in str(timer.summary())
+
+
+def test_threads_that_train_in_turn_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def train(me: int) -> None:
+        for x in batches(loop.gpu, 10):
+            turns[me].acquire()
+            loop.train(x)
+            timer.step()
+            turns[1 - me].release()
+
+    with hooks(loop) as timer:
+        threads = [threading.Thread(target=train, args=(me,)) for me in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert "several threads train in turn" in caplog.text

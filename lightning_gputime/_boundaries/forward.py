@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
-from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
@@ -209,7 +209,7 @@ class ForwardBoundary:
             if not recorder.is_resting_here():
                 return
             if self._trains and not module.training and _is_evaluation(module):
-                if not self._model.training:
+                if not is_training(self._model):
                     self._evaluation.count()
                     if not recorder.is_named:
                         recorder.pause()  # Nothing else tells it of a step that is not timed.
@@ -305,7 +305,7 @@ class _EvaluationSearch:
     def call_begins(self) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""
         recorder = self._recorder
-        if self._model.training:
+        if is_training(self._model):
             # A part of it alone. The fetch is over.
             if recorder.label == DATA:
                 recorder.mark(OTHER)

@@ -55,3 +55,10 @@ class Loop:
     def called(self) -> nn.Module:
         """What the trainer calls to run a training step."""
         return self.model if self.wrapper is None else self.wrapper
+
+
+def is_training(model: nn.Module) -> bool:
+    """Return whether a model is in training mode; of a container, whether any model inside is."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return any(map(is_training, model.children()))
+    return model.training

@@ -224,9 +224,10 @@ class Recorder:
         if 0 <= place < len(self._open) and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
-    def has_marked(self, phase: str) -> bool:
-        """Return whether the open step has a mark of a phase, or of a part of it."""
-        return any(label.partition("/")[0] == phase for label, *_ in self._open)
+    @property
+    def phases(self) -> set[str]:
+        """The phases that the open step has marks of, also where they are of their parts."""
+        return {label.partition("/")[0] for label, *_ in self._open}
 
     # Phases that are named by hand
 

@@ -3,13 +3,24 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightning_gputime._phases import BACKWARD, COPY, DATA, FETCH, FORWARD, OPTIMIZER, is_wait
+from lightning_gputime._phases import (
+    BACKWARD,
+    COPY,
+    DATA,
+    FETCH,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    is_wait,
+)
 from lightning_gputime._results import verdict
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.units import duration
 
 _WORTH_IT = 0.1
 """From this fraction of the step on, something is worth an advice."""
+
+_PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"
 
 _FIRST_WORKERS = 4
 """The most workers to begin with, where there are none."""
@@ -56,10 +67,18 @@ Rows = list[tuple[bool, str]]
 def advise(summary: PhaseSummary, setup: Setup) -> tuple[str, ...]:
     """Return what to do next, the most promising first; nothing where nothing is known to help."""
     of_bound = _BY_BOUND.get(summary._judged.bound)
-    rows = of_bound(summary, setup) if of_bound is not None else []
+    rows = [_leave_out(summary)]
+    rows += of_bound(summary, setup) if of_bound is not None else []
     if summary.gap_share is not None and summary.gap_share >= verdict.MANY_GAPS:
         rows += _fewer_launches(summary, setup)
     return tuple(dict.fromkeys(sentence for holds, sentence in rows if holds))
+
+
+def _leave_out(summary: PhaseSummary) -> tuple[bool, str]:
+    row, n = summary.rows.get(OTHER), summary.step.n
+    is_long = row is not None and n >= 20 and row.share >= _WORTH_IT
+    is_uneven = row is not None and (2 * row.n < n or row.p95_ms > 3 * row.p50_ms)
+    return is_long and is_uneven, f"`{OTHER}` is long in few steps: {_PAUSE}"
 
 
 def _load_faster(summary: PhaseSummary, setup: Setup) -> Rows:
@@ -83,7 +102,7 @@ def _load_faster(summary: PhaseSummary, setup: Setup) -> Rows:
     rows = [
         (
             workers is None and is_unknown and is_uneven,
-            "put what is no step, such as a validation, into `with timer.paused()`",
+            _PAUSE,
         ),
         (
             workers is None and is_unknown,

@@ -20,6 +20,7 @@ from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN,
     DATA,
+    EVALUATES,
     OPTIMIZER,
     OTHER,
     StepTimes,
@@ -218,15 +219,23 @@ class Session:
         """Whether an optimizer has run, or tried, its update in the open step."""
         return self._tried_update or self._boundaries.has_updated
 
-    def has_idled(self, *, surely: bool) -> bool:
+    def has_idled(self, *, surely: bool, is_first: bool) -> bool:
         """Return whether nothing was done in the open step but to fetch.
 
-        With `surely` only where all that a training does would have been seen.
+        With `surely` only where all that a training does would have been seen; and beside the first
+        batch of a loop, where some training was.
         """
         is_seen = self.sees_updates and not (has_compiled() or self.recorder.pending.graphs)
+        is_seen &= (is_first or self.has_trained) and not self.recorder.was_elsewhere
         if self.is_off or (surely and not is_seen):
             return False
-        return not self._boundaries.has_worked and self.recorder.label in (DATA, OTHER, None)
+        return not self._boundaries.has_worked and self.recorder.phases <= {DATA, OTHER}
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether nothing was done in the open step but to evaluate a model that was trained."""
+        is_idle = self.has_trained and not self._boundaries.has_worked
+        return is_idle and self.recorder.phases <= {DATA, OTHER, *EVALUATES}
 
     def stay_on(self) -> None:
         """Keep the hooks on in untimed steps, too, as `has_idled` needs them."""
@@ -314,7 +323,7 @@ class Session:
             has_ended = self.has_updated or not self.needs_updates
         elif self._kind is TIMED:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
-            if not self.sees_updates and self.recorder.has_marked(BACKWARD):
+            if not self.sees_updates and BACKWARD in self.recorder.phases:
                 # An update by hand shows nowhere: it is over here, and is `other`.
                 self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
                 self.recorder.mark(AFTER_UPDATE)

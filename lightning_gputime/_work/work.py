@@ -183,7 +183,7 @@ class WorkCounter:
             return nan, nan, nan
         forward, backward, again = (sum(of) for of in zip(*calls, strict=True))
         # Inference outside of no_grad is recorded for a backward that never comes.
-        if not (self._loop.optimizers or self._recorder.has_marked(BACKWARD)):
+        if not (self._loop.optimizers or BACKWARD in self._recorder.phases):
             return forward, forward, 0.0
         return forward + backward, forward, backward + again
 
