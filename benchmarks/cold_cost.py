@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._run.schedule import Schedule
+from lightning_gputime._session.schedule import Schedule
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks, Run, compare, load
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._runs.page import page
+from lightning_gputime._saved_runs.page import page
 
 WARMUP = 20
 PAIRS = 200

@@ -17,7 +17,7 @@ from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_gputime._results.ranks import RankTotals, compare
-from lightning_gputime._run.rank_comparer import Exchange
+from lightning_gputime._session.rank_comparer import Exchange
 
 T = TypeVar("T")
 

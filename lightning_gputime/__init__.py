@@ -15,9 +15,9 @@ from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Section
-from lightning_gputime._runs.compare import Difference, RunComparison, compare
-from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.saved import Run, load
+from lightning_gputime._saved_runs.compare import Difference, RunComparison, compare
+from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._saved_runs.saved import Run, load
 from lightning_gputime.hooks import GPUPhaseHooks
 
 if TYPE_CHECKING:

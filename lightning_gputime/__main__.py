@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_gputime._runs.cli import main
+from lightning_gputime._saved_runs.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,13 +8,13 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._results.ledger import WallTimeRecorder
-from lightning_gputime._run.session import Session
-from lightning_gputime._untraced import untraced
+from lightning_gputime._session.session import Session
 
 _PATIENCE = 100
-"""For so many batches that should end a step the first update of all is waited for."""
+"""The first update of all is waited for during this many batches that should end a step."""
 
 Action = tuple[str, Callable[[], None]]
 
@@ -26,7 +26,7 @@ NESTED = (
 
 
 class Fit:
-    """Tells a session where a trainer is, as its callback and its profiler hear of it.
+    """Tell a session where a trainer is, as its callback and its profiler hear of it.
 
     `fail` is called with an error of the methods that run in every batch.
     """
@@ -87,7 +87,7 @@ class Fit:
 
     # The next two run in every batch: without the function of `never_raises` around them.
 
-    @untraced
+    @skip_compile
     def batch_begins(self, batch: object) -> None:
         """Start a batch, which the model is about to be trained on. Raise nothing."""
         try:
@@ -103,7 +103,7 @@ class Fit:
         except Exception as error:
             self._fail(error)
 
-    @untraced
+    @skip_compile
     def batch_ends(self, batch: object, batch_idx: int) -> None:
         """End a batch, and the step if it was its last. Raise nothing."""
         try:

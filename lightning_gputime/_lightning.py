@@ -9,12 +9,12 @@ import torch
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.units import unit_of
-from lightning_gputime._untraced import untraced
 
 
 def loop_of(
@@ -224,7 +224,7 @@ class Actions:
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
 
 
-@untraced
+@skip_compile
 class _Dispatcher:
     """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
 
@@ -260,7 +260,7 @@ def _guarded(
 ) -> Callable[[], None]:
     """Return a function that calls each, and passes its error to what stands beside it."""
 
-    @untraced
+    @skip_compile
     def guarded() -> None:
         for call, fail in calls:
             try:
@@ -277,7 +277,7 @@ def call_at_start(
     """Call a function, without arguments, whenever `owner.name` is called."""
     guarded = _guarded([(call, fail)])
 
-    @untraced
+    @skip_compile
     def begins(*_: Any, **__: Any) -> bool:
         guarded()
         return False

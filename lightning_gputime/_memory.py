@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._messages import TellOnce, messages
-from lightning_gputime._phases import BACKWARD, CALLBACKS, FORWARD, LOSS, OPTIMIZER, settle
+from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._messages import WarnOnce, messages
+from lightning_gputime._phases import BACKWARD, CALLBACKS, FORWARD, LOSS, OPTIMIZER, resolve_labels
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.recorder import FIRST_SAMPLED, SAMPLED_EVERY
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._untraced import untraced
 
 _MIB = 2**20
 
@@ -86,7 +86,7 @@ def sampler(counters: Any) -> Callable[[], tuple[int, int]]:
     """
     own = object()
 
-    @untraced
+    @skip_compile
     def sample() -> tuple[int, int]:
         counted = counters.read()["allocated_bytes"]["all"]
         counters.reset()
@@ -177,7 +177,7 @@ class PhaseMemory:
 
     def __init__(self, total: int | None = None) -> None:
         self._total = total
-        self._tell_once = TellOnce()
+        self._warn_once = WarnOnce()
         self._steps = 0
         self._held = 0
         self._highest: Mapping[str, tuple[int, int]] = {}
@@ -192,11 +192,11 @@ class PhaseMemory:
 
     def _add(self, step: StepRecord) -> None:
         if len(step.memory) != len(step.labels) + 1:
-            self._tell_once(_GRAPHS)
+            self._warn_once(_GRAPHS)
             return
         (_, *peaks), allocated = zip(*step.memory, strict=True)
         if any(peak < before for peak, before in zip(peaks, allocated, strict=False)):
-            self._tell_once(_OTHERS_RESET)
+            self._warn_once(_OTHERS_RESET)
         elif of_phases := _by_phase(step.labels, peaks):
             self._held = allocated[0]
             self._keep(step.number, of_phases)
@@ -243,7 +243,7 @@ class PhaseMemory:
 def _by_phase(labels: tuple[str, ...], peaks: Sequence[int]) -> dict[str, int]:
     """Return the highest peak of each phase; nothing where the device does not count."""
     found: dict[str, int] = {}
-    for names, peak in zip(settle(labels), peaks, strict=True):
+    for names, peak in zip(resolve_labels(labels), peaks, strict=True):
         for name in names:
             found[name] = max(found.get(name, 0), peak)
     return found if any(found.values()) else {}

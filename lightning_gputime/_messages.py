@@ -31,8 +31,8 @@ def shown(one: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"a {type(one).__name__}"
 
 
-class TellOnce:
-    """Logs each warning once: a training loop must not fill the log."""
+class WarnOnce:
+    """Log each warning once: a training loop must not fill the log."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 ItemsOption = float | Callable[[Any], float] | None
 FlopsOption = float | Sequence[float] | Literal["count"] | Callable[[Any], float] | None
 
-_PROBES = "one step in so many is probed, and the one after it not timed; 0 for none"
+_PROBES = "1 of every n steps is probed, and the one after it is not timed; 0 for none"
 
 
 class TimerOptions(TypedDict, total=False):
@@ -46,7 +46,7 @@ class TimerOptions(TypedDict, total=False):
             20 steps and the first three. In these steps torch's peak counters are reset: what you
             read of `torch.cuda.max_memory_allocated` is affected.
         every_n_steps: Time 1 of every n steps. With "auto" every step is timed where the GPU sets
-            the pace; elsewhere blocks of steps, so that timing takes less than 1 % of the time.
+            the pace; elsewhere blocks of steps, so that timing takes about 1 % of the time.
             The first 100 steps, and some in each window between two logs, are always timed. Every
             step is timed, too, with `on_step`, `annotate`, `probe_every_n_steps`, `lag=0` or a log
             at each step.

@@ -26,8 +26,8 @@ WAIT = "data/comm"
 """The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
 device, callbacks with logging and checkpoints, and the wait for the other ranks."""
 
-# Labels of marks whose phase depends on what follows; `settle` decides. A user's phase cannot be
-# named so, see `check_name`.
+# Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
+# cannot be named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"
 AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
@@ -106,7 +106,7 @@ class Timeline:
     """The intervals of a step in their order, as `plot` draws them.
 
     Attributes:
-        names: For each interval the phases that it counts under, see `settle`.
+        names: For each interval the phases that it counts under, see `resolve_labels`.
         device_ms: Device time of each (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds): one more than there are intervals.
         finished_ns: Host time at which the device finished, where the host waited for that (in
@@ -148,7 +148,7 @@ class StepTimes:
 
 
 @lru_cache(maxsize=256)
-def settle(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Decide which phases the time after each mark of a step counts under.
 
     Between two model calls the time is `forward`, after the last one `loss` if a backward

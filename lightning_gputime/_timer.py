@@ -13,6 +13,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AUTO, Options, check_int
 from lightning_gputime._phases import StepTimes
@@ -22,16 +23,15 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._run.session import NEVER_ATTACHED, REMOVED, Session
-from lightning_gputime._runs import saved
-from lightning_gputime._runs.environment import (
+from lightning_gputime._saved_runs import saved
+from lightning_gputime._saved_runs.environment import (
     Environment,
     environment_of,
     known_of_loader,
     setup_of,
 )
-from lightning_gputime._runs.saved import Run
-from lightning_gputime._untraced import untraced
+from lightning_gputime._saved_runs.saved import Run
+from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,8 +74,8 @@ def never_raises(hook: Hook) -> Hook:
             self._give_up(error)
 
     # A step that is compiled calls some of them.
-    untraced(hook)
-    return cast("Hook", untraced(guarded))
+    skip_compile(hook)
+    return cast("Hook", skip_compile(guarded))
 
 
 class Steps(Generic[T]):

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
@@ -29,10 +30,9 @@ from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import show
-from lightning_gputime._run.evaluation import Evaluations
-from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
+from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
+from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
-from lightning_gputime._untraced import untraced
 
 _ELSEWHERE = {
     "model": "the trainer tells it the model",
@@ -78,7 +78,7 @@ def _starts(stage: str) -> Callable[..., None]:
 
 @takes_options(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
 class GPUPhaseTimer(Timer, pl.Callback):
-    """Logs how long the phases of each training step take, on the device's own clock.
+    """Log how long the phases of each training step take, on the device's own clock.
 
     From the start of training to its end it has hooks on the LightningModule and the optimizers,
     and stands in for what runs torch's autograd engine. It records one device event at each
@@ -230,14 +230,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     # These run in every batch: nothing in them raises.
 
-    @untraced
+    @skip_compile
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._fit is not None:
             self._fit.batch_begins(batch)
 
-    @untraced
+    @skip_compile
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
-from lightning_gputime._messages import TellOnce
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
@@ -38,7 +38,7 @@ _NOT_SET_UP = (
 
 @takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
 class PhaseTimeCallback(Timer):
-    """Logs how long the phases of each training step take, for `Fabric(callbacks=[...])`.
+    """Log how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
     It starts with `fabric.setup(model, optimizer)`, and times all models that are set up and have
     trainable weights. One that is set up after an update starts a new measurement. Fabric tells
@@ -78,7 +78,7 @@ class PhaseTimeCallback(Timer):
         super().__init__(Options(**options))
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._log_every_n_steps = log_every_n_steps
-        self._tell_once = TellOnce()
+        self._warn_once = WarnOnce()
         self._patch: Subscription | None = None
         self._models: list[nn.Module] = []
         # Those that were set up, and those that have updated, in the order of their first update.
@@ -159,7 +159,7 @@ class PhaseTimeCallback(Timer):
     def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
         """End a step, if no loader does."""
         if not self._session.was_attached:
-            self._tell_once(_NOT_SET_UP)
+            self._warn_once(_NOT_SET_UP)
         if all(one is not optimizer for one in self._updated):
             self._updated.append(optimizer)
         self._has_updated = True

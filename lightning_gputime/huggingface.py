@@ -20,14 +20,14 @@ except ImportError as error:
 from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
-from lightning_gputime._messages import TellOnce
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.table import show
-from lightning_gputime._run import lifetimes
-from lightning_gputime._run.evaluation import Evaluations
+from lightning_gputime._session import lifetimes
+from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
 
 _ELSEWHERE = {
@@ -95,7 +95,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         check_bools(summary=summary)
         self._prints_table = summary
         self._owes_table = False
-        self._tell_once = TellOnce()
+        self._warn_once = WarnOnce()
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._behind = _Behind()
@@ -141,10 +141,10 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     ) -> None:
         trainer = _trainer_of(self)
         if self._session.is_attached and trainer is not self._trainer:
-            self._tell_once(_NESTED)
+            self._warn_once(_NESTED)
         self._detach()
         if trainer is None:
-            self._tell_once(_NOT_FOUND)
+            self._warn_once(_NOT_FOUND)
             return
         self._patch_trainer(trainer)
         # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.

@@ -16,7 +16,7 @@ from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._results.advice import Setup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs.environment import (
+from lightning_gputime._saved_runs.environment import (
     Environment,
     _unfused,
     cores_of_rank,

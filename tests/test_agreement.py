@@ -3,8 +3,8 @@
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._run import rank_comparer
-from lightning_gputime._run.rank_comparer import Exchange
+from lightning_gputime._session import rank_comparer
+from lightning_gputime._session.rank_comparer import Exchange
 
 
 @pytest.fixture

@@ -410,7 +410,7 @@ def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture
 def test_a_timer_that_fails_lets_training_go_on(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_gputime._run.session.Boundaries", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("lightning_gputime._session.session.Boundaries", lambda *_, **__: 1 / 0)
     timer = GPUPhaseTimer(clock=gpu)
     runner = trainer(timer)
     runner.fit(Model(gpu), Loader(gpu, 3))

@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._run.dispatcher import StepDispatcher
+from lightning_gputime._session.dispatcher import StepDispatcher
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:

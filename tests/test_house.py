@@ -19,13 +19,13 @@ MODULES = {
 """The text of each module, by its name inside the package."""
 
 FLOORS = [
-    "_messages _phases _untraced",
+    "_compile_skip _messages _phases",
     "_record",
     "_memory",
     "_boundaries _results",
     "_options",
     "_causes _work",
-    "_run _runs",
+    "_saved_runs _session",
     "_lightning _timer",
     "_fit",
     "callback fabric hooks huggingface metric",

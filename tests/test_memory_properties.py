@@ -7,7 +7,7 @@ import test_recorder_properties as properties
 from fake_gpu import FakeAllocator, FakeEvent, FakeGPU
 
 from lightning_gputime._memory import PhaseMemory, sampler
-from lightning_gputime._phases import settle
+from lightning_gputime._phases import resolve_labels
 from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
@@ -86,7 +86,9 @@ class Sampled(properties.Played):
             self.found.append(step)
             places = [self.allocator.places[id(sampled)] for sampled in step.memory]
             expected: dict[str, int] = {}
-            for of_mark, first, last in zip(settle(step.labels), places, places[1:], strict=False):
+            for of_mark, first, last in zip(
+                resolve_labels(step.labels), places, places[1:], strict=False
+            ):
                 for name in of_mark:
                     expected[name] = max(expected.get(name, 0), *log[first : last + 1])
             if [(step.number, expected)] != [*kept._window] or kept._held != log[places[0]]:

@@ -10,12 +10,12 @@ from lightning_gputime._phases import (
     EXCLUDED,
     check_name,
     in_order,
-    settle,
+    resolve_labels,
 )
 
 
 def phases(*labels: str) -> list[str]:
-    return [names[-1] if names else "-" for names in settle(labels)]
+    return [names[-1] if names else "-" for names in resolve_labels(labels)]
 
 
 def test_time_between_two_model_calls_is_forward() -> None:
@@ -63,12 +63,15 @@ def test_a_phase_by_hand_does_not_hide_what_follows() -> None:
 
 
 def test_a_sub_phase_counts_for_its_parent_too() -> None:
-    assert settle(("forward/body", "forward")) == (("forward", "forward/body"), ("forward",))
-    assert settle(("a/b/c",)) == (("a", "a/b", "a/b/c"),)
+    assert resolve_labels(("forward/body", "forward")) == (
+        ("forward", "forward/body"),
+        ("forward",),
+    )
+    assert resolve_labels(("a/b/c",)) == (("a", "a/b", "a/b/c"),)
 
 
 def test_excluded_time_counts_for_nothing() -> None:
-    assert settle((EXCLUDED, "data")) == ((), ("data",))
+    assert resolve_labels((EXCLUDED, "data")) == ((), ("data",))
 
 
 def test_phases_sort_as_a_step_runs_them() -> None:

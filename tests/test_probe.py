@@ -23,10 +23,10 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._run import session
-from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.rank_comparer import RankComparer
-from lightning_gputime._run.schedule import Schedule
+from lightning_gputime._session import session
+from lightning_gputime._session.probe import Probe
+from lightning_gputime._session.rank_comparer import RankComparer
+from lightning_gputime._session.schedule import Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""

@@ -30,8 +30,8 @@ from lightning_gputime._results.ranks import (
     totals_of,
 )
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._run import rank_comparer
-from lightning_gputime._run.rank_comparer import Exchange
+from lightning_gputime._session import rank_comparer
+from lightning_gputime._session.rank_comparer import Exchange
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 

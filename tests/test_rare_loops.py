@@ -53,7 +53,8 @@ def test_an_error_of_a_boundary_does_not_reach_the_training(
 ) -> None:
     with hooks(loop) as timer:
         monkeypatch.setattr(
-            "lightning_gputime._boundaries.backward.BackwardBoundary.call_begins", lambda *_: 1 / 0
+            "lightning_gputime._boundaries.backward.BackwardBoundary.on_call_start",
+            lambda *_: 1 / 0,
         )
         for x in timer.steps(loop.batches(3)):
             loop.train(x)

@@ -17,10 +17,10 @@ from test_runs import timed
 from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
-from lightning_gputime._runs import saved
-from lightning_gputime._runs.cli import main
-from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.page import list_top_phases, page, phases_over_steps, thin_out
+from lightning_gputime._saved_runs import saved
+from lightning_gputime._saved_runs.cli import main
+from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._saved_runs.page import list_top_phases, page, phases_over_steps, thin_out
 
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"

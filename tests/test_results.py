@@ -14,7 +14,7 @@ from lightning_gputime import Environment, Run, load
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
-from lightning_gputime._runs import saved
+from lightning_gputime._saved_runs import saved
 
 
 def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Results:

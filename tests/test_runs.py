@@ -20,8 +20,8 @@ from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
-from lightning_gputime._runs import environment, saved
-from lightning_gputime._runs.environment import Environment
+from lightning_gputime._saved_runs import environment, saved
+from lightning_gputime._saved_runs.environment import Environment
 
 
 def run_of(results: Results, **more: Any) -> Run:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._run.schedule import TIMED, AutoSchedule, Schedule
+from lightning_gputime._session.schedule import TIMED, AutoSchedule, Schedule
 
 LETTERS = {"timed": "t", "probed": "P", "untimed": ".", "unrepresentative": "x"}
 

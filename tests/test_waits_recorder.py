@@ -7,7 +7,7 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import RECEIVES, settle
+from lightning_gputime._phases import RECEIVES, resolve_labels
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -282,4 +282,4 @@ def test_a_wait_whose_mark_fails_costs_its_step_alone(
 def test_what_a_pipeline_receives_is_for_the_pass_that_follows(
     labels: tuple[str, ...], phase: str
 ) -> None:
-    assert settle(labels)[1] == (phase, f"{phase}/comm")
+    assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")

@@ -1336,7 +1336,7 @@ def test_points_add_up_to_a_hundred_as_they_are_printed() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
-    from lightning_gputime._runs.page import page
+    from lightning_gputime._saved_runs.page import page
 
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
     timer.save(tmp_path / "run.json")

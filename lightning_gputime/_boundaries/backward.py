@@ -11,6 +11,7 @@ from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, patch_function
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
@@ -20,7 +21,6 @@ from lightning_gputime._phases import (
     OPTIMIZER,
 )
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._untraced import untraced
 
 # The function by which torch.autograd runs its engine: private, and a global of its module.
 _ENGINE = "_engine_run_backward"
@@ -29,7 +29,7 @@ _ENGINE = "_engine_run_backward"
 _PIPELINE = "torch.distributed.pipelining._backward"
 
 
-@untraced
+@skip_compile
 class BackwardBoundary:
     """`backward`: the calls of `torch.autograd.backward` and `torch.autograd.grad`.
 
@@ -57,7 +57,7 @@ class BackwardBoundary:
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
         self._subscription = attachments.add(patch_function(torch.autograd, name, self))
 
-    def call_begins(
+    def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
     ) -> bool:
         """Mark the start, but not of a backward inside a backward, nor of another timer's."""
@@ -99,7 +99,7 @@ class BackwardBoundary:
         self._recorder.mark(GRAD)
         return True
 
-    def call_ends(self, result: Any = None) -> None:
+    def on_call_end(self, result: Any = None) -> None:
         """Mark the end."""
         if self._comm is not None:
             self._comm.end()
@@ -116,7 +116,7 @@ class BackwardBoundary:
         return False
 
 
-@untraced
+@skip_compile
 def _is_of_pipeline() -> bool:
     """Return whether a schedule of torch's pipelines asks for a gradient."""
     return _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE

@@ -31,7 +31,7 @@ _HIDDEN = (
 
 
 class Boundaries:
-    """Puts marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
+    """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
 
     If it is given, `note` is called with each outermost call of a model, and its arguments.
     """
@@ -61,11 +61,11 @@ class Boundaries:
         if shared:
             self._waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
-                recorder.tell_once(_HIDDEN)
+                recorder.warn_once(_HIDDEN)
         self.forward = ForwardBoundary(recorder, own, loop, self._waits, note)
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
-            recorder.tell_once(
+            recorder.warn_once(
                 "These modules run inside compiled code, and are not timed apart: %s%s",
                 ", ".join(hidden[:10]),
                 f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",

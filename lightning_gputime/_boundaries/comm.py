@@ -15,9 +15,9 @@ from lightning_gputime._boundaries.patching import (
     hook_before,
     patch_function,
 )
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._untraced import untraced
 
 _COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
 """How the methods of a process group begin that launch a collective."""
@@ -39,7 +39,7 @@ _BETWEEN = (
 )
 
 
-@untraced
+@skip_compile
 class WaitBoundary:
     """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
 
@@ -163,7 +163,7 @@ class WaitBoundary:
         return True
 
 
-@untraced
+@skip_compile
 class CommBoundary:
     """`backward/comm`: from the end of this rank's own work in a backward to the end of backward.
 
@@ -221,7 +221,7 @@ class CommBoundary:
             try:
                 torch.autograd.Variable._execution_engine.queue_callback(self._mark)
             except Exception as error:
-                self._recorder.tell_once("The waits for other ranks are not timed: %r", error)
+                self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
 
     def _mark(self) -> None:
         # Not called where a backward raises: `BackwardBoundary` marks its end in any case.
@@ -265,13 +265,13 @@ def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     )
 
 
-@untraced
+@skip_compile
 def _is_autograd_compiled() -> bool:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
-@untraced
+@skip_compile
 def caller(*between: str) -> str:
     """Return the name of the module whose code calls, beyond this package and `between`.
 

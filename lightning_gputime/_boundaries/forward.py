@@ -23,6 +23,7 @@ from lightning_gputime._boundaries.patching import (
     hook_before,
     patch_function,
 )
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -35,7 +36,6 @@ from lightning_gputime._phases import (
     TRAINING_STEP,
 )
 from lightning_gputime._record.recorder import PAUSED, Recorder
-from lightning_gputime._untraced import untraced
 
 # What every call of a module passes through.
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -46,11 +46,11 @@ _MAX_NODES = 1000
 # Each holds a graph until the next backward.
 _MAX_CANDIDATES = 8
 
-# In so many steps before it all that have calls have as many; an evaluation has so many more.
+# In the last _STEPS steps with calls all have as many; an evaluation has at least _MORE more.
 _STEPS, _MORE = 10, 2
 
 
-@untraced
+@skip_compile
 class ForwardBoundary:
     """`forward`: from the call of a module to its return, outermost calls only.
 
@@ -158,7 +158,7 @@ class ForwardBoundary:
         self._attachments.add(patch_function(self._model, TRAINING_STEP, calls))
         # As if the model were called in every step: a backward is always taken for its own.
         self.calls, self.was_ever_called = 1, True
-        self._recorder.tell_once(
+        self._recorder.warn_once(
             "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
         )
 
@@ -241,7 +241,7 @@ class ForwardBoundary:
             # As `_is_evaluation`, without another call.
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
-                self._evaluation.call_begins()
+                self._evaluation.on_call_start()
                 return
             if recorder.state is PAUSED:
                 recorder.resume(FORWARD)
@@ -277,9 +277,9 @@ class ForwardBoundary:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
-@untraced
+@skip_compile
 class _EvaluationSearch:
-    """Tells a validation, which belongs to no step, from a part of the step that needs no grad.
+    """Tell a validation, which belongs to no step, from a part of the step that needs no grad.
 
     A frozen encoder, a teacher and pseudo-labels are called in eval mode without grad, too, but in
     every step, and alike. So it is a validation if the model as a whole is in eval mode, and is
@@ -302,7 +302,7 @@ class _EvaluationSearch:
         """Whether the step that has just ended had a call."""
         return self._step == self.steps - 1 and self._calls > 0
 
-    def call_begins(self) -> None:
+    def on_call_start(self) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""
         recorder = self._recorder
         if is_training(self._model):
@@ -331,7 +331,7 @@ class _EvaluationSearch:
         return self._recorder.pending.ended > 0 and self._calls >= usual + _MORE
 
 
-@untraced
+@skip_compile
 class _LossSearch:
     """Finds the modules that are losses, whatever their class.
 
@@ -375,7 +375,7 @@ class _LossSearch:
         return found
 
 
-@untraced
+@skip_compile
 def _nodes_behind(tensors: Any) -> Iterator[Any]:
     """Yield the graph nodes that tensors come from, the nearest first."""
     several: Iterable[Any] = tensors if isinstance(tensors, list | tuple) else [tensors]

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gputime._boundaries.compiled import patch_compiled_call
 from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._boundaries.patching import Attachments, hook_after, hook_before
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._untraced import untraced
 
 Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
 
@@ -125,7 +125,7 @@ def _usable(name: str) -> str:
     return f"{usable}_" if usable == COMM else usable
 
 
-@untraced
+@skip_compile
 class SubmoduleBoundary:
     """`forward/<name>` and `backward/<name>` of modules.
 
@@ -237,7 +237,7 @@ def _backward(label: str) -> str:
     return BACKWARD + label.removeprefix(FORWARD)
 
 
-@untraced
+@skip_compile
 def _tensors_with_grad(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():

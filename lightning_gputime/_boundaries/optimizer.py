@@ -21,6 +21,7 @@ from lightning_gputime._boundaries.patching import (
     Registration,
     patch_function,
 )
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -31,13 +32,12 @@ from lightning_gputime._phases import (
     OTHER,
 )
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
-from lightning_gputime._untraced import untraced
 
 # Every call of `step` passes through a `wrapper` of this file, which calls the hooks.
 _OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
-@untraced
+@skip_compile
 class OptimizerBoundary:
     """The end of `optimizer`, and its start where no backward precedes.
 
@@ -195,7 +195,7 @@ def patch_zero_grad(
 ) -> None:
     """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
 
-    @untraced
+    @skip_compile
     def begins(*_: Any, **__: Any) -> bool:
         # Inside a backward it belongs to an update there.
         if (

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from lightning_gputime._compile_skip import apply_compile_skips, skip_compile
 from lightning_gputime._messages import messages
-from lightning_gputime._untraced import leave_untraced, untraced
 
 _MISSING = object()
 
@@ -24,17 +24,17 @@ def do_nothing(*_: Any) -> None:
 class Calls:
     """A listener of the calls of a patched function. Others may have the same two methods."""
 
-    call_begins: Callable[..., bool]
-    """Handle the start of a call. Return whether `call_ends` is wanted for it."""
-    call_ends: Callable[..., None] = do_nothing
+    on_call_start: Callable[..., bool]
+    """Handle the start of a call. Return whether `on_call_end` is wanted for it."""
+    on_call_end: Callable[..., None] = do_nothing
     """Handle the end of a call, which returned a result, or raised (None)."""
 
 
 Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
-"""Returns what is called in place of a function, and notifies the listeners in a list."""
+"""Return what is called in place of a function, and notifies the listeners in a list."""
 
 
-@untraced
+@skip_compile
 class FunctionPatch:
     """Replaces `owner.name` while it has listeners, which may be those of several timers.
 
@@ -66,19 +66,19 @@ class FunctionPatch:
         self.replacement: Any = self
         if wrap is not None:
             # A function, or a method, which can be pickled as no function in a function can.
-            self.replacement = untraced(wrap(self._call, self.listeners))
+            self.replacement = skip_compile(wrap(self._call, self.listeners))
         elif isinstance(owner, type):
             self.replacement = self._as_method()
         getattr(self.replacement, "__self__", self.replacement)._patch = self  # for `_find`
         # Compiled code enters ours here, or by hooks of an optimizer, which is patched, too.
-        leave_untraced()
+        apply_compile_skips()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         notified = []
         # Over a copy: a listener may be removed when it is notified.
         for listener in [*self.listeners]:
             try:
-                if listener.call_begins(*args, **kwargs):
+                if listener.on_call_start(*args, **kwargs):
                     notified.append(listener)
             except Exception as error:
                 self._lose(listener, error)
@@ -93,7 +93,7 @@ class FunctionPatch:
         finally:
             for listener in notified:
                 try:
-                    listener.call_ends(result)
+                    listener.on_call_end(result)
                 except Exception as error:
                     self._lose(listener, error)
 
@@ -158,7 +158,7 @@ class FunctionPatch:
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        return untraced(method)
+        return skip_compile(method)
 
     def _lose(self, listener: Any, error: Exception) -> None:
         """Notify a listener no more, because it raised: its error must not reach the training."""

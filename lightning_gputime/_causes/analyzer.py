@@ -16,12 +16,12 @@ from lightning_gputime._causes.detectors import (
     detect_phases,
     thread_usage,
 )
-from lightning_gputime._messages import TellOnce
+from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
-from lightning_gputime._untraced import untraced
 
 _TOGETHER = 25
 """Number of steps that are judged together, by those before."""
@@ -31,7 +31,7 @@ _WORTH_MS = 2.0
 whose code is cold)."""
 
 
-@untraced
+@skip_compile
 class SlowStepAnalyzer:
     """Judges each step by a baseline of those before, and explains the slow ones, for a log.
 
@@ -72,7 +72,7 @@ class SlowStepAnalyzer:
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._reads_since = 0
-        self._tell_once = TellOnce()
+        self._warn_once = WarnOnce()
         self.newest: Sequence[SlowStep] = ()
         """The slow ones among the steps that were read last."""
 
@@ -191,7 +191,7 @@ class SlowStepAnalyzer:
         )
 
     def _give_up(self, error: Exception) -> None:
-        self._tell_once("Why steps are slow is not said any more: %r", error)
+        self._warn_once("Why steps are slow is not said any more: %r", error)
         self.remove()
         # Slow steps are still found, and unexplained.
         self.detectors = []

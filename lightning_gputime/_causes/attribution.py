@@ -7,9 +7,9 @@ from math import inf
 from operator import attrgetter, sub
 from typing import Any
 
-from lightning_gputime._phases import of_one_callback, settle
+from lightning_gputime._phases import of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.slow import Cause, Kind
+from lightning_gputime._results.slow import Cause, CauseKind
 
 _SIZE = 50
 """Number of steps in a baseline."""
@@ -29,10 +29,10 @@ deviation, a fraction of the median, and a time (in milliseconds)."""
 _LEAST_SHARE = 0.05
 """A cause of a smaller fraction of the excess is left out: it stays unexplained."""
 
-_Causes = defaultdict[tuple[Kind, str], float]
+_Causes = defaultdict[tuple[CauseKind, str], float]
 """Times by cause, and by what it was (in milliseconds)."""
 
-Span = tuple[int, int, Kind, str]
+Span = tuple[int, int, CauseKind, str]
 """When something that held up the host started and ended (in nanoseconds), and what it was."""
 
 _Medians = tuple[float, float, float]
@@ -94,7 +94,7 @@ class Baseline:
 
 def _leaves(labels: tuple[str, ...]) -> list[str]:
     """Return for each mark the smallest phase that its time counts under; empty if none."""
-    return [names[-1] if names else "" for names in settle(labels)]
+    return [names[-1] if names else "" for names in resolve_labels(labels)]
 
 
 def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
@@ -242,7 +242,7 @@ class ExcessAttribution:
                     part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
 
     def attribute_host_excess(
-        self, kind: Kind, detail: str, most_ms: float, is_there: Callable[[str], bool]
+        self, kind: CauseKind, detail: str, most_ms: float, is_there: Callable[[str], bool]
     ) -> None:
         """Attribute the host excess of the parts where it `is_there`, `most_ms` in all."""
         for part in self.parts:
@@ -252,7 +252,7 @@ class ExcessAttribution:
                 part.unattributed_host_ms -= ms
                 most_ms -= ms
 
-    def attribute_device_excess(self, kind: Kind, part: PartExcess, detail: str) -> None:
+    def attribute_device_excess(self, kind: CauseKind, part: PartExcess, detail: str) -> None:
         """Attribute a part's excess on the device to a cause, whatever the host did."""
         part.device_causes[kind, detail] += part.device_excess_ms
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_gputime._causes.attribution import ExcessAttribution, Span, median
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -26,8 +27,7 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.slow import Kind
-from lightning_gputime._untraced import untraced
+from lightning_gputime._results.slow import CauseKind
 
 _MAX_SPANS = 1_000
 """Number of spans to remember: those of steps that are not judged yet, and more."""
@@ -35,7 +35,7 @@ _MAX_SPANS = 1_000
 _SHORTEST_NS = 50_000
 """A shorter span explains no slow step, and is forgotten at once."""
 
-_INSIDE_OUT: Sequence[Kind] = ("garbage", "compilation", "callback")
+_INSIDE_OUT: Sequence[CauseKind] = ("garbage", "compilation", "callback")
 """The kinds of spans: one may hold those before it."""
 
 _NEAR_NS = 1_000_000
@@ -51,7 +51,7 @@ of Python take turns of 5 ms."""
 Counts = Sequence[int]
 
 
-@untraced
+@skip_compile
 class HostSpans:
     """The newest times at which something held up the host.
 
@@ -63,7 +63,7 @@ class HostSpans:
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
         self._newest: deque[Span] = deque(maxlen=_MAX_SPANS)
-        self._started_ns: dict[Kind, int] = {}
+        self._started_ns: dict[CauseKind, int] = {}
 
     def attach(self) -> None:
         """Listen to Python's collector and to dynamo, unless it does."""
@@ -100,11 +100,11 @@ class HostSpans:
         trigger = getattr(getattr(about[0], "callback_trigger", None), "name", "") if about else ""
         self.end("compilation", "of a backward" if trigger == "LAZY_BACKWARD" else "")
 
-    def start(self, kind: Kind) -> None:
+    def start(self, kind: CauseKind) -> None:
         """Start a span."""
         self._started_ns[kind] = self._now_ns()
 
-    def end(self, kind: Kind, detail: str) -> None:
+    def end(self, kind: CauseKind, detail: str) -> None:
         """End the open span of a kind, and say what it was."""
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
         if started_ns is not None and now_ns - started_ns >= _SHORTEST_NS:
@@ -118,7 +118,7 @@ class HostSpans:
         attribution.attribute_spans(sorted(spans, key=lambda one: _INSIDE_OUT.index(one[2])))
 
 
-@untraced
+@skip_compile
 class Loader:
     """Sees fetches that took long."""
 
@@ -177,7 +177,7 @@ def attribute(one: object, name: str) -> Any:
         return None
 
 
-@untraced
+@skip_compile
 class Preemption:
     """Sees when the loop's thread was off the CPU for longer than it usually is.
 

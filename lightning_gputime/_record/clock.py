@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import messages
-from lightning_gputime._untraced import untraced
 
 
 class TimingEvent(Protocol):
@@ -62,13 +62,13 @@ class Clock(Protocol):
 
 
 _NEVER: Callable[[], bool] = bool
-"""Returns False, and takes no call of a Python function."""
+"""Return False, without a call of a Python function."""
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
 
 
-@untraced
+@skip_compile
 class Streams:
     """The streams of an accelerator."""
 
@@ -87,7 +87,7 @@ class Streams:
         return identity
 
 
-@untraced
+@skip_compile
 class DeviceClock:
     """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
 
@@ -146,7 +146,7 @@ class DeviceClock:
         return _GraphClock(self)
 
 
-@untraced
+@skip_compile
 class _GraphClock:
     """The clock of a device whose events can be recorded in a CUDA graph, at a higher price."""
 
@@ -161,7 +161,7 @@ class _GraphClock:
         return self
 
 
-@untraced
+@skip_compile
 class _EventOnOtherDevice:
     """An event for a device that is not the thread's current one."""
 
@@ -178,7 +178,7 @@ class _EventOnOtherDevice:
         return self._event.elapsed_time(end_event._event)
 
 
-@untraced
+@skip_compile
 class HostClock:
     """The host's clock behind the interface of a device's, for models that run on the CPU."""
 
@@ -193,7 +193,7 @@ class HostClock:
         pass  # Nothing is captured on the CPU.
 
 
-@untraced
+@skip_compile
 class _HostEvent:
     """A point in the host's time, reached as soon as it is recorded."""
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from lightning_gputime._messages import TellOnce
+from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._untraced import untraced
 
 BATCH = 25
 """This many steps are read together where nobody waits for them.
@@ -23,7 +23,7 @@ LEFT_OUT = "A step could not be timed and is left out: %r"
 _BLOCKED_NS = 20_000
 
 
-@untraced
+@skip_compile
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """The marks of a step from its end until it is read; see `StepRecord` for the rest.
@@ -47,7 +47,7 @@ class PendingStep:
     owns_end: bool = False
 
 
-@untraced
+@skip_compile
 class PendingSteps:
     """Ended steps: pending until the device has finished them, then read together.
 
@@ -75,7 +75,7 @@ class PendingSteps:
         self._lag, self._batch = lag, batch
         self._emit, self._fail = emit, fail
         self._on_reading_start = on_reading_start
-        self.tell_once = TellOnce()
+        self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
         """Events that were read, to be used again. Never replaced: `Recorder` holds it, too."""
         self.graphs: list[list[Mark]] = []
@@ -203,7 +203,7 @@ class PendingSteps:
                 records.append(self._read_step(step))
             except Exception as error:
                 # The others are finished, and an error in one costs none of them.
-                self.tell_once(LEFT_OUT, error)
+                self.warn_once(LEFT_OUT, error)
         if records:
             self._emit(records)
 

@@ -2,11 +2,11 @@
 
 import torch
 
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import LIKELY
-from lightning_gputime._untraced import untraced
 
 
-@untraced
+@skip_compile
 class Annotator:
     """Put each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
 

@@ -9,6 +9,7 @@ from weakref import ref
 
 from torch._C import _current_graph_task_id
 
+from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     BACKWARD,
     COMM,
@@ -27,7 +28,6 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._untraced import untraced
 
 MANY_MARKS = 2_000
 """The user is told of a step with this many boundaries a batch: perhaps none ever ends."""
@@ -82,7 +82,7 @@ class _Alive:
     """Lives as long as the thread that holds it."""
 
 
-@untraced
+@skip_compile
 class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 
@@ -136,7 +136,7 @@ class Recorder:
         # Bound, not wrapped: it is all that a step without times calls.
         self.end_untimed = self.pending.end_untimed
         self.flush, self.drain = self.pending.flush, self.pending.drain
-        self.tell_once = self.pending.tell_once
+        self.warn_once = self.pending.warn_once
         self._free = self.pending.free
         # How many events there are: those in use, and those to be used again.
         self._events = 0
@@ -520,7 +520,7 @@ class Recorder:
         labels = (label for label, *_ in self._open if label not in INTERRUPTIONS)
         boundaries = sum(1 for _ in groupby(label.partition("/")[0] for label in labels))
         if boundaries >= self._many:
-            self.tell_once(_NEVER_ENDS, self._many, MOST_EVENTS)
+            self.warn_once(_NEVER_ENDS, self._many, MOST_EVENTS)
         self._look_at += MANY_MARKS
 
     def _record_in_graph(self, label: str) -> None:
@@ -529,7 +529,7 @@ class Recorder:
         self.label = label
         clock = self._clock.for_graphs()
         if clock is None:
-            self.tell_once("What runs inside a captured graph is not timed.")
+            self.warn_once("What runs inside a captured graph is not timed.")
             return
         event = clock.event()
         event.record()
@@ -584,7 +584,7 @@ class Recorder:
                 self._annotate(label)
             except Exception as error:
                 self._annotate = None
-                self.tell_once("Phases are no longer shown in other profilers: %r", error)
+                self.warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def _sample(self) -> None:
         if self._samples is not None and self._sample_mark is not None:
@@ -593,7 +593,7 @@ class Recorder:
             except Exception as error:
                 self._sample_mark = None
                 self._keep_samples(None)
-                self.tell_once("Memory is measured no more: %r", error)
+                self.warn_once("Memory is measured no more: %r", error)
 
     def _keep_samples(self, samples: list[tuple[int, int]] | None) -> None:
         self._samples = samples
@@ -653,7 +653,7 @@ class Recorder:
 
     def _fail(self, error: Exception) -> None:
         """Lose the open step."""
-        self.tell_once(LEFT_OUT, error)
+        self.warn_once(LEFT_OUT, error)
         self._forget_open()
         # After an error of the device its events cannot be trusted: they are not used again.
         self._events = len(self._free)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_gputime._phases import StepTimes, Timeline, settle
+from lightning_gputime._phases import StepTimes, Timeline, resolve_labels
 
 
 class StepRecord(NamedTuple):
@@ -49,7 +49,7 @@ class StepRecord(NamedTuple):
         """Return the times of its phases."""
         # Made when somebody asks, and not kept: most steps are only added up, for which the record
         # is enough.
-        settled = settle(self.labels)
+        settled = resolve_labels(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}
         step_ms = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._phases import in_order, settle
+from lightning_gputime._phases import in_order, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 
 MIN_PACKED_MARKS = 40
@@ -38,7 +38,7 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
     for labels, at in _indices_by_labels(steps).items():
         of_mark = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
         started = set[str]()
-        for names, ms in zip(settle(labels), of_mark.T, strict=True):
+        for names, ms in zip(resolve_labels(labels), of_mark.T, strict=True):
             if names:
                 step_ms[at] += ms
             for name in names:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, settle
+from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.units import duration
@@ -119,7 +119,7 @@ def _by_twos(means: list[float]) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
-    settled = settle(labels)
+    settled = resolve_labels(labels)
     return tuple(i for i, names in enumerate(settled) if names and not is_wait(names[-1]))
 
 

@@ -32,7 +32,7 @@ from lightning_gputime._results.throughput import ThroughputReference, tflops_of
 
 
 class Results:
-    """Keeps what the summary and the history need of every step.
+    """Keep what the summary and the history need of every step.
 
     One thread adds steps; any may read. A reader holds the lock only while it copies.
 

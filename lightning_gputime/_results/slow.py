@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from lightning_gputime._results.units import unit_of
 
-Kind = Literal["garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"]
+CauseKind = Literal[
+    "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"
+]
 
 _WORDS: Mapping[str, str] = {
     "garbage": "garbage collection",
@@ -36,7 +38,7 @@ class Cause:
         detail: More, for a person.
     """
 
-    kind: Kind
+    kind: CauseKind
     host_ms: float
     reached_ms: float
     detail: str
@@ -133,7 +135,7 @@ _COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained
 
 
 class SlowLog:
-    """Keeps the slow steps of a run: the worst one by one, all of them added up.
+    """Keep the slow steps of a run: the worst one by one, all of them added up.
 
     One thread adds steps, and asks for the metrics of a log; any may read the rest. So what they
     read is replaced, and never changed.

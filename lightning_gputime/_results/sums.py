@@ -6,7 +6,7 @@ from itertools import groupby
 from math import nan
 from operator import attrgetter
 
-from lightning_gputime._phases import BACKWARD, FORWARD, settle
+from lightning_gputime._phases import BACKWARD, FORWARD, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 
 
@@ -144,7 +144,7 @@ class PhaseSum:
 @lru_cache(maxsize=256)
 def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
     """Return which marks count for each phase that ran, and, with None, for the step."""
-    settled = settle(labels)
+    settled = resolve_labels(labels)
     names = list(dict.fromkeys(name for of_mark in settled for name in of_mark))
     marks_of: list[tuple[str | None, Sequence[int]]] = [
         (name, [mark for mark, of_mark in enumerate(settled) if name in of_mark]) for name in names

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import TellOnce, messages
+from lightning_gputime._messages import WarnOnce, messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import BACKWARD
 from lightning_gputime._record.clock import device_of
@@ -66,7 +66,7 @@ class WorkCounter:
         # A description of a call until it is counted.
         self._counted: dict[Key, Call | CallFlops] = {}
         self._precision: str | None = None  # None until a call of the model is seen.
-        self._tell_once = TellOnce()
+        self._tell_once = WarnOnce()
         self._unknown_steps = 0  # On end.
         if loop.compiled_step and self._flops is not None:
             self._see_compiled_step()

@@ -11,7 +11,7 @@ Row = tuple[bool, str, tuple[float | str, ...]]
 """Whether a message holds, the message, and what is put into it."""
 
 ENOUGH = 20
-"""After so many steps beside the warm-up it judges."""
+"""It judges after this many steps behind the warm-up."""
 
 _NO_FORWARD = (
     "No call of the model was seen: is it the module that the loop calls, such as what"

@@ -9,11 +9,11 @@ T = TypeVar("T", bound=Callable[..., Any])
 _pending: list[FunctionType] = []
 
 
-def untraced(one: T) -> T:
+def skip_compile(one: T) -> T:
     """Let compiled code call a function, or the methods of a class, without tracing into them.
 
     As `torch.compiler.disable`, but at no cost in the call: what is called from there must be
-    untraced as well. It holds from the next `leave_untraced` on.
+    skipped as well. It holds from the next `apply_compile_skips` on.
     """
     for function in vars(one).values() if isinstance(one, type) else [one]:
         if isinstance(function, FunctionType):
@@ -21,7 +21,7 @@ def untraced(one: T) -> T:
     return one
 
 
-def leave_untraced() -> None:
+def apply_compile_skips() -> None:
     """Call before the code may run. Not at import: torch's compiler takes a second."""
     from torch._dynamo.decorators import skip
 

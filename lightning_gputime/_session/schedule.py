@@ -14,19 +14,19 @@ from lightning_gputime._record.steps import StepRecord
 _GOLDEN = 0.6180339887498949
 
 
-Kind = Literal["timed", "probed", "untimed", "unrepresentative"]
+StepKind = Literal["timed", "probed", "untimed", "unrepresentative"]
 """What becomes of a step."""
 
-TIMED: Kind = "timed"
+TIMED: StepKind = "timed"
 """Its times count."""
 
-PROBED: Kind = "probed"
+PROBED: StepKind = "probed"
 """It is launched while the device is kept busy, and counts apart."""
 
-UNTIMED: Kind = "untimed"
+UNTIMED: StepKind = "untimed"
 """It is one of those between the timed steps."""
 
-UNREPRESENTATIVE: Kind = "unrepresentative"
+UNREPRESENTATIVE: StepKind = "unrepresentative"
 """It is not timed, because it is not like the others: the one after a probed step starts with an
 empty queue, and one that other ranks probe waits for them."""
 
@@ -72,13 +72,13 @@ class Schedule:
         """Whether all steps are timed, and all alike."""
         return self.period == self.block and not self.probe_every_n_steps
 
-    def kind(self, index: int) -> Kind:
+    def kind(self, index: int) -> StepKind:
         """Return what becomes of the step of this index, if nothing prevents its probe."""
         if self._is_probed(index):
             return PROBED
         return UNREPRESENTATIVE if self._is_probed(index - 1) else self.kind_unprobed(index)
 
-    def kind_unprobed(self, index: int) -> Kind:
+    def kind_unprobed(self, index: int) -> StepKind:
         """Return what becomes of it where no step is probed."""
         return TIMED if index == self.next_timed(index) else UNTIMED
 
@@ -120,7 +120,7 @@ _REMEMBERED = 100
 """Number of newest timed steps, and stretches of untimed ones, that are compared."""
 
 _TRIAL = 2
-"""With 1 of so many steps timed, for two windows, it is found out what timing costs."""
+"""For two windows 1 of this many steps is timed, to find out what timing costs."""
 
 _MOST_BETWEEN = 4096
 """At most this many steps pass between two decisions."""

@@ -32,20 +32,20 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import call_safely, methods
 from lightning_gputime._results.results import Results
-from lightning_gputime._run import lifetimes
-from lightning_gputime._run.checkup import Checkup
-from lightning_gputime._run.dispatcher import StepDispatcher, UserFunctions
-from lightning_gputime._run.probe import Probe
-from lightning_gputime._run.rank_comparer import RankComparer, open_exchange
-from lightning_gputime._run.schedule import (
+from lightning_gputime._session import lifetimes
+from lightning_gputime._session.checkup import Checkup
+from lightning_gputime._session.dispatcher import StepDispatcher, UserFunctions
+from lightning_gputime._session.probe import Probe
+from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
+from lightning_gputime._session.schedule import (
     LONGEST_STRETCH,
     PROBED,
     TIMED,
     UNREPRESENTATIVE,
     UNTIMED,
     AutoSchedule,
-    Kind,
     Schedule,
+    StepKind,
 )
 from lightning_gputime._work.work import WorkCounter
 
@@ -95,7 +95,7 @@ class Session:
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
         self._index = 0
-        self._kind: Kind = UNTIMED
+        self._kind: StepKind = UNTIMED
         self.is_off = False
         """Whether the hooks are off, as in most untimed steps: only ends of steps are counted."""
         self.needs_updates = loop.needs_updates
@@ -188,7 +188,7 @@ class Session:
         if self._probe is not None:
             self._probe.step_begins()
 
-    def loads(self, loader: object, in_data: bool) -> None:
+    def set_loader(self, loader: object, in_data: bool) -> None:
         """Take the loader of the batches.
 
         Args:
@@ -415,7 +415,7 @@ class Session:
             if not self._is_early:
                 self._start_probe()
 
-    def _next_kind(self) -> Kind:
+    def _next_kind(self) -> StepKind:
         """Return what becomes of the step that starts: what is planned, if it can be."""
         kind = self._schedule.kind(self._index)
         if kind is PROBED and self._probe is not None and not self._probe.is_ready():

@@ -15,8 +15,8 @@ from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._results.verdict import advice_sentence
-from lightning_gputime._runs.compare import RunComparison
-from lightning_gputime._runs.saved import Run, list_phases
+from lightning_gputime._saved_runs.compare import RunComparison
+from lightning_gputime._saved_runs.saved import Run, list_phases
 
 _MAX_ROWS = 10
 

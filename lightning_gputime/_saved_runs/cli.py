@@ -14,9 +14,9 @@ from lightning_gputime._results import files
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Tabular
 from lightning_gputime._results.table import show as print_table
-from lightning_gputime._runs.compare import RunComparison, compare
-from lightning_gputime._runs.page import page
-from lightning_gputime._runs.saved import Run, load, plain
+from lightning_gputime._saved_runs.compare import RunComparison, compare
+from lightning_gputime._saved_runs.page import page
+from lightning_gputime._saved_runs.saved import Run, load, plain
 
 GOOD, ABOVE, BAD = 0, 1, 2
 """The exit codes of a command."""

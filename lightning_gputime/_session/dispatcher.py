@@ -14,7 +14,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods
 from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._run.rank_comparer import RankComparer
+from lightning_gputime._session.rank_comparer import RankComparer
 
 
 class StepDispatcher:

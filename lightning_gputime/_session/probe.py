@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, StepTimes, in_order, is_wait, settle
+from lightning_gputime._phases import EXCLUDED, StepTimes, in_order, is_wait, resolve_labels
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 
-# How long the device is kept busy: so many times as long as the host usually needs for a step.
+# The device is kept busy this many times as long as the host usually needs for a step.
 _MARGIN, _LARGEST_MARGIN = 1.5, 12.0
 # At this rate the first spin is not too short on any device; the later ones go by its length.
 _CYCLES_PER_MS = 2e6
@@ -147,5 +147,6 @@ def _held_up(step: StepRecord, usual: Sums) -> str:
 def _without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels of a step whose waits for other ranks belong to no step."""
     return tuple(
-        names[-1] if names and not is_wait(names[-1]) else EXCLUDED for names in settle(labels)
+        names[-1] if names and not is_wait(names[-1]) else EXCLUDED
+        for names in resolve_labels(labels)
     )

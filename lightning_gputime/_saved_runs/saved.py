@@ -18,7 +18,7 @@ from lightning_gputime._results import files
 from lightning_gputime._results.history import structured
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._runs.environment import Environment
+from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
 VERSION = 2
