@@ -2,14 +2,20 @@
 
 import csv
 import errno
+import glob
 import io
 import os
 import stat
+import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+
+_OLD_S = 3600.0
+"""No writer takes as long (in seconds)."""
 
 
 def csv_text(table: npt.NDArray[Any]) -> str:
@@ -42,12 +48,21 @@ def write(
             if mode is not None:
                 os.chmod(temporary, mode)
             os.replace(temporary, target)
+            _clean_up_beside(target)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         message = f"{target} cannot be written ({error.strerror}){kept}"
         raise type(error)(error.errno, message) from error
+
+
+def _clean_up_beside(target: Path) -> None:
+    """Remove what writers of a file left that were killed; one that still writes is younger."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _OLD_S:
+                left.unlink()
 
 
 def _mode(path: Path) -> int | None:
