@@ -5,6 +5,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, Self
 
 from lightning_gputime._options import AUTO, Options
@@ -176,7 +177,6 @@ class AutoSchedule:
         """Return of how many steps 1 is to be timed from the step of this index on."""
         # Ranks do two decisions later what they wish in one: the first ones come often.
         self.due = index + min(max(index // 2, 2 * self._longest_period), _MOST_BETWEEN)
-        added_ns = self._added_ns()
         if not self._read:
             return 1
         marks = self._marks / self._read
@@ -185,6 +185,7 @@ class AutoSchedule:
         most_ns = marks * _MOST_PER_MARK_NS
         if wait_ns >= most_ns or most_ns < _TARGET * step_ns:
             return 1
+        added_ns = self._added_ns()
         if not added_ns:
             return _TRIAL
         cost_ns = min(max(statistics.median(added_ns), marks * _LEAST_PER_MARK_NS), most_ns)
@@ -194,13 +195,13 @@ class AutoSchedule:
 
     def _added_ns(self) -> list[float]:
         """Return how much longer each timed step took than the untimed ones around it."""
-        starts_ns = [ns for ns, _ in self._untimed_ns]
+        untimed_ns = [*self._untimed_ns]
         added_ns = []
         for start_ns, took_ns in self._timed_ns:
-            place = bisect(starts_ns, start_ns)
-            around = [*self._untimed_ns][max(place - 1, 0) : place + 1]
-            if 0 < place < len(starts_ns):
-                added_ns.append(took_ns - statistics.mean(ns for _, ns in around))
+            place = bisect(untimed_ns, start_ns, key=itemgetter(0))
+            if 0 < place < len(untimed_ns):
+                (_, before_ns), (_, behind_ns) = untimed_ns[place - 1 : place + 1]
+                added_ns.append(took_ns - (before_ns + behind_ns) / 2)
         return added_ns
 
     def _smallest_n(self, cost_ns: float, target_ns: float) -> int:
