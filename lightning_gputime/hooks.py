@@ -218,7 +218,7 @@ class GPUPhaseHooks(Timer):
         if self._body is not None:
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
-        self._session.set_loader(iterable, in_data=True)
+        self._session.analyzer.set_loader(iterable, in_data=True)
         self._know_batch(iterable)
         is_first, is_ahead, evaluates, batch = True, False, True, self._loop.batch
         batch.is_fetched = True

@@ -188,15 +188,6 @@ class Session:
         if self._probe is not None:
             self._probe.step_begins()
 
-    def set_loader(self, loader: object, in_data: bool) -> None:
-        """Take the loader of the batches.
-
-        Args:
-            loader: The loader.
-            in_data: Whether `data` has no part of its own for fetches.
-        """
-        self.analyzer.set_loader(loader, in_data)
-
     def batch_begins(self) -> None:
         """Mark that the batch is there: its fetch, or a pause, is over."""
         if self.recorder.state is PAUSED:
