@@ -38,6 +38,12 @@ def new_fabric(timer: PhaseTimeCallback, *loggers: Any) -> Fabric:
     return Fabric(accelerator="cpu", devices=1, callbacks=[timer], loggers=[*loggers])
 
 
+def new_training(loop: Loop, timer: PhaseTimeCallback) -> tuple[Fabric, Any, Any]:
+    """Returns a Fabric with the timer, and what it has made of the loop's model and optimizer."""
+    fabric = new_fabric(timer)
+    return (fabric, *fabric.setup(loop.model, loop.optimizer))
+
+
 def new_loader(fabric: Fabric, gpu: FakeGPU, n: int) -> Any:
     def collate(rows: list[Tensor]) -> Tensor:
         gpu.work(1.0)
@@ -80,8 +86,7 @@ def test_a_loop_is_timed_from_setup_to_remove(loop: Loop, timer: PhaseTimeCallba
 def test_micro_batches_without_sync_are_one_step_across_epochs_too(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, count = new_loader(fabric, loop.gpu, 3), 0
     for _ in range(2):
         for x in loader:
@@ -100,8 +105,7 @@ def test_micro_batches_without_sync_are_one_step_across_epochs_too(
 def test_items_of_all_micro_batches_of_a_step_count_across_epochs_too(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, count = new_loader(fabric, loop.gpu, 3), 0
     for _ in range(2):
         for x in loader:
@@ -149,8 +153,7 @@ def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_l
 def test_loaders_are_followed_by_steps_in_every_epoch(
     of_fabric: bool, loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     own = new_loader(fabric, loop.gpu, 3)
     loader = timer.steps(own if of_fabric else own._dataloader)
     assert (len(loader), loader.dataset) == (3, own.dataset)
@@ -163,8 +166,7 @@ def test_loaders_are_followed_by_steps_in_every_epoch(
 
 
 def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallback) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     for x in timer.steps(loop.batches(3)):
         train(fabric, loop.gpu, model, optimizer, x)
     timer.remove()
@@ -175,8 +177,7 @@ def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallbac
 def test_an_evaluation_belongs_to_no_step(
     loop: Loop, timer: PhaseTimeCallback, inside: bool
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
 
     def evaluate() -> None:
@@ -198,8 +199,7 @@ def test_an_evaluation_belongs_to_no_step(
 
 
 def test_a_loop_that_is_left_has_its_last_step(loop: Loop, timer: PhaseTimeCallback) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     for count, x in enumerate(new_loader(fabric, loop.gpu, 9)):
         train(fabric, loop.gpu, model, optimizer, x)
         if count == 2:
@@ -341,8 +341,7 @@ def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu
     taken = {*inspect.signature(PhaseTimeCallback).parameters}
     assert {field.name for field in fields(Options)} <= taken
     timer = PhaseTimeCallback(clock=gpu, warmup_steps=0, items=len, flops=3e9)
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     for x in new_loader(fabric, gpu, 3):
         train(fabric, gpu, model, optimizer, x)
     timer.remove()
@@ -352,8 +351,7 @@ def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu
 def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     model.eval()
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
     for _ in range(2):
@@ -369,8 +367,7 @@ def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
 
 
 def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: PhaseTimeCallback) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
     for _ in range(2):
         for x in loader:
@@ -401,8 +398,7 @@ def evaluate(loop: Loop, model: Any, loader: Any, how: str) -> None:
 def test_an_evaluation_inside_an_epoch_belongs_to_no_step(
     loop: Loop, timer: PhaseTimeCallback, how: str
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (6, 3))
     for count, x in enumerate(loader):
         if count in (2, 4):
@@ -429,8 +425,7 @@ def look_ahead(loader: Any) -> Iterator[Any]:
 def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
     for x, _ in zip(loader, cycle(others), strict=False):
         train(fabric, loop.gpu, model, optimizer, x)
@@ -445,8 +440,7 @@ def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
 def test_batches_that_are_looked_at_alone_belong_to_no_step(
     loop: Loop, timer: PhaseTimeCallback, look: str
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader, shorter = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
     for _ in range(2):
         if look == "statistics":
@@ -464,8 +458,7 @@ def test_batches_that_are_looked_at_alone_belong_to_no_step(
 def test_what_follows_an_update_is_data_where_there_is_no_loader(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     for x in loop.batches(4):
         train(fabric, loop.gpu, model, optimizer, x)
     timer.remove()
@@ -490,8 +483,7 @@ def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: PhaseTim
 def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
     loop: Loop, timer: PhaseTimeCallback
 ) -> None:
-    fabric = new_fabric(timer)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
+    fabric, model, optimizer = new_training(loop, timer)
     loader = new_loader(fabric, loop.gpu, 3)
     for _ in range(3):
         for x in loader:
