@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import lightning.pytorch as pl
 import torch
 from loops import bare_trainer, be_quiet
+from peers import Boundaries, FiveEvents, FourSynchronize
 from record import environment, new_parser, save
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
@@ -45,6 +46,11 @@ TOGETHER = 20
 
 SETTLE, STEPS = 100, 100
 """In Lightning: steps before those that are measured, in which a timer finds its way, and these."""
+
+ON_A_DEVICE: dict[str, Callable[[], Boundaries]] = (
+    {"five events": FiveEvents, "four synchronize": FourSynchronize} if CUDA else {}
+)
+"""What needs a device."""
 
 LEAST, TIMED = "the least timer", "every step timed"
 
@@ -80,21 +86,22 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
         self.x = torch.randn(64, 96, device=DEVICE)
 
-    def step(self, boundary: Callable[[], object] | None = None) -> None:
+    def step(self, boundary: Callable[[int], None] | None = None) -> None:
         if boundary is None:
             self.optimizer.zero_grad()
             self.net(self.x).square().mean().backward()
             self.optimizer.step()
             return
+        boundary(0)
         self.optimizer.zero_grad()
         out = self.net(self.x)
-        boundary()
+        boundary(1)
         loss = out.square().mean()
-        boundary()
+        boundary(2)
         loss.backward()
-        boundary()
+        boundary(3)
         self.optimizer.step()
-        boundary()
+        boundary(4)
 
 
 class Way(Protocol):
@@ -105,50 +112,21 @@ class Way(Protocol):
     def off(self) -> None: ...
 
 
-class Synchronize:
-    """What a timer replaces: the host waits at each boundary, and reads its own clock."""
+class AtBoundaries:
+    """A way that the loop itself tells of its boundaries."""
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, training: Training, told: Boundaries) -> None:
+        self.training, self.told = training, told
 
     def on(self) -> None:
         pass
 
     def step(self) -> None:
-        self.training.step(self.boundary)
-
-    def boundary(self) -> None:
-        synchronize()
-        time.perf_counter()
+        self.training.step(self.told.boundary)
+        self.told.end_step()
 
     def off(self) -> None:
         pass
-
-
-class Events(Synchronize):
-    """Five events a step, which are read one step late."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.rows = [[self.new() for _ in range(5)] for _ in range(2)]
-        self.is_first = True
-
-    def new(self) -> torch.Event:
-        return torch.Event(device=DEVICE, enable_timing=True)
-
-    def on(self) -> None:
-        self.is_first = True
-
-    def step(self) -> None:
-        self.rows.reverse()
-        mine, last = self.rows
-        mine[0].record()
-        rest = iter(mine[1:])
-        self.training.step(lambda: next(rest).record())
-        if not self.is_first:
-            last[4].synchronize()
-            [start.elapsed_time(end) for start, end in pairwise(last)]
-        self.is_first = False
 
 
 class Hooks:
@@ -324,8 +302,7 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
     training = Training(layers)
     ways: dict[str, Way] = {
         "hooks that do nothing": Hooks(training),
-        **({"five events": Events(training)} if CUDA else {}),
-        "four synchronize": Synchronize(training),
+        **{name: AtBoundaries(training, new()) for name, new in ON_A_DEVICE.items()},
         LEAST: Least(training),
     }
     ways_of = {name: partial(added_by_way, training, way) for name, way in ways.items()}
@@ -360,33 +337,6 @@ class Batches:
         return iter([self._batch] * self._number)
 
 
-class Idle(pl.Callback):
-    """Does nothing, where a timer does something."""
-
-    def on_train_batch_start(self, *_: Any) -> None: ...
-    def on_train_batch_end(self, *_: Any) -> None: ...
-    def on_before_zero_grad(self, *_: Any) -> None: ...
-    def on_before_backward(self, *_: Any) -> None: ...
-    def on_after_backward(self, *_: Any) -> None: ...
-    def on_before_optimizer_step(self, *_: Any) -> None: ...
-
-
-class FourSynchronize(pl.Callback):
-    """What a timer replaces, in Lightning."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        synchronize()
-
-    def on_before_backward(self, *_: Any) -> None:
-        synchronize()
-
-    def on_after_backward(self, *_: Any) -> None:
-        synchronize()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        synchronize()
-
-
 class Stopwatch(pl.Callback):
     """Takes the time from each batch to the next (in us), and whether its timer is off."""
 
@@ -417,8 +367,8 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
     """Returns the same of Lightning."""
     task = Task(layers)
     ways: dict[str, Callable[[], pl.Callback]] = {
-        "a callback that does nothing": Idle,
-        "four synchronize": FourSynchronize,
+        "a callback that does nothing": Boundaries,
+        **ON_A_DEVICE,
         "no step timed": partial(GPUPhaseTimer, every_n_steps=10**6, summary=False),
     }
 
