@@ -1,0 +1,1 @@
+"""Programs that others wrote, run with the timer and without."""
