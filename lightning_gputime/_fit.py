@@ -10,7 +10,8 @@ from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
-from lightning_gputime._results.ledger import WallTimeRecorder
+from lightning_gputime._record.recorder import PAUSED
+from lightning_gputime._results.ledger import STEPS, WallTimeRecorder
 from lightning_gputime._session.session import Session
 
 _PATIENCE = 100
@@ -95,7 +96,8 @@ class Fit:
             if session.recorder.home == -1:
                 self.epoch_begins()
             self._in_batch = True
-            self._books.steps_go_on()
+            if self._books.entry is not STEPS:
+                self._books.steps_go_on()
             if not session.is_off:
                 self._batch.is_open = True
                 session.batch_begins()
@@ -116,13 +118,17 @@ class Fit:
                 self._end_batch_off(batch_idx)
                 return
             self._in_batch = self._batch.is_open = False
-            self._accumulates = not self._ends_step(batch_idx)
+            if session.updates and session.times_all and self._model.automatic_optimization:
+                self._accumulates, self._patience = False, math.inf
+            else:
+                self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
             else:
                 if not session.end_step(_lightning.step_number(self._trainer), CALLBACKS):
                     self._attachments.suspend()
-                self._books.step_ends()
+                if not self._books.has_stepped:
+                    self._books.step_ends()
         except Exception as error:
             self._fail(error)
 
@@ -163,13 +169,10 @@ class Fit:
         if not self._model.automatic_optimization:
             # Only the optimizers know.
             return session.has_updated or not session.sees_updates
-        if session.ran_update and session.times_all:
-            self._patience = math.inf
-            return True
         is_due = _lightning.ends_update(self._trainer, batch_idx)
-        if session.ran_update:
+        if session.updates:
             self._patience = math.inf
-        ends = session.ran_update or (is_due and self._is_complete())
+        ends = session.updates > 0 or (is_due and self._is_complete())
         # Else the trainer's count tells the end of a step also where no update is seen.
         session.needs_updates |= ends != is_due
         return ends
@@ -218,14 +221,20 @@ class Fit:
         if self._session.recorder.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
-        self._books.steps_go_on()
         session = self._session
+        recorder = session.recorder
+        if self._books.entry is not STEPS:
+            self._books.steps_go_on()
         if self._accumulates and not self._model.automatic_optimization and session.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
             if not session.end_step(_lightning.step_number(self._trainer) - 1, CALLBACKS):
                 self._attachments.suspend()
-        session.recorder.resume_or_mark(FETCH)
+        # As `resume_or_mark`, without another call.
+        if recorder.state is PAUSED:
+            recorder.resume(FETCH)
+        else:
+            recorder.mark(FETCH)
 
     def _actions_of_data(self) -> Iterator[Action]:
         trainer, begins = self._trainer, self._session.recorder.mark

@@ -217,9 +217,13 @@ class Actions:
         awaited = patch.replacement.__self__.awaited
         awaited.clear()
         for name in {name for one in patch.listeners for name in one.calls}:
-            calls = [(one.calls[name], one.fail) for one in patch.listeners if name in one.calls]
-            awaited[name] = _guarded(calls)
+            awaited[name] = [
+                (one.calls[name], one.fail) for one in patch.listeners if name in one.calls
+            ]
 
+
+_GuardedCall = tuple[Callable[[], object], Callable[[Exception], None]]
+"""What is called, and what its error is passed to."""
 
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
 
@@ -232,19 +236,22 @@ class _Dispatcher:
 
     def __init__(self, call: Callable[[str], Any]) -> None:
         self._call = call
-        self.awaited: dict[str, Callable[[], None]] = {}
+        self.awaited: dict[str, list[_GuardedCall]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Dispatcher, (self._call,)  # Nobody listens to the copy of a profiler.
 
     def start(self, action_name: str) -> Any:
-        if action_name in self.awaited:
-            self.awaited[action_name]()
+        self.start_alone(action_name)
         return self._call(action_name)
 
     def start_alone(self, action_name: str) -> None:
         if action_name in self.awaited:
-            self.awaited[action_name]()
+            for call, fail in self.awaited[action_name]:
+                try:
+                    call()
+                except Exception as error:
+                    fail(error)
 
 
 def _dispatch(call: Callable[..., Any], listeners: list[Actions]) -> Any:
@@ -255,31 +262,17 @@ def _dispatch_alone(call: Callable[..., Any], listeners: list[Actions]) -> Any:
     return _Dispatcher(call).start_alone
 
 
-def _guarded(
-    calls: list[tuple[Callable[[], object], Callable[[Exception], None]]],
-) -> Callable[[], None]:
-    """Return a function that calls each, and passes its error to what stands beside it."""
-
-    @skip_compile
-    def guarded() -> None:
-        for call, fail in calls:
-            try:
-                call()
-            except Exception as error:
-                fail(error)
-
-    return guarded
-
-
 def call_at_start(
     owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
 ) -> Subscription:
     """Call a function, without arguments, whenever `owner.name` is called."""
-    guarded = _guarded([(call, fail)])
 
     @skip_compile
     def begins(*_: Any, **__: Any) -> bool:
-        guarded()
+        try:
+            call()
+        except Exception as error:
+            fail(error)
         return False
 
     return patch_function(owner, name, Calls(begins))

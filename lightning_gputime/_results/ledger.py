@@ -78,9 +78,11 @@ class WallTimeRecorder:
     def __init__(self, now_ns: Callable[[], int] | None) -> None:
         self._now_ns = now_ns
         self._ns = dict.fromkeys(ENTRIES, 0)
-        self._entry = SET_UP
+        self.entry = SET_UP
+        """What the time goes to, but for saves."""
+        self.has_stepped = False
+        """Whether `step_ends` was called."""
         self._is_saving = False
-        self._has_stepped = False
         self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,25 +92,22 @@ class WallTimeRecorder:
 
     def switch_to(self, entry: str) -> None:
         """Attribute time to another entry from now on."""
-        if entry != self._entry:
+        if entry != self.entry:
             self._add_elapsed()
-            self._entry = entry
+            self.entry = entry
 
     def steps_go_on(self) -> None:
         """Attribute time to steps: a batch is fetched, or trained on."""
-        # Every batch does so, twice.
-        if self._entry is not STEPS:
-            self.switch_to(STEPS if self._has_stepped else FIRST_STEP)
+        self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
 
     def step_ends(self) -> None:
-        """Call where each step ends."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self.steps_go_on()
+        """Call where the first step ends."""
+        self.has_stepped = True
+        self.steps_go_on()
 
     def epoch_turns(self) -> None:
         """Call where an epoch has ended, or begins."""
-        if self._has_stepped:
+        if self.has_stepped:
             self.switch_to(EPOCH_ENDS)
 
     def save_begins(self, *_: Any, **__: Any) -> bool:
@@ -139,5 +138,5 @@ class WallTimeRecorder:
     def _add_elapsed(self) -> None:
         if self._now_ns is not None:
             now_ns = self._now_ns()
-            self._ns[CHECKPOINTS if self._is_saving else self._entry] += now_ns - self._since_ns
+            self._ns[CHECKPOINTS if self._is_saving else self.entry] += now_ns - self._since_ns
             self._since_ns = now_ns

@@ -250,7 +250,7 @@ def _tag(prefix: str, stage: str, name: str) -> str:
 
 def key(prefix: str, stage: str, name: str) -> str:
     """Return the key of a value."""
-    return "/".join(part for part in (prefix, stage, name) if part)
+    return "/".join(filter(None, (prefix, stage, name)))
 
 
 def _tensorboard_writer(logger: MetricsLogger) -> Any:

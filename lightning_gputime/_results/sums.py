@@ -1,5 +1,6 @@
 """Sums over steps: many at a time, for little."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -29,7 +30,7 @@ class Sums:
     """
 
     def __init__(self, steps: Iterable[StepRecord] = ()) -> None:
-        self.phases: dict[str, PhaseSum] = {}
+        self.phases = defaultdict[str, PhaseSum](PhaseSum)
         self.step = PhaseSum()
         self.each_ms: list[float] = []
         self.wait_ms = 0.0
@@ -61,7 +62,7 @@ class Sums:
                 self.add_work(loads, of_steps_ms, phases_ms)
             else:
                 phases_ms[name] = of_steps_ms
-            phase = self.step if name is None else self._phase(name)
+            phase = self.step if name is None else self.phases[name]
             phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
         self.wait_ms += sum(waits_ms)
         self.skipped_updates += sum(skipped_updates)
@@ -98,7 +99,7 @@ class Sums:
         """Add the sums over other steps."""
         self.step.merge(other.step)
         for name, phase in other.phases.items():
-            self._phase(name).merge(phase)
+            self.phases[name].merge(phase)
         self.wait_ms += other.wait_ms
         self.skipped_updates += other.skipped_updates
         self.items += other.items
@@ -111,12 +112,6 @@ class Sums:
         copied = Sums()
         copied.merge(self)
         return copied
-
-    def _phase(self, name: str) -> "PhaseSum":
-        phase = self.phases.get(name)
-        if phase is None:
-            phase = self.phases[name] = PhaseSum()
-        return phase
 
 
 class PhaseSum:
@@ -138,7 +133,11 @@ class PhaseSum:
 
     def merge(self, other: "PhaseSum") -> None:
         """Add the sums over other steps."""
-        self.add(other.n, other.device_ms, other.host_ms, other.max_ms)
+        # Not by `add`: reading calls this for each phase.
+        self.n += other.n
+        self.device_ms += other.device_ms
+        self.host_ms += other.host_ms
+        self.max_ms = max(self.max_ms, other.max_ms)
 
 
 @lru_cache(maxsize=256)

@@ -239,11 +239,6 @@ class Session:
         return self._boundaries.forward.has_trained
 
     @property
-    def ran_update(self) -> bool:
-        """Whether an optimizer has run its update in the open step."""
-        return self._boundaries.optimizer.updates > 0
-
-    @property
     def updates(self) -> int:
         """How many updates optimizers have run in the open step."""
         return self._boundaries.optimizer.updates
@@ -613,7 +608,7 @@ class _NoSession:
     """
 
     thread = home = -1
-    is_attached = is_off = has_updated = ran_update = sees_updates = False
+    is_attached = is_off = has_updated = sees_updates = False
     has_trained = False
     updates = 0
 
