@@ -255,7 +255,7 @@ class Timer:
         Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
         NaN where a phase did not run. Warm-up steps are included.
         """
-        return self._read().history()
+        return self._read().history_and_warmup()[0]
 
     def summary(self) -> PhaseSummary:
         """Return the statistics of the steps read so far, warm-up left out."""

@@ -17,7 +17,7 @@ from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._results.advice import Setup
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.ledger import (
     EPOCH_ENDS,
     REST,
@@ -296,7 +296,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             number=number,
             # A number is of the batches of training.
             items=options.items if callable(options.items) else None,
-            setup=Setup(cores=cores_of_rank(trainer.world_size), **known),
+            setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **known),
         )
 
     @never_raises
@@ -327,7 +327,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._books.switch_to(REST)
             if self.last is not None:
                 log = _lightning.mean_log_of(trainer, self._options.prefix, row=fit.row)
-                log.log_values(self._books.metrics(), self.last.step)
+                log.log_values(self._books.summary().metrics(), self.last.step)
             self._show(trainer)
 
     @never_raises

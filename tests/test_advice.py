@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_gputime import GPUPhaseTimer, load
 from lightning_gputime._boundaries import loop as boundaries
-from lightning_gputime._results.advice import Setup
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs.environment import (
@@ -25,12 +25,12 @@ from lightning_gputime._saved_runs.environment import (
 )
 
 CORES = 16
-WORKERS = Setup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
+WORKERS = TrainingSetup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
 BY_INDEX = "whole batches by index, as the dataset's tensors are on the device already"
 CHEAPER = "cheaper transforms, or workers that load ahead"
 
 
-def advice(setup: Setup, *, wait_ms: float = 0.0, **phases: float) -> tuple[str, ...]:
+def advice(setup: TrainingSetup, *, wait_ms: float = 0.0, **phases: float) -> tuple[str, ...]:
     results = Results(100, 0)
     results.setup = setup
     results.add([raw(i, wait_ms, **phases) for i in range(3)])
@@ -56,7 +56,7 @@ def fetching(**phases: float) -> dict[str, float]:
             fetching(),
             ["cheaper transforms (num_workers is 16, of 16 CPU cores)"],
         ),
-        (Setup(has_loader=True), fetching(), [CHEAPER]),
+        (TrainingSetup(has_loader=True), fetching(), [CHEAPER]),
         (
             replace(WORKERS, num_workers=0, is_iterable=True),
             fetching(),
@@ -64,7 +64,7 @@ def fetching(**phases: float) -> dict[str, float]:
         ),
         (replace(WORKERS, num_workers=0, is_on_device=True), fetching(), [BY_INDEX]),
         (
-            Setup(),
+            TrainingSetup(),
             {"data": 8.0, "forward": 4.0},
             [
                 "iterate over timer.steps(loader), so that `data` is the loader's time alone",
@@ -101,7 +101,7 @@ def fetching(**phases: float) -> dict[str, float]:
     ],
 )  # fmt: skip
 def test_what_holds_up_the_loader_is_advised_against(
-    setup: Setup, phases: dict[str, float], expected: list[str]
+    setup: TrainingSetup, phases: dict[str, float], expected: list[str]
 ) -> None:
     assert advice(setup, **phases) == tuple(expected)
 
@@ -125,27 +125,27 @@ def test_few_long_fetches_are_advised_against_by_what_is_off() -> None:
     ("setup", "expected"),
     [
         (
-            Setup(precision="32-true", has_bf16=True),
+            TrainingSetup(precision="32-true", has_bf16=True),
             [
                 'precision="bf16-mixed" (now "32-true")',
                 "split `backward`, 50% of the step, by module: modules=2",
             ],
         ),
         (
-            Setup(precision="bf16-mixed", has_bf16=True, unfused="AdamW"),
+            TrainingSetup(precision="bf16-mixed", has_bf16=True, unfused="AdamW"),
             [
                 "AdamW(fused=True), as `optimizer` is 25% of the step",
                 "split `backward`, 50% of the step, by module: modules=2",
             ],
         ),
         (
-            Setup(precision="32-true"),
+            TrainingSetup(precision="32-true"),
             ["split `backward`, 50% of the step, by module: modules=2"],
         ),
-        (Setup(precision="32-true", has_parts=False), []),
+        (TrainingSetup(precision="32-true", has_parts=False), []),
     ],
 )
-def test_a_busy_gpu_is_advised_less_work(setup: Setup, expected: list[str]) -> None:
+def test_a_busy_gpu_is_advised_less_work(setup: TrainingSetup, expected: list[str]) -> None:
     phases = {"forward": 4.0, "backward": 8.0, "optimizer": 4.0}
     assert advice(setup, wait_ms=8.0, **phases) == tuple(expected)
 
@@ -159,12 +159,12 @@ def test_a_model_without_modules_inside_is_known(inside: int, has_parts: bool) -
 
 def test_where_modules_are_told_the_longest_is_named() -> None:
     phases = {"forward": 4.0, "backward/body": 9.0, "backward/head": 1.0, "backward/comm": 2.0}
-    found = advice(Setup(), wait_ms=8.0, **phases)
+    found = advice(TrainingSetup(), wait_ms=8.0, **phases)
     assert found == ("look at `backward/body`, 56% of the step",)
 
 
 def test_launches_are_advised_against_by_batch_compilation_and_graphs() -> None:
-    known = Setup(batch_size=16, compiled=True)
+    known = TrainingSetup(batch_size=16, compiled=True)
     assert advice(known, forward=16.0) == (
         "a larger batch (now 16)",
         'torch.compile(mode="reduce-overhead")',
@@ -189,7 +189,7 @@ def test_a_held_up_host_is_told_what_it_should_not_do_where() -> None:
     results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
     [told] = results.summary().advice
     assert told == "no .item(), prints or copies from unpinned memory in `loss`"
-    results.setup = Setup(pin_memory=True)
+    results.setup = TrainingSetup(pin_memory=True)
     assert results.summary().advice == ("no .item() or prints in `loss`",)
 
 

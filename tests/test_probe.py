@@ -370,7 +370,7 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     assert busy.step.device_ms == 4.0
 
     means = MeanLog("phase_time", 1, [logger])
-    means.busy = probe.newest_times
+    means.results = results
     for observer in (results, means):
         steps = [raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})]
         observer.steps_read(ReadSteps(steps, 0))

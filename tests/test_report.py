@@ -150,7 +150,7 @@ def test_two_runs_are_side_by_side() -> None:
 def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     results = Results(5000, 0)
     results.add([raw(i, forward=float(i % 3), data=1.0) for i in range(5000)])
-    columns, every = thin_out(results.history())
+    columns, every = thin_out(results.history_and_warmup()[0])
     assert every == 3
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]

@@ -26,7 +26,7 @@ def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Re
 
 def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
     results = filled(raw(3, 0.5, forward=2.0), raw(4, data=1.0, forward=3.0))
-    history = results.history()
+    history = results.history_and_warmup()[0]
     assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
     assert history["step"].tolist() == [3, 4]
     assert history["step_ms"].tolist() == [2.0, 4.0]
@@ -38,7 +38,7 @@ def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
 
 def test_history_keeps_the_newest_steps() -> None:
     results = filled(*(raw(step, forward=1.0) for step in range(10)), capacity=3)
-    assert results.history()["step"].tolist() == [7, 8, 9]
+    assert results.history_and_warmup()[0]["step"].tolist() == [7, 8, 9]
     assert results.last == raw(9, forward=1.0).times()
 
 
@@ -61,7 +61,7 @@ def test_a_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
 
 def test_an_empty_history_has_no_rows() -> None:
     results = filled()
-    assert len(results.history()) == 0
+    assert len(results.history_and_warmup()[0]) == 0
     assert results.last is None
 
 

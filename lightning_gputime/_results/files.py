@@ -31,10 +31,7 @@ def csv_text(table: npt.NDArray[Any]) -> str:
 def write(
     path: str | os.PathLike[str], content: str | bytes, *, kept: str = "; the times are kept"
 ) -> None:
-    """Write a file, replacing what was there in one move. Its mode stays.
-
-    An OSError names the path, and ends with what is `kept`.
-    """
+    """Replace a file in one move; its mode stays. An OSError names it, and ends with `kept`."""
     target = Path(os.path.expanduser(path)).resolve()
     # Beside its target, so that the move is one, and nobody sees half a file.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")

@@ -56,13 +56,10 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
 
 
 def mean_run_ahead_ms(steps: Sequence[StepRecord]) -> float | None:
-    """Return how far the host runs ahead of the device, averaged over all marks of steps.
+    """Return the mean time from the host's mark to the device's, over all marks of steps.
 
-    A wait that blocks ends when the device reaches the end of the step: there the clocks meet.
-
-    Returns:
-        The time from the host's mark to the device's (in milliseconds); None if the host did not
-        block in half of the steps.
+    A wait that blocks ends when the device reaches the end of the step: there the clocks meet. None
+    if the host did not block in half of the steps.
     """
     known = [step for step in steps if step.finished_ns]
     if len(known) < max(len(steps) / 2, 1):
@@ -78,6 +75,13 @@ def mean_run_ahead_ms(steps: Sequence[StepRecord]) -> float | None:
         sum_ms += float((reached_ms - host_ms).sum())
         marks += host_ms.size
     return sum_ms / marks
+
+
+def list_phases(history: npt.NDArray[Any]) -> list[str]:
+    """Return the names of the phases in a history."""
+    others = ("step", "step_ms", "host_wait_ms")
+    names = history.dtype.names or ()
+    return [name.removesuffix("_ms") for name in names if name not in others]
 
 
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -13,7 +13,7 @@ CHECKPOINTS = "checkpoints"
 EPOCH_ENDS = "epoch ends"
 REST = "the rest"
 
-ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
+_ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
 
 _LARGE = 0.02
 """From this fraction of a fit on, the sentence names an entry."""
@@ -70,24 +70,18 @@ def _time(seconds: float) -> str:
 
 
 class WallTimeRecorder:
-    """Records where the time of a fit goes: all of it belongs to the entry that is open.
-
-    Without `now_ns` it records nothing.
-    """
+    """Attribute all time of a fit to the entry that is open; without `now_ns` do nothing."""
 
     def __init__(self, now_ns: Callable[[], int] | None) -> None:
         self._now_ns = now_ns
-        self._ns = dict.fromkeys(ENTRIES, 0)
-        self.entry = SET_UP
-        """What the time goes to, but for saves."""
-        self.has_stepped = False
-        """Whether `step_ends` was called."""
+        self._ns = dict.fromkeys(_ENTRIES, 0)
+        self.entry = SET_UP  # What the time goes to, but for saves.
+        self.has_stepped = False  # Whether `step_ends` was called.
         self._is_saving = False
         self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is of the time up to here: it has no clock.
-        self._add_elapsed()
+        self._add_elapsed()  # A copy is of the time up to here: it has no clock.
         return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
 
     def switch_to(self, entry: str) -> None:
@@ -117,7 +111,7 @@ class WallTimeRecorder:
         return True
 
     def save_ends(self, _: Any = None) -> None:
-        """End that."""
+        """Attribute it to what is open."""
         self._add_elapsed()
         self._is_saving = False
 
@@ -125,10 +119,6 @@ class WallTimeRecorder:
         """Stop: what follows belongs to nothing. Safe to call twice."""
         self._add_elapsed()
         self._now_ns = None
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is logged."""
-        return self.summary().metrics()
 
     def summary(self) -> Ledger:
         """Return where the time went until now."""

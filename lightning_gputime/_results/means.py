@@ -10,9 +10,8 @@ from lightning_gputime._messages import messages, shown
 from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps, metrics_of
-from lightning_gputime._results.slow import SlowLog
+from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.throughput import ThroughputReference
 
 _ONE_CALLBACK = f"{CALLBACKS}/"
 """What parts of `data/callbacks` begin with: they are not logged."""
@@ -39,7 +38,7 @@ class MetricsLogger(Protocol):
 
 
 class MeanLog:
-    """Sends the means since the last log to the loggers, every n steps.
+    """Send the means since the last log to the loggers, every n steps.
 
     Args:
         prefix: First part of each key.
@@ -63,20 +62,12 @@ class MeanLog:
     ) -> None:
         self._prefix, self._stage, self._beside = prefix, stage, beside
         self.every_n_steps = every_n_steps
-        """As given."""
         self.loggers = loggers
-        """What gets the means."""
         self._publish = publish
         self.on_logged: Callable[[], object] = lambda: None
         """Called where steps that were read are logged."""
-        self.observers: Sequence[Any] = ()
-        """Their metrics are logged beside the means."""
-        self.throughput = ThroughputReference()
-        """What the work of the steps is held against."""
-        self.slow = SlowLog()
-        """The slow steps, which are logged with their window."""
-        self.busy: StepTimes | None = None
-        """The newest step that was probed; logged beside the means."""
+        self.observers: Sequence[Any] = ()  # Their metrics are logged beside the means.
+        self.results: Results | None = None  # So are the slow steps, the work and the probes of it.
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.is_owed = False
@@ -111,12 +102,7 @@ class MeanLog:
             self.on_logged()
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
-        """Take the next steps, and log where one is due. Return whether it did.
-
-        Args:
-            steps: What was read, in order.
-            sums: The sums over these steps, if they are known.
-        """
+        """Take the next steps, and their sums if these are known. Return whether one was logged."""
         due = self.next_due(steps[0].number - 1 if self.newest is None else self.newest)
         first = 0
         if steps[-1].number >= due:
@@ -149,11 +135,14 @@ class MeanLog:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
             means |= {"step": sums.step.device_ms / sums.step.n}
             means |= {"host_wait": sums.wait_ms / sums.step.n}
-            if self.busy is not None:
-                means |= _busy_means(means, self.busy)
-            means |= self.slow.metrics(self.newest, sums.step.n, keep=only_publish)
+            work = {}
+            if (results := self.results) is not None:
+                if results.newest_probed is not None and not results.probe_failure:
+                    means |= _busy_means(means, results.newest_probed.times())
+                means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
+                work = results.throughput.metrics(sums)
             values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
-            values |= self.throughput.metrics(sums)
+            values |= work
             if self.observers:
                 values |= metrics_of(self.observers, self.newest, keep=only_publish)
             self.log_values(values, self.newest, only_publish=only_publish)
@@ -217,18 +206,10 @@ def send(
     step: int,
     beside: Mapping[str, float],
 ) -> None:
-    """Log values.
+    """Log `values` under keys with the prefix, and `beside` in the same row under keys as they are.
 
     TensorBoard groups its charts by what stands before the first "/" of a tag. So that the phases
     stand alone there, all else has a group of its own: "phase_time_val/forward_ms".
-
-    Args:
-        logger: The logger.
-        prefix: First part of the keys.
-        stage: Second part of the keys, such as "val"; empty for training.
-        values: They are logged under keys with the prefix.
-        step: The number that they are logged under.
-        beside: They are logged in the same row, under keys as they are.
     """
     if _tensorboard_writer(logger) is None:
         separator = getattr(logger, "group_separator", "/")

@@ -10,12 +10,7 @@ from lightning_gputime._results.table import Section
 
 
 class ReadSteps:
-    """Steps that were read together, in order. Iterate for all, warm-up included.
-
-    Args:
-        records: What was read.
-        warmup: Number of first ones that belong to the warm-up.
-    """
+    """Steps that were read together, in order. Iterate for all, those of the warm-up first."""
 
     __slots__ = ("_sums", "records", "warmup")
 
@@ -110,9 +105,7 @@ def metrics_of(observers: Sequence[Any], newest: int, *, keep: bool) -> dict[str
     return metrics
 
 
-def _ask(
-    observers: Sequence[Any], name: str, *args: Any, **kwargs: Any
-) -> Iterator[tuple[Any, Any]]:
+def _ask(observers: Sequence[Any], name: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Yield each observer that has a method, and what it returns; a warning where it raises."""
     for one in observers:
         if hasattr(one, name):

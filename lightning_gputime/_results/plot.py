@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._phases import COLOURS, Timeline, in_order
+from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.results import Results
 
 _MISSING = "plots need matplotlib: python -m pip install matplotlib"
@@ -20,9 +21,6 @@ _MAX_STEPS = 500
 """Of more, single steps cannot be seen: they are drawn in bins."""
 
 _BINS = 200
-
-_NO_PHASES = ("step", "host_wait")
-"""What stands beside the phases in a history."""
 
 
 def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
@@ -42,9 +40,7 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
 
 
 def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup: int) -> None:
-    fields = [name for name in history.dtype.names or () if name.endswith("_ms")]
-    known = [name.removesuffix("_ms") for name in fields]
-    names = in_order([name for name in known if name not in _NO_PHASES and "/" not in name])
+    names = in_order([name for name in list_phases(history) if "/" not in name])
     edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
     heights = [_medians(history[f"{name}_ms"], bins) for name in names]
     # The last is drawn as wide as the others, up to where a next one would begin.
@@ -141,7 +137,7 @@ def new_axes() -> Any:
 
 
 def _axes(ax: Any, height: float = 4.0) -> Any:
-    """Return the axes to draw on: those that are given, or of a figure that pyplot shows."""
+    """Return the given axes, or those of a figure that pyplot shows."""
     if ax is not None:
         return ax
     try:

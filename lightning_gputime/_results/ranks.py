@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, resolve_labels
@@ -23,22 +23,13 @@ PhaseTotals = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """What one rank sends: sums over its steps.
-
-    Attributes:
-        phases: Device times.
-        host_ms: Host time of each top-level phase without waits for other ranks (in milliseconds);
-            empty without a device.
-        deviation_ms: See `BatchMeans.deviation_ms`.
-        items: Number of items, of the steps where that is known.
-        items_ms: Device time of those steps (in milliseconds).
-    """
+    """What one rank sends: sums over its steps."""
 
     phases: PhaseTotals
-    host_ms: Mapping[str, float]
-    deviation_ms: float = 0.0
+    host_ms: Mapping[str, float]  # Of top-level phases without waits; empty without a device.
+    deviation_ms: float = 0.0  # See `BatchMeans`.
     items: float = 0.0
-    items_ms: float = 0.0
+    items_ms: float = 0.0  # Device time of the steps whose items are known.
 
     @property
     def steps(self) -> int:
@@ -61,7 +52,7 @@ _CORRELATED_STEPS = 10
 
 
 class BatchMeans:
-    """Estimates the noise of a rank's local time, which is that without waits for other ranks.
+    """Estimate the noise of a rank's local time, which is that without waits for other ranks.
 
     Steps are correlated: what slows a rank down may last for some, or for hundreds. Means over long
     blocks of steps are not. The blocks are doubled when there are many: "dynamic batch means",
@@ -72,8 +63,7 @@ class BatchMeans:
         self._length = 1
         self._means_ms: list[float] = []
         self._open_ms, self._n_open = 0.0, 0
-        # None where a block was added since it was estimated.
-        self._deviation_ms: float | None = None
+        self._deviation_ms: float | None = None  # Until a block is added.
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         """Add the next steps."""
@@ -99,17 +89,15 @@ class BatchMeans:
         The standard error of the mean over n steps is this, divided by the root of n. It is the
         largest of those by the blocks as they are, by blocks of twice their length, and so on.
         """
-        if self._deviation_ms is None:
-            self._deviation_ms = self._estimate_ms()
-        return self._deviation_ms
-
-    def _estimate_ms(self) -> float:
+        if self._deviation_ms is not None:
+            return self._deviation_ms
         means, length, largest_ms = self._means_ms, self._length, 0.0
         while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
             own_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
             # The deviation of few blocks may be too small by chance.
             largest_ms = max(largest_ms, own_ms * (1 + 2 / (n - 1)))
             means, length = _by_twos(means), 2 * length
+        self._deviation_ms = largest_ms
         return largest_ms
 
 
@@ -124,19 +112,12 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def totals_of(
-    sums: Sums,
-    deviation_ms: float = 0.0,
-    *,
-    with_host: bool = False,
-    with_items: bool = True,
+    sums: Sums, deviation_ms: float = 0.0, *, with_host: bool = False, with_items: bool = True
 ) -> RankTotals:
     """Return the totals of a rank's steps.
 
-    Args:
-        sums: Over the steps.
-        deviation_ms: See `BatchMeans`.
-        with_host: Whether the host's times differ from the phases' own.
-        with_items: Whether no other rank works on the same batch.
+    `with_host` where the host's times differ from the phases' own; `with_items` where no other rank
+    works on the same batch.
     """
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
@@ -165,13 +146,9 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
         ms_before, n_before = before.phases.get(name, (0.0, 0))
         if n > n_before:
             phases[name] = ms - ms_before, n - n_before
-    return replace(
-        now,
-        phases=phases,
-        host_ms={name: ms - before.host_ms.get(name, 0.0) for name, ms in now.host_ms.items()},
-        items=now.items - before.items,
-        items_ms=now.items_ms - before.items_ms,
-    )
+    host_ms = {name: ms - before.host_ms.get(name, 0.0) for name, ms in now.host_ms.items()}
+    items, items_ms = now.items - before.items, now.items_ms - before.items_ms
+    return RankTotals(phases, host_ms, now.deviation_ms, items, items_ms)
 
 
 # What is told of all ranks
@@ -240,10 +217,9 @@ class RankSummary:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged; `slowest` is -1 where no rank is slow."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, row in self.rows.items():
-            metrics[f"{name}_max_ms"] = row.max_ms
-            metrics[f"{name}_min_ms"] = row.min_ms
+            metrics |= {f"{name}_max_ms": row.max_ms, f"{name}_min_ms": row.min_ms}
         if self.items_per_s is not None:
             metrics["items_per_s"] = self.items_per_s
         metrics["slowest"] = -1.0 if self.slowest is None else float(self.slowest)
@@ -256,27 +232,41 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     if not totals:
         return None
     own_ms = {rank: _own_ms(one) for rank, one in totals.items()}
-    errors_ms = {rank: one.error_ms for rank, one in totals.items()}
-    is_slow, behind_ms, rank, phase = _slowest(own_ms, errors_ms)
-    rows = _rows(totals)
+    rank = max(own_ms, key=lambda one: own_ms[one][LOCAL])
+    # Of two ranks, the slow one would be half of a median that it is part of.
+    others = [one for one in totals if one != rank] or [rank]
+
+    def median_ms(name: str) -> float:
+        return statistics.median(own_ms[one].get(name, 0.0) for one in others)
+
+    behind_ms = {name: ms - median_ms(name) for name, ms in own_ms[rank].items()}
+    local_ms = behind_ms.pop(LOCAL)
+    del behind_ms[STEP]
+    error_ms = math.hypot(
+        totals[rank].error_ms, statistics.median(totals[one].error_ms for one in others)
+    )
+    is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
+    phase, rows = _phase_behind(behind_ms), _rows(totals)
     where = _where(phase, totals[rank], own_ms[rank], rows)
-    sentence = f"rank {rank} is {duration(behind_ms)} a step slower than the median, in {where}"
+    sentence = f"rank {rank} is {duration(local_ms)} a step slower than the median, in {where}"
+    items_per_s = None
+    if all(one.items_ms for one in totals.values()):
+        items_per_s = sum(1e3 * one.items / one.items_ms for one in totals.values())
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
         slowest=rank if is_slow else None,
-        behind_ms=behind_ms,
+        behind_ms=local_ms,
         phase=phase,
         sentence=sentence if is_slow else "",
-        items_per_s=_items_per_s(totals.values()),
+        items_per_s=items_per_s,
     )
 
 
 def _own_ms(totals: RankTotals) -> dict[str, float]:
     """Return the time per step of each top-level phase and part of `data`, without waits."""
     # Over all steps, also where a phase ran in some: so they add up to the local time.
-    n = totals.steps
-    ms = {name: total_ms / n for name, (total_ms, _) in _with_local(totals.phases).items()}
+    ms = {name: total_ms / totals.steps for name, (total_ms, _) in _with_local(totals).items()}
     own_ms = {name: of for name, of in ms.items() if "/" not in name or _is_in_data(name)}
     for name in filter(is_wait, ms):
         own_ms.pop(name, None)
@@ -284,41 +274,17 @@ def _own_ms(totals: RankTotals) -> dict[str, float]:
     return own_ms
 
 
-def _with_local(phases: PhaseTotals) -> PhaseTotals:
+def _with_local(totals: RankTotals) -> PhaseTotals:
     # With its waits the step of every rank is as long as that of the slowest: under DDP, with one
     # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
     # their own.
-    step_ms, steps = phases[STEP]
-    waits_ms = sum(ms for name, (ms, _) in phases.items() if is_wait(name))
-    return {**phases, LOCAL: (step_ms - waits_ms, steps)}
+    step_ms, steps = totals.phases[STEP]
+    waits_ms = sum(ms for name, (ms, _) in totals.phases.items() if is_wait(name))
+    return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}
 
 
 def _is_in_data(name: str) -> bool:
     return name.startswith(f"{DATA}/")
-
-
-def _slowest(
-    own_ms: Mapping[int, Mapping[str, float]], errors_ms: Mapping[int, float]
-) -> tuple[bool, float, int, str]:
-    """Compare ranks, of which each should take as long as the others.
-
-    Returns:
-        Whether one is slow beyond the noise; how much longer its local time is than the median of
-        the others (in milliseconds); which one; and the phase in which it loses most.
-    """
-    slowest = max(own_ms, key=lambda one: own_ms[one][LOCAL])
-    # Of two ranks, the slow one would be half of a median that it is part of.
-    others = [one for one in own_ms if one != slowest] or [slowest]
-
-    def median_ms(name: str) -> float:
-        return statistics.median(own_ms[one].get(name, 0.0) for one in others)
-
-    behind_ms = {name: ms - median_ms(name) for name, ms in own_ms[slowest].items()}
-    local_ms = behind_ms.pop(LOCAL)
-    del behind_ms[STEP]
-    error_ms = math.hypot(errors_ms[slowest], statistics.median(errors_ms[one] for one in others))
-    is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
-    return is_slow, local_ms, slowest, _phase_behind(behind_ms)
 
 
 def _phase_behind(behind_ms: Mapping[str, float]) -> str:
@@ -343,7 +309,7 @@ def _where(
 
 
 def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:
-    phases = {rank: _with_local(one.phases) for rank, one in totals.items()}
+    phases = {rank: _with_local(one) for rank, one in totals.items()}
     # In the order of the first rank.
     names = dict.fromkeys(name for one in phases.values() for name in one)
     own = in_order([name for name in names if name not in (STEP, LOCAL)])
@@ -356,16 +322,5 @@ def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:
 def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
     means = {rank: ms / n for rank, (ms, n) in of_ranks.items()}
     slowest = max(means, key=means.__getitem__)
-    return RankStats(
-        min_ms=min(means.values()),
-        mean_ms=sum(ms for ms, _ in of_ranks.values()) / sum(n for _, n in of_ranks.values()),
-        max_ms=means[slowest],
-        slowest=slowest,
-    )
-
-
-def _items_per_s(totals: Collection[RankTotals]) -> float | None:
-    """Return the items per second of all ranks; None if one does not know its own."""
-    if not all(one.items_ms for one in totals):
-        return None
-    return sum(1e3 * one.items / one.items_ms for one in totals)
+    mean_ms = sum(ms for ms, _ in of_ranks.values()) / sum(n for _, n in of_ranks.values())
+    return RankStats(min(means.values()), mean_ms, means[slowest], slowest)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.advice import Setup, advise
+from lightning_gputime._results.advice import TrainingSetup, advise
 from lightning_gputime._results.history import (
     MIN_PACKED_MARKS,
     history,
@@ -37,8 +37,8 @@ class Results:
     One thread adds steps; any may read. A reader holds the lock only while it copies.
 
     Args:
-        capacity: How many steps the history holds.
-        warmup_steps: How many of the first steps the summary leaves out.
+        capacity: Number of steps in the history.
+        warmup_steps: Number of first steps to leave out of the summary.
         on_host_clock: Whether they are timed without a device.
         hint: What to do if there are no steps.
     """
@@ -49,44 +49,32 @@ class Results:
         # Not a plain lock: a signal handler may read in the thread, and in the moment, of an `add`.
         self._lock = RLock()
         self.on_host_clock = on_host_clock
-        """Whether the steps are timed without a device."""
         self._hint = hint
         self._warmup_steps = warmup_steps
         self._newest: deque[StepRecord] = deque(maxlen=capacity)
         self._seen = 0
-        self.sums = Sums()
-        """The sums over all steps but the warm-up."""
+        self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
-        """The slow steps."""
-        self.ranks: RankSummary | None = None
-        """All ranks beside each other, as they were last compared."""
-        self.newest_probed: StepRecord | None = None
-        """The newest step that was probed, its work alone."""
-        self.probe_failure = ""
-        """Why no step is probed any more; empty if they are."""
-        self.books: WallTimeRecorder | None = None
-        """The ledger of a fit, where a trainer tells it."""
+        self.ranks: RankSummary | None = None  # As they were last compared.
+        self.newest_probed: StepRecord | None = None  # Its work alone.
+        self.probe_failure = ""  # Why no step is probed any more.
+        self.books: WallTimeRecorder | None = None  # Of a fit, where a trainer tells it.
         self.peaks = PhaseMemory()
-        """The memory of phases."""
-        self.setup = Setup()
-        """How the training is set up."""
+        self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
-        """What the work of the steps is held against."""
+        # With `every_n_steps="auto"`, see `PhaseSummary`.
         self.timed_every_n_steps = 1
-        """1 of this many steps is timed now, with `every_n_steps="auto"`."""
         self.timing_share: float | None = None
-        """What timing each step would take, as a fraction of the step; None if unknown."""
-        self.observers: Sequence[Any] = ()
-        """Those of the user, which add sections to the summary."""
+        self.observers: Sequence[Any] = ()  # Those of the user.
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            copied = {"_newest": self._newest.copy(), "sums": self.sums.copy()}
-            copied |= {"_busy": self._busy.copy()}
             # No lock goes into a copy: `ddp_spawn` pickles callbacks.
-            return {**self.__dict__, **copied, "_lock": None}
+            copied: dict[str, Any] = {"_newest": self._newest.copy(), "_lock": None}
+            copied |= {"sums": self.sums.copy(), "_busy": self._busy.copy()}
+            return {**self.__dict__, **copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=RLock())
@@ -113,12 +101,7 @@ class Results:
         self.add(steps.records, steps.sums)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> None:
-        """Take the next steps.
-
-        Args:
-            steps: What was read, in order.
-            sums: The sums over these steps, if they are known.
-        """
+        """Take the next steps, with the sums over them if they are known."""
         with self._lock:
             many = MIN_PACKED_MARKS
             self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
@@ -128,35 +111,26 @@ class Results:
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
 
     def add_probed(self, step: StepRecord) -> None:
-        """Take a step that was probed; it is in no other statistics.
-
-        Args:
-            step: The work alone, without what kept the device busy.
-        """
+        """Take the work alone of a step that was probed; it is in no other statistics."""
         with self._lock:
             self.newest_probed = step
             self._busy.merge(Sums([step]))
 
-    def history(self) -> npt.NDArray[Any]:
-        """Return the newest steps as a structured array; see the timers' `history`."""
-        return history(self._copy()[0])
-
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        """Return `history`, and how many of its first steps are warm-up."""
+        """Return the timers' `history`, and how many of its first steps are warm-up."""
         newest, warmup = self._copy()
         return history(newest), warmup
 
     def summary(self) -> PhaseSummary:
         """Return the statistics of all steps but the warm-up."""
         with self._lock:
-            newest, seen = self._newest.copy(), self._seen
+            steps, warmup = self._copy()
+            seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
-            skipped_updates = self._skipped_updates + sums.skipped_updates
-        warmup = max(self._warmup_steps - (seen - len(newest)), 0)
         summary = replace(
-            self._summary_of([*map(unpack, newest)][warmup:], sums, busy),
+            self._summary_of(steps[warmup:], sums, busy),
             warmup_steps=min(seen, self._warmup_steps),
-            skipped_updates=skipped_updates,
+            skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,
         )
@@ -171,15 +145,19 @@ class Results:
 
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)
-        times_ms = {name: times[name] for name in times.dtype.names or ()}
         memory = self.peaks.summary()
-        summary = self._bare_summary(
-            sums,
-            busy,
-            times_ms,
-            memory.peak_mb if memory is not None else {},
-            tflops_of_phases(sums),
-        )
+        peaks_mb = {**memory.peak_mb} if memory is not None else {}
+        if peaks_mb:
+            peaks_mb[STEP] = max(peaks_mb.values())
+        rows, tflops = _rows(sums, busy), tflops_of_phases(sums)
+        times_ms = {name: times[name] for name in times.dtype.names or ()}
+        for name, row in rows.items():
+            p50_ms, p95_ms = _percentiles(times_ms.get(f"{name}_ms", ()))
+            peak_mb, phase_tflops = peaks_mb.get(name), tflops.get(name)
+            rows[name] = replace(
+                row, p50_ms=p50_ms, p95_ms=p95_ms, peak_mb=peak_mb, tflops=phase_tflops
+            )
+        summary = self._bare_summary(rows, sums, busy)
         return replace(
             summary,
             skipped_updates=sums.skipped_updates,
@@ -198,29 +176,9 @@ class Results:
         """Return the mean verdict so far in some words, for a progress bar; it costs little."""
         with self._lock:
             sums, busy = self.sums.copy(), self._busy.copy()
-        return self._bare_summary(sums, busy)._judged.in_short
+        return self._bare_summary(_rows(sums, busy), sums, busy)._judged.in_short
 
-    def _bare_summary(
-        self,
-        sums: Sums,
-        busy: Sums,
-        times_ms: Mapping[str, npt.NDArray[Any]] = {},
-        peaks_mb: Mapping[str, float] = {},
-        tflops: Mapping[str, float] = {},
-    ) -> PhaseSummary:
-        """Return what sums tell."""
-        totals = {name: sums.phases[name] for name in in_order([*sums.phases])}
-        probed = {**busy.phases, STEP: busy.step}
-        peaks_mb = {**peaks_mb, STEP: max(peaks_mb.values())} if peaks_mb else {}
-        rows = {
-            name: PhaseStats(
-                **_statistics(total, sums.step.device_ms, times_ms.get(f"{name}_ms", ())),
-                busy_mean_ms=_mean_ms(probed.get(name)),
-                peak_mb=peaks_mb.get(name),
-                tflops=tflops.get(name),
-            )
-            for name, total in {**totals, STEP: sums.step}.items()
-        }
+    def _bare_summary(self, rows: dict[str, PhaseStats], sums: Sums, busy: Sums) -> PhaseSummary:
         return PhaseSummary(
             step=rows.pop(STEP),
             rows=rows,
@@ -232,22 +190,33 @@ class Results:
         )
 
 
+def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
+    """Return the statistics that sums tell, of each phase and of the step."""
+    phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
+    probed = {**busy.phases, STEP: busy.step}
+    return {
+        name: PhaseStats(
+            n=one.n,
+            mean_ms=one.device_ms / one.n if one.n else math.nan,
+            p50_ms=math.nan,
+            p95_ms=math.nan,
+            max_ms=one.max_ms if one.n else math.nan,
+            share=one.device_ms / sums.step.device_ms if sums.step.device_ms else math.nan,
+            host_mean_ms=one.host_ms / one.n if one.n else math.nan,
+            busy_mean_ms=_mean_ms(probed.get(name)),
+        )
+        for name, one in {**phases, STEP: sums.step}.items()
+    }
+
+
 def _mean_ms(total: PhaseSum | None) -> float | None:
     return total.device_ms / total.n if total is not None and total.n else None
 
 
-def _statistics(total: PhaseSum, all_ms: float, newest_ms: npt.ArrayLike) -> dict[str, Any]:
-    """Return those of a phase, by its sums, and by its times in the history."""
-    ran_ms = np.asarray(newest_ms)
+def _percentiles(times_ms: npt.ArrayLike) -> tuple[float, float]:
+    ran_ms = np.asarray(times_ms)
     ran_ms = ran_ms[np.isfinite(ran_ms)]
-    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95)) if len(ran_ms) else (math.nan, math.nan)
-    n = total.n
-    return {
-        "n": n,
-        "mean_ms": total.device_ms / n if n else math.nan,
-        "p50_ms": float(p50_ms),
-        "p95_ms": float(p95_ms),
-        "max_ms": total.max_ms if n else math.nan,
-        "share": total.device_ms / all_ms if all_ms else math.nan,
-        "host_mean_ms": total.host_ms / n if n else math.nan,
-    }
+    if not len(ran_ms):
+        return math.nan, math.nan
+    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95))
+    return float(p50_ms), float(p95_ms)

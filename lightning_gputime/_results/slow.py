@@ -80,8 +80,7 @@ class SlowStep:
         return self.step_ms - self.usual_ms
 
     def __str__(self) -> str:
-        unit = unit_of(self.usual_ms)
-        grounds = []
+        unit, grounds = unit_of(self.usual_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
             grounds.append(f"{unit.of(cause.reached_ms)} {cause.name}{detail}")
@@ -142,21 +141,19 @@ class SlowLog:
     """
 
     def __init__(self) -> None:
-        self.is_known = False
-        """Whether any step was judged yet."""
+        self._is_known = False  # Whether any step was judged yet.
         self._worst: tuple[SlowStep, ...] = ()
         self._sums: _Sums = {}
         # Those that are not logged yet: those that were added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
         self._before: _Sums = {}
-        # The number of the last step that is in a log.
-        self._logged = -1
-        # Kinds that were logged once: loggers such as CSV want a constant set.
+        self._logged = -1  # The number of the last step that is in a log.
+        # That were logged once: loggers such as CSV want a constant set.
         self._kinds: tuple[str, ...] = ()
 
     def add(self, steps: Sequence[SlowStep], *, is_known: bool) -> None:
         """Take the next slow steps, and whether any step was judged yet."""
-        self.is_known = is_known
+        self._is_known = is_known
         if not steps:
             return
         worst = (*self._worst, *steps)
@@ -173,14 +170,12 @@ class SlowLog:
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return their excess per step since the last log, of `n` timed steps, and by kind."""
-        if not keep:
-            self._logged = newest
-        if not self.is_known:
-            return {}
         sums = _add(self._before, [step for step in self._pending if step.step <= newest])
         if not keep:
+            self._logged, self._before = newest, {}
             self._pending = [step for step in self._pending if step.step > newest]
-            self._before = {}
+        if not self._is_known:
+            return {}
         kind_ms = _causes(sums, 0)
         self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
         kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}

@@ -1,7 +1,7 @@
 """The statistics of phases, and which of them the table shows."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
@@ -106,28 +106,22 @@ def _others(
         yield f"{top}/<others>", f"  {len(hidden)} others", _sum_of(outermost)
 
 
-def _parents(name: str) -> Iterator[str]:
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        yield name
+def _parents(name: str) -> list[str]:
+    return ["/".join(name.split("/")[:i]) for i in range(1, name.count("/") + 1)]
 
 
 def _sum_of(rows: Sequence[PhaseStats]) -> PhaseStats:
-    n = max((row.n for row in rows), default=0)
+    """Return the sum of rows, which has no percentiles."""
+    n, nan = max((row.n for row in rows), default=0), math.nan
     busy = [row.busy_mean_ms for row in rows if row.busy_mean_ms is not None]
-
-    def per_step(sums: Iterable[float]) -> float:
-        return sum(sums) / n if n else math.nan
-
     return PhaseStats(
         n=n,
-        mean_ms=per_step(row.n * row.mean_ms for row in rows),
-        # Those of a sum are not known.
-        p50_ms=math.nan,
-        p95_ms=math.nan,
-        max_ms=math.nan,
-        share=sum(row.share for row in rows) if n else math.nan,
-        host_mean_ms=per_step(row.n * row.host_mean_ms for row in rows),
+        mean_ms=sum(row.n * row.mean_ms for row in rows) / n if n else nan,
+        p50_ms=nan,
+        p95_ms=nan,
+        max_ms=nan,
+        share=sum(row.share for row in rows) if n else nan,
+        host_mean_ms=sum(row.n * row.host_mean_ms for row in rows) / n if n else nan,
         busy_mean_ms=sum(busy) if n and len(busy) == len(rows) else None,
         peak_mb=max((row.peak_mb for row in rows if row.peak_mb is not None), default=None),
     )

@@ -12,30 +12,18 @@ from lightning_gputime._record.steps import StepRecord
 
 
 class Sums:
-    """Sums over steps.
-
-    Attributes:
-        phases: Of each phase that ran, see `PhaseSum`.
-        step: Of the step.
-        wait_ms: How long the host waited (in milliseconds).
-        skipped_updates: Number of skipped updates.
-        items: Items of the steps whose items are known.
-        items_ms: Device time of these steps (in milliseconds).
-        flops: FLOPs where they are known: of the model without what was computed again, and those
-            that ran in forward and in backward.
-        flops_ms: Device time of these steps, of their forward and of their backward (in
-            milliseconds).
-        each_ms: Device time of each step that was passed (in milliseconds), in their order; without
-            steps that were merged.
-    """
+    """Sums over steps."""
 
     def __init__(self, steps: Iterable[StepRecord] = ()) -> None:
         self.phases = defaultdict[str, PhaseSum](PhaseSum)
         self.step = PhaseSum()
-        self.each_ms: list[float] = []
-        self.wait_ms = 0.0
+        self.each_ms: list[float] = []  # Device time of each step, without those merged.
+        self.wait_ms = 0.0  # How long the host waited.
         self.skipped_updates = 0
+        # Items where they are known, and the device time of these steps.
         self.items = self.items_ms = 0.0
+        # FLOPs where they are known: of the model without what was computed again, and those that
+        # ran in forward and in backward. Beside them the device time of the step and of both.
         self.flops: Sequence[float] = (0.0, 0.0, 0.0)
         self.flops_ms: Sequence[float] = (0.0, 0.0, 0.0)
         for labels, alike in groupby(steps, attrgetter("labels")):

@@ -54,20 +54,16 @@ class Table:
     drops: Sequence[str] = ()
 
     def text(self, width: int | None = None) -> str:
-        """Return it as plain text.
-
-        Args:
-            width: Maximum number of characters per line; by default as many as it needs.
-        """
+        """Return it as plain text, with lines of at most `width` characters."""
         if not self.lines:
             return self.title
         table = self if width is None else self._fitting(width)
         header, *body, whole = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, whole)))
         lead = "\n".join(_wrapped(sentence, width) for sentence in self.lead)
-        parts = [lead] if lead else []
-        parts += [_wrapped(self.title, width), "\n".join([header, rule, *body, rule, whole])]
-        return "\n\n".join(parts + [_wrapped(sentence, width) for sentence in self.sentences])
+        title, *below = (_wrapped(one, width) for one in (self.title, *self.sentences))
+        grid = "\n".join([header, rule, *body, rule, whole])
+        return "\n\n".join([*filter(None, [lead]), title, grid, *below])
 
     def html(self) -> str:
         """Return it as HTML."""
@@ -89,22 +85,15 @@ class Table:
         """Leave out ever more columns, until it is no wider than `width`."""
         table = self
         for name in self.drops:
-            if table._width() <= width:
+            widths = [max(map(_width_of, column)) for column in zip(*table.lines, strict=True)]
+            if sum(widths) + len(_BETWEEN) * (len(widths) - 1) <= width:
                 break
             if name in table.lines[0]:
-                table = table._without(table.lines[0].index(name))
+                at = table.lines[0].index(name)
+                lines = [(*line[:at], *line[at + 1 :]) for line in table.lines]
+                left = [i - (i > at) for i in table.left if i != at]
+                table = replace(table, lines=lines, left=left)
         return table
-
-    def _without(self, column: int) -> "Table":
-        return replace(
-            self,
-            lines=[(*line[:column], *line[column + 1 :]) for line in self.lines],
-            left=[i - (i > column) for i in self.left if i != column],
-        )
-
-    def _width(self) -> int:
-        widths = [max(map(_width_of, column)) for column in zip(*self.lines, strict=True)]
-        return sum(widths) + len(_BETWEEN) * (len(widths) - 1)
 
     def _padded_lines(self) -> list[str]:
         columns = []

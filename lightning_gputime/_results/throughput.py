@@ -24,15 +24,9 @@ Rows = Mapping[str, PhaseStats]
 
 @dataclass(slots=True)
 class ThroughputReference:
-    """What work per second is relative to: peaks, precision, and their sources.
+    """What work per second is relative to; it is filled in while the first steps run.
 
-    It is filled in while the first steps run, and read whenever work per second is shown.
-
-    Attributes:
-        items_by: What the items are.
-        precision: The precision that the model computes in.
-        peak_tflops: The peak of the data sheet (in TFLOP/s).
-        note: Why something is not known.
+    For the attributes see `WorkSummary`.
     """
 
     items_by: str = ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of time of `ms` milliseconds; a table shows `digits` behind the point."""
+    """A unit of `ms` milliseconds; a table shows `digits` behind the point."""
 
     name: str
     ms: float
@@ -17,8 +17,7 @@ class Unit:
 
     def number(self, ms: float) -> str:
         """Return a time in three digits, without the unit."""
-        number = ms / self.ms
-        # Three digits of a larger one would be 1.23e+03.
+        number = ms / self.ms  # Three digits of a larger one would be 1.23e+03.
         return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
     def of(self, ms: float) -> str:

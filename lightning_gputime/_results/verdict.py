@@ -32,17 +32,11 @@ MANY_GAPS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a training.
+    """What bounds a training."""
 
-    Attributes:
-        bound: Such as "GPU-bound"; empty if nothing is known.
-        grounds: Why it is called so.
-        phases: Where it is held up, or what takes longest, the worst first.
-    """
-
-    bound: str = ""
+    bound: str = ""  # Such as "GPU-bound"; empty if nothing is known.
     grounds: str = ""
-    phases: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()  # Where it is held up, or what takes longest, the worst first.
 
     def __str__(self) -> str:
         return f"{self.bound}: {self.grounds}" if self.bound else ""
@@ -56,12 +50,8 @@ class Verdict:
 def judge(
     rows: Rows, step: PhaseStats, host_wait_ms: float | None, gap_share: float | None
 ) -> Verdict:
-    """Return what bounds a training.
-
-    `host_wait_ms` is how long the host waits for the device per step, None without a device.
-    """
-    held_up = _held_up_between_batches(rows, step) or _held_up_by_ranks(rows)
-    if held_up is not None:
+    """Return what bounds a training; `host_wait_ms` is None without a device."""
+    if held_up := _held_up_between_batches(rows, step) or _held_up_by_ranks(rows):
         return held_up
     if host_wait_ms is None:
         return _longest(rows)

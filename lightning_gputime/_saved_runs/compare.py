@@ -10,12 +10,13 @@ import numpy as np
 
 from lightning_gputime._messages import shown
 from lightning_gputime._phases import in_order, of_one_callback
+from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.summary import with_none
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 from lightning_gputime._saved_runs import statistics
 from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.saved import Run, list_phases, load
+from lightning_gputime._saved_runs.saved import Run, load
 
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 """Fields of the environment in which runs must agree: else their steps are not the same work."""

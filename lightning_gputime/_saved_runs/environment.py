@@ -24,7 +24,7 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
-from lightning_gputime._results.advice import Setup
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._work.peaks import device_name
 
 _MAX_LOADERS = 10
@@ -143,14 +143,14 @@ def _commit() -> str:
     return ""
 
 
-def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setup:
+def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> TrainingSetup:
     """Return what advice needs to know, as far as it is known before a loader is seen.
 
     The precision counts only if a trainer told it: that of the parameters shows no autocast.
     """
     is_cuda = environment.device_type == "cuda"
     try:
-        return Setup(
+        return TrainingSetup(
             cores=cores_of_rank(environment.world_size),
             precision=environment.precision if told_precision else "",
             has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
@@ -160,11 +160,11 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Setu
         )
     except Exception as error:
         messages.warning("How the training is set up could not be found: %r", error)
-        return Setup()
+        return TrainingSetup()
 
 
 def known_of_loader(loader: object) -> dict[str, Any]:
-    """Return the fields of a `Setup` that a loader shows: any iterable, or several."""
+    """Return the fields of a `TrainingSetup` that a loader shows: any iterable, or several."""
     loaders = _several(loader)
     datasets = [_dataset(one) for one in loaders]
     return {

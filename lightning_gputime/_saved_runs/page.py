@@ -11,12 +11,13 @@ from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
 from lightning_gputime._phases import in_order
+from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
 from lightning_gputime._results.verdict import advice_sentence
 from lightning_gputime._saved_runs.compare import RunComparison
-from lightning_gputime._saved_runs.saved import Run, list_phases
+from lightning_gputime._saved_runs.saved import Run
 
 _MAX_ROWS = 10
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._results import files
-from lightning_gputime._results.history import structured
+from lightning_gputime._results.history import list_phases, structured
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._saved_runs.environment import Environment
@@ -72,13 +72,6 @@ class Run:
     def measured(self) -> npt.NDArray[Any]:
         """The history without the warm-up."""
         return self.history[self.warmup_steps :]
-
-
-def list_phases(history: npt.NDArray[Any]) -> list[str]:
-    """Return the names of the phases in a history."""
-    others = ("step", "step_ms", "host_wait_ms")
-    names = history.dtype.names or ()
-    return [name.removesuffix("_ms") for name in names if name not in others]
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.advice import Setup
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
@@ -55,7 +55,7 @@ class Evaluations:
         *,
         number: int,
         items: Any,
-        setup: Setup | None = None,
+        setup: TrainingSetup | None = None,
     ) -> None:
         """Start to time a loop, in place of the one that runs.
 
@@ -73,6 +73,7 @@ class Evaluations:
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
+        means.results = results
         self._means, self._results, self._number = means, results, number
         self._items = Items(items)
         recorder = Recorder(clock, lag=self._options.lag, emit=self._add, batch=BATCH)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, StepTimes, in_order, is_wait, resolve_labels
+from lightning_gputime._phases import EXCLUDED, in_order, is_wait, resolve_labels
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
@@ -82,12 +82,6 @@ class Probe:
             self._spin(round(self._asked_ms * self._cycles_per_ms))
         except Exception as error:
             self._give_up(f"the device cannot be kept busy: {error!r}")
-
-    @property
-    def newest_times(self) -> StepTimes | None:
-        """The newest step that was probed, its work alone; None if no further one can be."""
-        newest = self._results.newest_probed
-        return None if newest is None or self._results.probe_failure else newest.times()
 
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
         """Take the probed steps out of those that were read, and return the others."""

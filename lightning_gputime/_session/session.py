@@ -117,7 +117,7 @@ class Session:
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
         """Finds slow steps, and their causes."""
         self._means = means
-        means.slow = results.slow
+        means.results = results
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
         users = UserFunctions(options, on_step, self.analyzer)
         counters = counters_of(clock) if options.memory else None
@@ -134,7 +134,7 @@ class Session:
         """Records the marks."""
         self.work = WorkCounter(options, loop, self.recorder)
         """Counts what the steps work on."""
-        results.throughput = means.throughput = self.work.reference
+        results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
         self._checkup = Checkup(
@@ -511,7 +511,6 @@ class Session:
         auto, since = self._auto, self._reading_since
         if self._probe is not None:
             records = self._probe.take(records)
-            self._means.busy = self._probe.newest_times
         if records:
             self._dispatcher.dispatch(records)
         if auto is not None:
