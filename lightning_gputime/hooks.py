@@ -14,11 +14,10 @@ from lightning_gputime._boundaries.arguments import (
     check_loader,
     check_model,
     check_optimizers,
-    is_engine,
     tell_devices,
     tell_what_is_odd,
 )
-from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._boundaries.loop import Loop, is_engine, is_training
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import (
     Options,

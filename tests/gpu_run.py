@@ -1,9 +1,13 @@
-"""Trains on two GPUs with one of Lightning's strategies; each rank writes its median times.
+"""Trains on two GPUs; each rank writes its median times.
 
 python tests/gpu_run.py STRATEGY DIRECTORY
+
+A strategy is one of Lightning's, or "zero1" or "zero3": a plain loop over an engine of DeepSpeed's.
+On a machine without a GPU such a loop runs on two CPU processes.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._timer import Timer
 
 
 class Net(pl.LightningModule):
@@ -51,16 +57,57 @@ class Writer(pl.Callback):
         self.timer, self.directory = timer, directory
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rows = self.timer.summary().rows
-        path = self.directory / f"rank{trainer.global_rank}.json"
-        path.write_text(json.dumps({name: row.p50_ms for name, row in rows.items()}))
+        write(self.timer, trainer.global_rank, self.directory)
+
+
+def write(timer: Timer, rank: int, directory: Path) -> None:
+    """Writes the median times of a rank, and prints the table of the first."""
+    rows = timer.summary().rows
+    times = {name: row.p50_ms for name, row in rows.items()}
+    (directory / f"rank{rank}.json").write_text(json.dumps(times))
+    if rank == 0:
+        print(timer.summary())
+
+
+def train_engine(rank: int, stage: int, directory: str) -> None:
+    """Trains a net by an engine of DeepSpeed's, in one of two processes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(rank)
+    import deepspeed
+
+    deepspeed.init_distributed("nccl" if has_gpu else "gloo")
+    width, count = (4096, 256) if has_gpu else (512, 64)
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=torch.optim.AdamW(net.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": count,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    batches = torch.randn(40, count, width)
+    with GPUPhaseHooks(engine) as timer:
+        for x in timer.steps(batches):
+            engine.backward(engine(x.to(engine.device)).pow(2).mean())
+            engine.step()
+    write(timer, rank, Path(directory))
+    torch.distributed.destroy_process_group()
 
 
 def main(name: str, directory: Path) -> None:
+    if name.startswith("zero"):
+        spawn(train_engine, (int(name[-1]), str(directory)), nprocs=2)
+        return
     strategy: Any = name
     if name == "fsdp2":
         strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    timer = GPUPhaseTimer()
+    timer = GPUPhaseTimer(summary=False)
     pl.Trainer(
         accelerator="gpu",
         devices=2,

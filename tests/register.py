@@ -35,8 +35,9 @@ _COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
     Replaced(
-        "`torch.autograd._engine_run_backward`, or `backward` where there is none",
-        MODULE,
+        "`torch.autograd._engine_run_backward`, or `backward` where there is none; `backward` of"
+        " DeepSpeed's engine, which then reduces gradients",
+        f"{MODULE}, {OBJECT}",
         frozenset({"_engine_run_backward", "backward"}),
         "a hook on a gradient ends too early, and `full_backward_pre_hook` begins late",
         when="while steps are timed; not in evaluations",

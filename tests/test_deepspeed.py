@@ -14,6 +14,9 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 UNSCALES_MS, GATHERS_MS = 0.5, 1.5
 """What an update takes before and after that of the optimizer inside."""
 
+REDUCES_MS = 0.75
+"""What the engine does with the gradients after torch's backward."""
+
 
 class Zero:
     """An optimizer as DeepSpeed's: around one of torch's, which updates a copy of the weights."""
@@ -58,6 +61,8 @@ class Engine(nn.Module):
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+        if isinstance(self.optimizer, Zero):
+            self.optimizer.gpu.work(REDUCES_MS)
 
     def step(self) -> None:
         if self.is_gradient_accumulation_boundary():
@@ -72,7 +77,11 @@ def train(gpu: FakeGPU, engine: Engine, x: Tensor) -> None:
     engine.step()
 
 
-STEP = {**STEP_MS, "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS}
+STEP = {
+    **STEP_MS,
+    "backward": STEP_MS["backward"] + REDUCES_MS,
+    "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS,
+}
 
 
 @pytest.mark.parametrize("gives", ["engine", "optimizer", "inner optimizer"])
@@ -89,7 +98,7 @@ def test_an_engine_is_timed_with_its_optimizer(
             train(loop.gpu, engine, x)
     if given == [zero.optimizer]:
         # Nothing tells what is around it.
-        own = {**STEP_MS, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
+        own = {**STEP, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
         assert steps(timer) == [own] * 30
     else:
         assert steps(timer) == [STEP] * 30
@@ -142,4 +151,4 @@ def test_under_lightning_the_update_is_optimizer(gpu: FakeGPU) -> None:
     zero = Zero(gpu)
     timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
     trainer(Swaps(), timer).fit(Trains(gpu), Loader(gpu, 3))
-    assert steps(timer) == [STEP] * 3
+    assert steps(timer) == [{**STEP, "backward": STEP_MS["backward"]}] * 3

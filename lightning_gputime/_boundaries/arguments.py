@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_gputime._boundaries.loop import is_engine
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._messages import messages, shown
 
@@ -31,11 +32,6 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
             " several devices: use torch.nn.parallel.DistributedDataParallel"
         )
     return model
-
-
-def is_engine(model: nn.Module) -> bool:
-    """Return whether a model is DeepSpeed's engine, which knows its optimizer and its steps."""
-    return hasattr(model, "is_gradient_accumulation_boundary")
 
 
 def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gputime._boundaries.comm import CommBoundary, caller
 from lightning_gputime._boundaries.forward import ForwardBoundary
-from lightning_gputime._boundaries.loop import Batch
+from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, patch_function
 from lightning_gputime._compile_skip import skip_compile
@@ -43,19 +43,22 @@ class BackwardBoundary:
         self,
         recorder: Recorder,
         attachments: Attachments,
-        batch: Batch,
+        loop: Loop,
         model: ForwardBoundary,
         optimizer: OptimizerBoundary,
         comm: CommBoundary | None = None,
     ) -> None:
         self._recorder = recorder
-        self._batch = batch
+        self._batch, called = loop.batch, loop.called
         self._model = model
         self._optimizer = optimizer
         self._comm = comm
         self._returns_to: str | None = None
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
         self._subscription = attachments.add(patch_function(torch.autograd, name, self))
+        if is_engine(called):
+            # After the backward of torch's it reduces the gradients.
+            attachments.add(patch_function(called, "backward", self))
 
     def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any

@@ -77,7 +77,7 @@ class Boundaries:
             patch_zero_grad(recorder, own, self.optimizer, optimizer)
         if loop.wrap_backward:
             self._comm = CommBoundary(recorder, own, loop.called) if shared else None
-            BackwardBoundary(recorder, own, loop.batch, self.forward, self.optimizer, self._comm)
+            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, self._comm)
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())
             own.add(patch_function(torch.jit._recursive, _SCRIPTS, calls))

@@ -62,3 +62,8 @@ def is_training(model: nn.Module) -> bool:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return any(map(is_training, model.children()))
     return model.training
+
+
+def is_engine(model: nn.Module) -> bool:
+    """Return whether a model is DeepSpeed's engine, which knows its optimizer and its steps."""
+    return hasattr(model, "is_gradient_accumulation_boundary")
