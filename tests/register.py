@@ -68,10 +68,10 @@ REGISTER = (
         _COMPILED,
     ),
     Replaced(
-        "`torch.jit._recursive.create_script_module`",
-        MODULE,
-        frozenset({"create_script_module"}),
-        "TorchScript compiles a module's hooks: ours are off while a module is scripted",
+        "`torch.jit._recursive.create_script_module`, and `__getstate__` of `torch.nn.Module`",
+        f"{MODULE}, {CLASS}",
+        frozenset({"create_script_module", "__getstate__"}),
+        "TorchScript compiles a module's hooks, and pickle writes them: both are done without ours",
     ),
     Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",

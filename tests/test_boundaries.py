@@ -1,7 +1,6 @@
 import copy
 import io
 import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -425,31 +424,45 @@ def test_the_state_of_a_model_is_saved_as_if_it_were_not_timed(
     assert saved(model.state_dict()) == bare
 
 
-def test_a_saved_model_needs_nothing_of_ours_to_be_loaded(
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_model_has_no_hook_of_ours(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for one in (model, torch.fx.symbolic_trace(model)):
+        bare = duplicate(one)
+        time_step(gpu, one, submodules={"linear": one.get_submodule("0")})
+        assert hooks_of(one) != hooks_of(bare)
+        copied = duplicate(one)
+        assert hooks_of(copied) == hooks_of(bare)
+        assert vars(copied).keys() == vars(bare).keys()
+        assert torch.equal(copied(x), one(x))
+
+
+def test_a_model_that_was_saved_while_it_was_timed_is_loaded_where_only_its_classes_are_safe(
+    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
+) -> None:
+    # As pytorch/examples does in `word_language_model`.
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    bare = saved(model)
+    time_step(gpu, model)
+    file = saved(model)
+    assert file == bare
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
+        assert torch.equal(torch.load(io.BytesIO(file))(x), model(x))
+
+
+def test_a_model_with_hooks_of_others_needs_nothing_of_ours_to_be_loaded(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.register_forward_hook(print)
     time_step(gpu, model)
     file = saved(model)
     assert torch.equal(torch.load(io.BytesIO(file), weights_only=False)(x), model(x))
     with zipfile.ZipFile(io.BytesIO(file)) as archive:
         [pickled] = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
-    named = {
-        str(argument).replace(" ", ".")
-        for code, argument, _ in pickletools.genops(pickled)
-        if code.name in ("GLOBAL", "INST")
-    }
-    assert "STACK_GLOBAL" not in {code.name for code, _, _ in pickletools.genops(pickled)}
-    classes = [nn.Sequential, nn.Linear, nn.ReLU]
-    assert named - {f"{one.__module__}.{one.__name__}" for one in classes} == {
-        "__builtin__.getattr",
-        "__builtin__.set",
-        "collections.OrderedDict",
-        "contextlib.nullcontext",
-        "torch.FloatStorage",
-        "torch._utils._rebuild_parameter",
-        "torch._utils._rebuild_tensor_v2",
-    }
+    assert b"lightning_gputime" not in pickled
 
 
 def test_a_copy_keeps_the_hooks_of_others_and_their_handles(
@@ -465,21 +478,6 @@ def test_a_copy_keeps_the_hooks_of_others_and_their_handles(
     assert torch.equal(model(x), torch.zeros(1))
     timed.boundaries.remove()
     assert torch.equal(model(x), torch.zeros(1))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_what_a_copy_has_in_place_of_a_hook_does_nothing_however_it_is_made(
-    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
-) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    for one in (model, torch.fx.symbolic_trace(model)):
-        timed = time_step(gpu, one, submodules={"linear": one.get_submodule("0")})
-        copied = duplicate(one)
-        hooks = [hook for of in hooks_of(copied) for kind in of.values() for hook in kind[0]]  # type: ignore[index]
-        timed.boundaries.remove()
-        assert hooks
-        assert torch.equal(copied(x), one(x))
-        assert "lightning_gputime" not in str(hooks_of(copied))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")

@@ -18,7 +18,12 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary, patch_zero_grad
-from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
+from lightning_gputime._boundaries.patching import (
+    Attachments,
+    Calls,
+    patch_function,
+    without_hooks,
+)
 from lightning_gputime._record.recorder import Recorder
 
 # By this both `torch.jit.script` and `torch.jit.trace` make their modules.
@@ -81,6 +86,7 @@ class Boundaries:
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())
             own.add(patch_function(torch.jit._recursive, _SCRIPTS, calls))
+        own.add(patch_function(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
 
     def _script_begins(self, *_: Any, **__: Any) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -255,9 +256,28 @@ class _ModuleHook:
         return f"lightning_gputime_{id(self)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Hooks travel with copies of a model, such as an EMA, and into files. There it is a
-        # function that does nothing, and that any Python has.
+        # Beside hooks of others it travels into files and copies of a model: there it is a function
+        # that does nothing, and that any Python has.
         return getattr, (contextlib.nullcontext, "__exit__")
+
+
+def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any], Any]:
+    """Wrap `nn.Module.__getstate__`: files and copies of a model have none of our hooks.
+
+    Of a file `torch.load` accepts no function but those that were declared safe. A dictionary with
+    hooks of others stays as it is: their handles refer to it.
+    """
+
+    def state_without_hooks(self: nn.Module) -> Any:
+        state = getstate(self)
+        bare: dict[str, Any] = {}
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(self).get(name)
+            if hooks and all(isinstance(hook, _ModuleHook) for hook in hooks.values()):
+                bare |= {name: OrderedDict(), f"{name}_with_kwargs": OrderedDict()}
+        return {**state, **bare} if bare and isinstance(state, dict) else state
+
+    return state_without_hooks
 
 
 def hook_before(
