@@ -47,8 +47,8 @@ class Traced(GPUPhaseHooks):
             options |= {"every_n_steps": 1, "on_step": self._keep}
         super().__init__(model, optimizers, **options)
         if self.first >= 0:
-            for module in model.children() if isinstance(model, nn.ModuleList) else [model]:
-                show_calls(module)
+            called = [*model.children()] if isinstance(model, nn.ModuleList) else [model]
+            self.hooks = [hook for one in called for hook in shown(one)]
 
     def _keep(self, times: StepTimes) -> None:
         self.found[times.step] = dict(times.phase_ms)
@@ -77,6 +77,8 @@ class Traced(GPUPhaseHooks):
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.stop()
+            for hook in self.hooks:
+                hook.remove()  # A script may write its model to a file.
             profiler.export_chrome_trace(str(self.trace))
 
 
@@ -104,8 +106,8 @@ def point(name: str) -> None:
         pass
 
 
-def show_calls(module: nn.Module) -> None:
-    """Leave a range in the trace for each call of a module."""
+def shown(module: nn.Module) -> list[Any]:
+    """Leave a range in the trace for each call of a module; return the hooks that do."""
     ranges: list[record_function] = []
 
     def start(*_: Any) -> None:
@@ -115,19 +117,19 @@ def show_calls(module: nn.Module) -> None:
     def end(*_: Any) -> None:
         ranges.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(start, prepend=True)
-    module.register_forward_hook(end)
+    before = module.register_forward_pre_hook(start, prepend=True)
+    return [before, module.register_forward_hook(end)]
 
 
 def show_backward() -> None:
     """Leave a range in the trace for each `Tensor.backward`."""
     backward: Any = torch.Tensor.backward
 
-    def shown(*args: Any, **options: Any) -> None:
+    def in_range(*args: Any, **options: Any) -> None:
         with record_function("foreign/backward"):
             backward(*args, **options)
 
-    torch.Tensor.backward = shown  # type: ignore[method-assign]
+    torch.Tensor.backward = in_range  # type: ignore[method-assign]
 
 
 class Made(Dataset[Any]):
