@@ -1,8 +1,4 @@
-"""The memory of phases: read at the marks of some steps, kept, logged and summed up.
-
-`sampler` reads two numbers at each mark of a sampled step; the recorder leaves them in the step's
-record; `PhaseMemory` makes peaks of them when steps are read.
-"""
+"""The memory of phases: read at the marks of sampled steps, kept, logged and summed up."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,19 +11,23 @@ import torch
 
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce, messages
-from lightning_gputime._phases import BACKWARD, CALLBACKS, FORWARD, LOSS, OPTIMIZER, resolve_labels
+from lightning_gputime._phases import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    of_one_callback,
+    resolve_labels,
+)
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.recorder import FIRST_SAMPLED, SAMPLED_EVERY
 from lightning_gputime._record.steps import StepRecord
 
 _MIB = 2**20
 
-# From this fraction of the device's memory on, advice is given.
-_NEARLY_FULL = 0.9
-
+_NEARLY_FULL = 0.9  # From this fraction of the device's memory on, advice is given.
 # From this fraction of a peak on, what the step allocates counts, or what is there before.
-_MOST_OF_IT = 0.5
-_MUCH_OF_IT = 0.1
+_MOST_OF_IT, _MUCH_OF_IT = 0.5, 0.1
 
 _CPU = "memory=True needs a GPU, whose allocator counts: nothing is measured on the CPU."
 _NO_COUNTERS = (
@@ -51,21 +51,18 @@ _GRAPHS = (
 def torch_counters(device: torch.device) -> Any:
     """Return the counters of torch's allocator of an accelerator, or raise if there are none.
 
-    Their `index` is the number of the device, `total` its memory in bytes (None if not known).
-    `read()` returns what `torch.cuda.memory_stats_as_nested_dict` does, and `reset()` sets all
-    peaks to what is allocated now.
+    `total` is the device's memory in bytes, None if not known. `read()` returns what
+    `torch.cuda.memory_stats_as_nested_dict` does; `reset()` sets all peaks to what is allocated.
     """
     kind = device.type
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    names = [
-        # These take half as long as the others: 10 us the read, 2 us the reset.
-        ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
-        (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats"),
-    ]
-    found = [pair for pair in names if all(hasattr(torch._C, name) for name in pair)]
-    if not found:
+    # These take half as long as the others: 10 us the read, 2 us the reset.
+    names = ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats")
+    if not all(hasattr(torch._C, name) for name in names):
+        names = (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats")
+    if not all(hasattr(torch._C, name) for name in names):
         raise LookupError("this torch has no functions for that")
-    read, reset = (partial(getattr(torch._C, name), index) for name in found[0])
+    read, reset = (partial(getattr(torch._C, name), index) for name in names)
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     total = getattr(properties(device), "total_memory", None) if properties else None
     return SimpleNamespace(index=index, total=total, read=read, reset=reset)
@@ -80,9 +77,6 @@ def sampler(counters: Any) -> Callable[[], tuple[int, int]]:
 
     It returns the peak since the last mark (-1 where another timer has reset it since) and what is
     allocated now, in bytes.
-
-    Args:
-        counters: As `torch_counters` returns them; those of a clock are its attribute `allocator`.
     """
     own = object()
 
@@ -178,9 +172,8 @@ class PhaseMemory:
     def __init__(self, total: int | None = None) -> None:
         self._total = total
         self._warn_once = WarnOnce()
-        self._steps = 0
-        self._held = 0
-        self._highest: Mapping[str, tuple[int, int]] = {}
+        self._steps = self._held = 0
+        self._highest: Mapping[str, tuple[int, int]] = {}  # Each with the step that it is of.
         # Not logged yet.
         self._window: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=1000)
 
@@ -205,9 +198,8 @@ class PhaseMemory:
         highest = {**self._highest}
         for name, peak in peaks.items():
             if peak > highest.get(name, (-1, 0))[0]:
-                highest[name] = (peak, number)
-        # Replaced whole: another thread may read it.
-        self._highest = highest
+                highest[name] = peak, number
+        self._highest = highest  # Replaced whole: another thread may read it.
         self._steps += 1
         self._window.append((number, peaks))
 
@@ -225,16 +217,12 @@ class PhaseMemory:
         )
 
     def metrics(self, newest: int, *, keep: bool = False) -> dict[str, float]:
-        """Return the highest peaks since the last log, up to the step `newest`.
-
-        With `keep` the next log has them, too.
-        """
+        """Return the highest peaks since the last log, up to the step `newest`."""
         due: dict[str, float] = {}
-        for number, peaks in [*self._window]:
-            if number <= newest:
-                for name, peak in peaks.items():
-                    if not name.startswith(f"{CALLBACKS}/"):
-                        due[f"{name}_peak_mb"] = max(due.get(f"{name}_peak_mb", 0.0), peak / _MIB)
+        for peaks in [peaks for number, peaks in [*self._window] if number <= newest]:
+            for name, peak in peaks.items():
+                if not of_one_callback(name):
+                    due[f"{name}_peak_mb"] = max(due.get(f"{name}_peak_mb", 0.0), peak / _MIB)
         while not keep and self._window and self._window[0][0] <= newest:
             self._window.popleft()
         return due

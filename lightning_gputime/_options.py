@@ -114,11 +114,10 @@ class Options:
             if name != "every_n_steps" or value != AUTO:
                 check_int(name, value, least, meaning)
         check_bools(annotate=self.annotate, memory=self.memory)
-        for error, requirements in ((TypeError, _TYPES), (ValueError, _RANGES)):
-            for name, (is_right, what) in requirements.items():
-                value = getattr(self, name)
-                if not is_right(value):
-                    raise error(f"{name} must {what}, got {shown(value)}")
+        for name, error, is_right, what in _REQUIREMENTS:
+            value = getattr(self, name)
+            if not is_right(value):
+                raise error(f"{name} must {what}, got {shown(value)}")
         _check_modules(self.modules)
 
     @property
@@ -127,13 +126,13 @@ class Options:
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
 
+# Options that only some timers have, and what to do in their place.
 _OF_OTHERS = {
     "save": "call timer.save(path)",
     "summary": "write print(timer.summary())",
     "prog_bar": "show timer.last.step_ms on a bar of your own",
     "log_figure": "call timer.plot()",
 }
-"""Options that only some timers have, and what to do in their place."""
 
 
 def takes_options(
@@ -141,9 +140,9 @@ def takes_options(
 ) -> Callable[[type[T]], type[T]]:
     """Complete a timer whose constructor ends in `**options: Unpack[TimerOptions]`.
 
-    Its signature and docstring then name each option, for `help()` and LightningCLI. At `most` so
-    many arguments go by position; of another one the `hint` is said. For options of other timers
-    `elsewhere` says what to do in their place.
+    Its signature and docstring then name each option, for `help()` and LightningCLI. `most` so many
+    arguments go by position: of another one the `hint` is said, of options of other timers what
+    `elsewhere` says.
     """
     fixes = {**_OF_OTHERS, **elsewhere}
 
@@ -178,16 +177,12 @@ def takes_options(
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a constructor with each option in place of `**options`."""
-    *own, _ = signature.parameters.values()
+    *own, last = signature.parameters.values()
     hints = get_type_hints(TimerOptions)
+    option = last.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Options)
+        option.replace(name=one.name, default=one.default, annotation=hints[one.name])
+        for one in fields(Options)
     ]
     return signature.replace(parameters=[*own, *options])
 
@@ -237,43 +232,36 @@ _INTEGERS = {
 
 _OF_CLOCK = ("event", "host_ns", "is_capturing", "for_graphs")
 
-_Requirements = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""For other options: whether a value is right, and what it must be."""
 
-_TYPES: _Requirements = {
-    "items": (
-        lambda value: _is_function(value) or _is_amount(value),
-        "be a function of the batch, the number of items in a batch, or None for the size of the"
-        " batch's first tensor",
-    ),
-    "flops": (
-        _is_flops,
-        "be 'count', the FLOPs of forward and backward of an item, as one number or as two, a"
-        " function of the batch, or None",
-    ),
-    "prefix": (lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
-    "on_step": (_is_function, "be a function of a StepTimes, or a metric"),
-    "on_slow_step": (_is_function, "be a function of a SlowStep"),
-    "observers": (_is_several, "be a list of objects (see StepObserver)"),
-    "clock": (
-        lambda value: (
-            value is None or all(callable(getattr(value, one, None)) for one in _OF_CLOCK)
-        ),
-        f"have the methods {', '.join(_OF_CLOCK)}",
-    ),
-}
+def _is_clock(value: Any) -> bool:
+    return value is None or all(callable(getattr(value, one, None)) for one in _OF_CLOCK)
 
-_RANGES: _Requirements = {
-    "prefix": (
-        lambda value: bool(value) and value == value.strip("/ "),
-        "be a key such as 'phase_time', without outer '/'",
-    ),
-    "probe_every_n_steps": (lambda value: value not in (1, 2), f"be 0 or 3 or more ({_PROBES})"),
-    "sync_ranks": (
-        lambda value: isinstance(value, bool) or value == "log",
-        "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False",
-    ),
-}
+
+_IS_ITEMS = (
+    "be a function of the batch, the number of items in a batch, or None for the size of the"
+    " batch's first tensor"
+)
+_IS_FLOPS = (
+    "be 'count', the FLOPs of forward and backward of an item, as one number or as two, a"
+    " function of the batch, or None"
+)
+_IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
+_IS_PROBES = f"be 0 or 3 or more ({_PROBES})"
+_IS_KEY = "be a key such as 'phase_time', without outer '/'"
+
+# Of the other options: the error if a value is not right, and what it must be.
+_REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]] = (
+    ("items", TypeError, lambda value: _is_function(value) or _is_amount(value), _IS_ITEMS),
+    ("flops", TypeError, _is_flops, _IS_FLOPS),
+    ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
+    ("on_step", TypeError, _is_function, "be a function of a StepTimes, or a metric"),
+    ("on_slow_step", TypeError, _is_function, "be a function of a SlowStep"),
+    ("observers", TypeError, _is_several, "be a list of objects (see StepObserver)"),
+    ("clock", TypeError, _is_clock, f"have the methods {', '.join(_OF_CLOCK)}"),
+    ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
+    ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
+    ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),
+)
 
 
 def _check_modules(modules: Any) -> None:
@@ -290,19 +278,14 @@ def _check_modules(modules: Any) -> None:
             " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
             f" without '/' to modules, got {shown(modules)}"
         )
-    if is_mapping:
-        _check_mapping(names, parts)
-
-
-def _check_mapping(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
     try:
-        for name in names:
+        for name in names if is_mapping else ():
             check_name(name)
     except ValueError as error:
         raise ValueError(f"modules: {error}") from None
-    if COMM in names:
+    if is_mapping and COMM in names:
         raise ValueError(
             "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks"
         )
     if len({*map(id, parts)}) < len(parts):
-        raise ValueError(f"modules must not name a module twice, got {[*names]}")
+        raise ValueError(f"modules must not name a module twice, got {names}")

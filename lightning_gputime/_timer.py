@@ -82,11 +82,11 @@ class Steps(Generic[T]):
     """A loader whose steps are timed: it is iterated as often as the loader, and has all it has."""
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
-        # A `for` runs over the iterator itself, at no further cost.
         self._iterate, self._loader = iterate, loader
         self._begun: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
+        # A `for` runs over the iterator itself, at no further cost.
         begun, self._begun = self._begun, None
         return self._iterate() if begun is None else begun
 
@@ -120,8 +120,7 @@ class Timer:
         self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
         self._session: Session = NEVER_ATTACHED
         self._environment = Environment()
-        # What the newest evaluations were, each as an object of JSON.
-        self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)
+        self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)  # JSON objects.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -150,10 +149,9 @@ class Timer:
         number: int = 0,
         **known: Any,
     ) -> None:
-        """Start a new measurement, and put the hooks on.
+        """Start a new measurement, whose first step is `number`, and put the hooks on.
 
-        `number` is that of the first step. `known` has fields of the `Environment` that the front
-        end knows better; None if not.
+        `known` has fields of the `Environment` that the front end knows better; None if not.
         """
         options = self._options
         on_host = isinstance(clock, HostClock)
@@ -172,18 +170,17 @@ class Timer:
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
-        # The session is taken away first: the user's `on_step` may end it while it reads.
-        session, self._session = self._session, self._ended_session
-        session.finish()
+        self._take_session().finish()
 
     def _abort(self) -> None:
         """End the measurement after an error, without a wait for the device or other ranks."""
-        session, self._session = self._session, self._ended_session
-        session.abort()
+        self._take_session().abort()
 
-    @property
-    def _ended_session(self) -> Session:
-        return REMOVED if self._session.was_attached else NEVER_ATTACHED
+    def _take_session(self) -> Session:
+        # Before it ends: the user's `on_step` may end it while it reads.
+        session = self._session
+        self._session = REMOVED if session.was_attached else NEVER_ATTACHED
+        return session
 
     def _detach(self) -> None:
         """End whatever runs, as `_abort` does; a front end may run more than a measurement."""

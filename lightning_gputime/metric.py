@@ -51,11 +51,7 @@ class PhaseTimeMetric(Metric):
     sums_ms: Tensor
     counts: Tensor
 
-    def __init__(
-        self,
-        phases: Sequence[str] = (*PHASES, *SUB_PHASES),
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, phases: Sequence[str] = (*PHASES, *SUB_PHASES), **kwargs: Any) -> None:
         super().__init__(**{"dist_sync_fn": _gather, **kwargs})
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
@@ -70,15 +66,10 @@ class PhaseTimeMetric(Metric):
             self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
 
     def update(self, times: StepTimes) -> None:
-        """Add a step.
-
-        Args:
-            times: Those of a step that a timer has read.
-        """
-        if unknown := times.phase_ms.keys() - {*self._names} - self._told:
-            self._told |= unknown
-            unknown = {name for name in unknown if not of_one_callback(name)}
-        if unknown:
+        """Add a step that a timer has read."""
+        unknown = times.phase_ms.keys() - {*self._names} - self._told
+        self._told |= unknown
+        if unknown := {name for name in unknown if not of_one_callback(name)}:
             messages.warning(
                 "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
                 sorted(unknown),
@@ -106,21 +97,17 @@ class PhaseTimeMetric(Metric):
         rows = zip(
             self.sums_ms.reshape(shape).tolist(), self.counts.reshape(shape).tolist(), strict=True
         )
-        totals = {
-            rank: RankTotals(
-                {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}, {}, ms[-1]
-            )
-            for rank, (ms, n) in enumerate(rows)
-        }
+        totals = {}
+        for rank, (ms, n) in enumerate(rows):
+            phases = {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}
+            totals[rank] = RankTotals(phases, {}, ms[-1])
         ranks = compare(totals)
         if ranks is None:
             return {}
-        values = {}
+        values: dict[str, float] = {}
         for name, row in ranks.rows.items():
-            values[f"{name}_ms"] = row.mean_ms
-            values[f"{name}_min_ms"] = row.min_ms
-            values[f"{name}_max_ms"] = row.max_ms
-            values[f"{name}_slowest"] = row.slowest
+            values |= {f"{name}_ms": row.mean_ms, f"{name}_slowest": row.slowest}
+            values |= {f"{name}_min_ms": row.min_ms, f"{name}_max_ms": row.max_ms}
         values["slowest"] = -1 if ranks.slowest is None else ranks.slowest
         return {key: torch.tensor(value) for key, value in values.items()}
 

@@ -23,8 +23,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
 
-_TOGETHER = 25
-"""Number of steps that are judged together, by those before."""
+_TOGETHER = 25  # Number of steps that are judged together, by those before.
 
 _WORTH_MS = 2.0
 """Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call
@@ -42,10 +41,9 @@ class SlowStepAnalyzer:
         self._log = log
         now_ns = self._now_ns = clock.host_ns
         self._spans = HostSpans(now_ns)
+        # To call around loggers and functions of the user's, the second with what was called.
         self.start_own_call = partial(self._spans.start, "callback")
-        """Call where the timer calls loggers, and functions of the user's."""
         self.end_own_call = partial(self._spans.end, "callback")
-        """Call where these are over, with what was called."""
         self._loader = Loader()
         self.set_loader = self._loader.set_loader
         device = getattr(clock, "device", None)
@@ -54,13 +52,13 @@ class SlowStepAnalyzer:
         # Its times are of the system's clock.
         usage = thread_usage() if now_ns is perf_counter_ns else None
         self._preemption = Preemption(usage) if usage is not None else None
+        # In the order in which they are asked: first those that know when, last the rarest.
         self.detectors: list[Callable[[ExcessAttribution], None]] = [
             self._spans.detect,
             self._loader.detect,
             detect_phases,
             *(one.detect for one in (self._allocator, self._preemption) if one is not None),
         ]
-        """In the order in which they are asked: first those that know when, last the rarest."""
         self._is_attached = False
         self._sample_usage: Callable[[int], None] | None = None
         # The end of the last step, and how long after it the end of a slow one is at least.
@@ -73,8 +71,7 @@ class SlowStepAnalyzer:
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._reads_since = 0
         self._warn_once = WarnOnce()
-        self.newest: Sequence[SlowStep] = ()
-        """The slow ones among the steps that were read last."""
+        self.newest: Sequence[SlowStep] = ()  # Of the steps that were read last.
 
     def attach(self) -> None:
         """Let the detectors look."""
@@ -178,17 +175,11 @@ class SlowStepAnalyzer:
         return sum(max(min(end, b) - max(start, a), 0) for a, b in self._readings) / 1e6
 
     def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
-        attribution = ExcessAttribution(step, step_ms, self._baseline, [*self._waits])
+        found = ExcessAttribution(step, step_ms, self._baseline, [*self._waits])
         for detect in self.detectors:
-            detect(attribution)
-        return SlowStep(
-            step.number,
-            step_ms,
-            self._baseline.step_ms,
-            attribution.phase,
-            attribution.causes(),
-            attribution.unexplained_ms,
-        )
+            detect(found)
+        usual_ms, causes = self._baseline.step_ms, found.causes()
+        return SlowStep(step.number, step_ms, usual_ms, found.phase, causes, found.unexplained_ms)
 
     def _give_up(self, error: Exception) -> None:
         self._warn_once("Why steps are slow is not said any more: %r", error)

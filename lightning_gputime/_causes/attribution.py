@@ -2,23 +2,16 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from math import inf
-from operator import attrgetter, sub
-from typing import Any
 
 from lightning_gputime._phases import of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import Cause, CauseKind
 
-_SIZE = 50
-"""Number of steps in a baseline."""
-
-_FEWEST = 10
-"""Fewer steps make no baseline."""
-
-_EVERY = 25
-"""The baseline is taken anew after as many steps."""
+_SIZE = 50  # Number of steps in a baseline.
+_FEWEST = 10  # Fewer steps make no baseline.
+_EVERY = 25  # The baseline is taken anew after as many steps.
 
 _MADS = 5.0
 _SHARE = 0.1
@@ -45,14 +38,10 @@ class Baseline:
     Median and median absolute deviation are robust to slow steps.
     """
 
-    step_ms = host_ms = 0.0
-    """How long a step takes, and how long the host takes for it (in milliseconds)."""
-    slow_threshold_ms = inf
-    """A step that takes longer is slow (in milliseconds)."""
-    wait_ms = 0.0
-    """How long the timer itself makes the host wait in a step (in milliseconds)."""
-
     def __init__(self) -> None:
+        self.step_ms = self.host_ms = 0.0
+        self.slow_threshold_ms = inf  # A step that takes longer is slow.
+        self.wait_ms = 0.0  # How long the timer itself makes the host wait in a step.
         self.steps: deque[StepRecord] = deque(maxlen=_SIZE)
         self.each_ms: deque[float] = deque(maxlen=_SIZE)
         self._n_new = 0
@@ -98,32 +87,22 @@ def _leaves(labels: tuple[str, ...]) -> list[str]:
 
 
 def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
-    device_ms: dict[str, list[float]] = {}
-    host_ns: dict[str, list[int]] = {}
-    # By columns, as steps are much alike.
-    for labels, alike in groupby(steps, attrgetter("labels")):
-        _, _, of_device, of_host, *_ = zip(*alike, strict=True)
-        marks_ms, marked_ns = [*zip(*of_device, strict=True)], [*zip(*of_host, strict=True)]
-        names = _leaves(labels)
-        for name in {*names} - {""}:
-            marks = [mark for mark, of_mark in enumerate(names) if of_mark == name]
-            starts, ends = (_added([marked_ns[mark + i] for mark in marks]) for i in (0, 1))
-            device_ms.setdefault(name, []).extend(_added([marks_ms[mark] for mark in marks]))
-            host_ns.setdefault(name, []).extend(map(sub, ends, starts))
-    return {name: _part(ms, host_ns[name], len(steps)) for name, ms in device_ms.items()}
-
-
-def _added(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    return columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
-
-
-def _part(device_ms: list[float], host_ns: list[int], n: int) -> _Medians:
-    # A step without it counts with nothing.
-    absent = [0] * (n - len(device_ms))
-    host_ns = host_ns + absent
-    middle_ns = median(host_ns)
-    noise_ns = _MADS * _deviation(host_ns, middle_ns)
-    return median([*device_ms, *absent]), middle_ns / 1e6, noise_ns / 1e6
+    """Return the medians of each part; a step without it counts with nothing."""
+    device_ms: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
+    host_ns: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
+    for i, step in enumerate(steps):
+        intervals = pairwise(step.host_ns)
+        for name, ms, (start, end) in zip(
+            _leaves(step.labels), step.device_ms, intervals, strict=True
+        ):
+            device_ms[name][i] += ms
+            host_ns[name][i] += end - start
+    found = {}
+    for name, each_ns in host_ns.items():
+        middle_ns = median(each_ns)
+        noise_ns = _MADS * _deviation(each_ns, middle_ns)
+        found[name] = median(device_ms[name]), middle_ns / 1e6, noise_ns / 1e6
+    return found
 
 
 def median(values: Iterable[float]) -> float:
@@ -142,11 +121,10 @@ class PartExcess:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.device_ms = self.host_ms = 0.0
+        self.device_ms = self.host_ms = self.device_excess_ms = 0.0
         # When the host was in it, less the spans that were attributed.
         self.free: list[tuple[int, int]] = []
-        self.device_excess_ms = 0.0
-        # How much of that the device may have waited for the host.
+        # How much of the excess the device may have waited for the host.
         self.idle_ms = 0.0
         # Host time beyond the baseline without a cause; 0 if it may be chance.
         self.unattributed_host_ms = 0.0
@@ -183,8 +161,7 @@ class ExcessAttribution:
     by what was queued. So the part that reached it is the device's excess there, at most the delay.
     It is nothing where the device had not even come there when the host went on. That is known
     where the host waited for the end of the step, where the two clocks meet. Several causes share
-    it. No time is attributed twice. When the timer itself made the host wait (`waits`, in
-    nanoseconds) explains nothing.
+    it. No time is attributed twice. `waits` of the host for the timer explain nothing.
     """
 
     def __init__(
@@ -195,7 +172,6 @@ class ExcessAttribution:
         waits: Sequence[tuple[int, int]],
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
-        self.step_ms = step_ms
         self.baseline = baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
@@ -242,7 +218,11 @@ class ExcessAttribution:
                     part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
 
     def attribute_host_excess(
-        self, kind: CauseKind, detail: str, most_ms: float, is_there: Callable[[str], bool]
+        self,
+        kind: CauseKind,
+        detail: str,
+        is_there: Callable[[str], bool] = bool,
+        most_ms: float = inf,
     ) -> None:
         """Attribute the host excess of the parts where it `is_there`, `most_ms` in all."""
         for part in self.parts:

@@ -1,7 +1,6 @@
 """What detects the causes of slow steps, and nothing where its source is missing."""
 
 import gc
-import math
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -29,20 +28,16 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._results.slow import CauseKind
 
-_MAX_SPANS = 1_000
-"""Number of spans to remember: those of steps that are not judged yet, and more."""
-
-_SHORTEST_NS = 50_000
-"""A shorter span explains no slow step, and is forgotten at once."""
+_MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.
+_SHORTEST_NS = 50_000  # A shorter span explains no slow step, and is forgotten at once.
 
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage", "compilation", "callback")
 """The kinds of spans: one may hold those before it."""
 
-_NEAR_NS = 1_000_000
-"""A reading that belongs to a mark is no further away from it."""
+_NEAR_NS = 1_000_000  # A reading that belongs to a mark is no further away from it.
 
 _MAX_SAMPLES = 500
-"""Number of samples to remember: of the steps that are not judged yet, and of those before."""
+"""Number of samples to remember, of steps that are not judged yet and of those before."""
 
 _LEAST_OFF_CPU_MS = 6.0
 """Less time off the CPU is not told: the kernel counts CPU time by ticks of up to 4 ms, and threads
@@ -124,8 +119,7 @@ class Loader:
 
     def __init__(self) -> None:
         self._loops_ns: deque[int] = deque(maxlen=100)
-        self._phase = FETCH
-        self._workers = 0
+        self._phase, self._workers = FETCH, 0
 
     def set_loader(self, loader: object, in_data: bool) -> None:
         """Take the loader of the next loop; its fetches may be no phase of their own in `data`."""
@@ -139,23 +133,20 @@ class Loader:
 
     def detect(self, attribution: ExcessAttribution) -> None:
         """Attribute the host's excess in fetches."""
-        detail = self._detail(attribution)
-        attribution.attribute_host_excess("loader", detail, math.inf, self._phase.__eq__)
-
-    def _detail(self, attribution: ExcessAttribution) -> str:
         start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
-        if any(start_ns <= ns <= end_ns for ns in self._loops_ns):
-            return "its first batch, for which its workers start" if self._workers else "its start"
+        is_first = any(start_ns <= ns <= end_ns for ns in self._loops_ns)
+        detail = "its start" if is_first else "it loads in the loop's own process"
         if self._workers:
-            return f"none of its {self._workers} workers had a batch ready"
-        return "it loads in the loop's own process"
+            detail = f"none of its {self._workers} workers had a batch ready"
+            detail = "its first batch, for which its workers start" if is_first else detail
+        attribution.attribute_host_excess("loader", detail, self._phase.__eq__)
 
 
 def detect_phases(attribution: ExcessAttribution) -> None:
     """Attribute the host's excess in callbacks and named phases, and the device's in waits."""
     for part in attribution.parts:
         if detail := _callback(part.name):
-            attribution.attribute_host_excess("callback", detail, math.inf, part.name.__eq__)
+            attribution.attribute_host_excess("callback", detail, part.name.__eq__)
         if is_wait(part.name) and part.device_excess_ms:
             attribution.attribute_device_excess("ranks", part, f"in {part.name}")
 
@@ -179,10 +170,10 @@ def attribute(one: object, name: str) -> Any:
 
 @skip_compile
 class Preemption:
-    """Sees when the loop's thread was off the CPU for longer than it usually is.
+    """Sees when the loop's thread was off the CPU for longer than it usually is (on Linux).
 
     At the end of each step it asks how long the thread has run, and how often it gave the processor
-    up, or lost it. Only where the kernel counts for a thread (Linux).
+    up, or lost it.
     """
 
     def __init__(self, usage: Callable[[], Any]) -> None:
@@ -207,21 +198,18 @@ class Preemption:
         off_ms, waits, losses = (ms - median(of) for ms, of in zip(found, usual, strict=True))
         if off_ms < _LEAST_OFF_CPU_MS:
             return
+        attribute_excess = partial(attribution.attribute_host_excess, "preemption", most_ms=off_ms)
         if losses > max(waits, 0.0):
-            attribution.attribute_host_excess(
-                "preemption", "others had the processor", off_ms, lambda name: True
-            )
+            attribute_excess("others had the processor")
         elif off_ms >= _LEAST_OFF_CPU_MS * waits:
             # Not where threads take turns, nor where the host may wait for something.
-            attribution.attribute_host_excess(
-                "preemption", "stopped, or blocked", off_ms, _is_at_work
-            )
+            attribute_excess("stopped, or blocked", _is_at_work)
 
 
 def _off_cpu(
     samples: Sequence[tuple[int, Any]], start_ns: int, end_ns: int
 ) -> tuple[float, int, int] | None:
-    """Return for how many ms a step was off the CPU, how often it waited, and how often it lost it.
+    """Return for how many ms a step was off the CPU, and how often it waited, and lost it.
 
     None where nobody looked when it started.
     """
@@ -236,6 +224,10 @@ def _off_cpu(
     return off_us / 1e3, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
 
 
+def _is_at_work(name: str) -> bool:
+    return name.partition("/")[0] in (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+
+
 def thread_usage() -> Callable[[], Any] | None:
     """Return what tells the calling thread's usage of the CPU; None where the system does not."""
     try:
@@ -244,10 +236,6 @@ def thread_usage() -> Callable[[], Any] | None:
         return None
     who = getattr(resource, "RUSAGE_THREAD", None)
     return None if who is None else partial(resource.getrusage, who)
-
-
-def _is_at_work(name: str) -> bool:
-    return name.partition("/")[0] in (FORWARD, LOSS, BACKWARD, OPTIMIZER)
 
 
 _COUNTERS: Mapping[str, str] = {
@@ -287,20 +275,17 @@ class Allocator:
         near = (one for ns, one in [*self._growths] if abs(ns - attribution.end_ns) <= _NEAR_NS)
         words = zip(next(near, ()), _COUNTERS.values(), strict=False)
         if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
-            attribution.attribute_host_excess(
-                "allocator", detail, math.inf, lambda name: not is_wait(name)
-            )
+            attribution.attribute_host_excess("allocator", detail, lambda name: not is_wait(name))
 
 
 def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:
     """Return what reads the allocator's counters of a device; None if there are none."""
     if device is None or device.type != "cuda":
         return None
-    # Not `memory_stats`, which takes seven times as long to flatten them.
-    stats: Callable[[Any], Any] = torch.cuda.memory_stats_as_nested_dict
 
     def read() -> Counts:
-        found = stats(device)
+        # Not `memory_stats`, which takes seven times as long to flatten them.
+        found: Any = torch.cuda.memory_stats_as_nested_dict(device)
         return tuple(found.get(name, 0) for name in _COUNTERS)
 
     return read

@@ -4,18 +4,30 @@ import csv
 import errno
 import glob
 import io
+import math
 import os
 import stat
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
-_OLD_S = 3600.0
-"""No writer takes as long (in seconds)."""
+_OLD_S = 3600.0  # No writer takes as long (in seconds).
+
+
+def plain(value: Any) -> Any:
+    """Return `value` in types that JSON has words for, with None for a number that is none."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def csv_text(table: npt.NDArray[Any]) -> str:

@@ -15,8 +15,7 @@ REST = "the rest"
 
 _ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
 
-_LARGE = 0.02
-"""From this fraction of a fit on, the sentence names an entry."""
+_LARGE = 0.02  # From this fraction of a fit on, the sentence names an entry.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 
-_ONE_CALLBACK = f"{CALLBACKS}/"
-"""What parts of `data/callbacks` begin with: they are not logged."""
+_ONE_CALLBACK = f"{CALLBACKS}/"  # What parts of `data/callbacks` begin with: they are not logged.
 
 _GROUPS = (
     (re.compile(r"host_wait_ms$"), "host"),
@@ -70,8 +69,7 @@ class MeanLog:
         self.results: Results | None = None  # So are the slow steps, the work and the probes of it.
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
-        self.is_owed = False
-        """Whether a step that is to be logged has finished, and is not read."""
+        self.is_owed = False  # Whether a step that is to be logged has finished, and is not read.
         self._sums = Sums()
         self._logged = -1
         self._failed = False

@@ -17,8 +17,7 @@ _MISSING = "plots need matplotlib: python -m pip install matplotlib"
 _USERS_COLOURS = ("#D55E00", "#F0E442", "#9467BD")
 """Of phases that a user has named. Readable on a dark page, too, where black is not."""
 
-_MAX_STEPS = 500
-"""Of more, single steps cannot be seen: they are drawn in bins."""
+_MAX_STEPS = 500  # Of more, single steps cannot be seen: they are drawn in bins.
 
 _BINS = 200
 

@@ -44,8 +44,7 @@ class RankTotals:
 
 _MAX_BLOCKS = 64
 
-_MIN_BLOCKS = 4
-"""With fewer blocks of several steps nothing is known."""
+_MIN_BLOCKS = 4  # With fewer blocks of several steps nothing is known.
 
 _CORRELATED_STEPS = 10
 """What slows a rank down lasts for some steps: this many count as one at least."""
@@ -156,11 +155,8 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
 _MIN_BEHIND = 0.05
 """A rank is named if it is slower than the others by this fraction of their step."""
 
-_STANDARD_ERRORS = 4.0
-"""And by this many standard errors of the difference."""
-
-_HOST_BOUND = 0.8
-"""From this fraction of the device's time on, the host's is as long."""
+_STANDARD_ERRORS = 4.0  # And by this many standard errors of the difference.
+_HOST_BOUND = 0.8  # From this fraction of the device's time on, the host's is as long.
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ _WORDS: Mapping[str, str] = {
 }
 """What a kind of cause is called in a sentence, where that is not its name."""
 
-_MAX_KEPT = 1_000
-"""Of more, those with the largest excess are kept; the others are only added up."""
+_MAX_KEPT = 1_000  # Of more, those with the largest excess are kept; the others are only added up.
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
 
-_MAX_MODULES = 10
-"""The table shows this many modules, or one more if that is all."""
+_MAX_MODULES = 10  # The table shows this many modules, or one more if that is all.
 
 
 @dataclass(frozen=True, slots=True)

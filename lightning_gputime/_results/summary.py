@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import DATA, WAIT, is_wait
+from lightning_gputime._results.files import plain
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
@@ -126,7 +127,7 @@ class PhaseSummary(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
-        found = {**asdict(self, dict_factory=with_none), "verdict": self.verdict}
+        found: dict[str, Any] = plain({**asdict(self), "verdict": self.verdict})
         if not self.sections:
             del found["sections"]
         return found
@@ -210,11 +211,3 @@ class PhaseSummary(Tabular):
             yield self.ledger.sentence
         for section in self.sections:
             yield from section.sentences
-
-
-def with_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict that JSON has words for, with None for a number that is none."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in items
-    }

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unicodedata import combining, east_asian_width
 
-_BETWEEN = "  "
-"""What separates the columns of plain text."""
+_BETWEEN = "  "  # What separates the columns of plain text.
 
 
 @dataclass(frozen=True, slots=True)

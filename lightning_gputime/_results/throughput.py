@@ -1,6 +1,6 @@
 """Work per second: items, FLOPs, and what they are of what the GPU could do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_gputime._phases import (
@@ -98,48 +98,30 @@ class WorkSummary:
     note: str = ""
 
     @property
-    def sentences(self) -> list[str]:
+    def sentences(self) -> Iterator[str]:
         """Sentences on the items, the FLOPs, and what is lost."""
-        return [one for one in (self._items(), self._flops(), self._lost(), self.note) if one]
-
-    def _items(self) -> str:
-        if self.items_per_s is None:
-            return ""
-        return f"{_amount(self.items_per_s)} items a second (items: {self.items_by})"
-
-    def _flops(self) -> str:
-        if self.tflops is None:
-            return ""
-        if self.mfu is None or self.peak_tflops is None:
-            told = f"{self.tflops:.3g} TFLOP/s of the model's work"
-        else:
+        n, mfu, hfu = self.items_per_s, self.mfu, self.hfu
+        if n is not None:
+            amount = f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
+            yield f"{amount} items a second (items: {self.items_by})"
+        if self.tflops is not None and (mfu is None or self.peak_tflops is None):
+            yield f"{self.tflops:.3g} TFLOP/s of the model's work"
+        elif mfu is not None:
+            wrong = ", which cannot be: FLOPs or precision are not those of this training"
+            again = f"; with what is computed again {_percent(hfu)}" if hfu and hfu > mfu else ""
             peak = f"{self.peak_tflops:.4g} dense {self.precision} TFLOP/s"
-            told = f"MFU {_percent(self.mfu)} (of {peak})"
-            if self.mfu > 1:
-                told += ", which cannot be: FLOPs or precision are not those of this training"
-        if self.hfu is not None and self.mfu is not None and self.hfu > self.mfu:
-            told += f"; with what is computed again {_percent(self.hfu)}"
-        return told
-
-    def _lost(self) -> str:
-        if not self.lost or self.mfu is None:
-            return ""
+            yield f"MFU {_percent(mfu)} (of {peak}){wrong if mfu > 1 else ''}{again}"
         # Not one of the shares that are rounded up to 100: it was said above, rounded for itself.
-        points = in_points(self.lost)
-        mfu = 100 - sum(points.values())
+        points = in_points(self.lost or {})
         parts = [f"{name} {n}" for name, n in sorted(points.items(), key=lambda one: -one[1]) if n]
-        if not parts:
-            return ""
-        parts[0] += " points"
-        return f"MFU {mfu} %; lost: {', '.join(parts)}"
+        if parts:
+            whole = 100 - sum(points.values())
+            yield f"MFU {whole} %; lost: {', '.join([f'{parts[0]} points', *parts[1:]])}"
+        yield self.note
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]:

@@ -11,23 +11,15 @@ Rows = Mapping[str, PhaseStats]
 
 INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "rank-bound"
 COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
-LONGEST = "longest phase"
-"""The verdict without a device."""
+LONGEST = "longest phase"  # The verdict without a device.
 
 _HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
 """The verdict by the part of `data` in which a training waits."""
 
-_HELD_UP = 0.3
-"""From this fraction of a step on something holds it up."""
-
-_LONG_CALLBACK = 0.1
-"""From this fraction of a step on a callback is named."""
-
-_LONG_WAITS = 0.05
-"""From this fraction of a step on, waits for other ranks are told."""
-
-MANY_GAPS = 0.1
-"""From this fraction of a step on, launch gaps are worth an advice."""
+_HELD_UP = 0.3  # From this fraction of a step on something holds it up.
+_LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
+_LONG_WAITS = 0.05  # From this fraction of a step on, waits for other ranks are told.
+MANY_GAPS = 0.1  # From this fraction of a step on, launch gaps are worth an advice.
 
 
 @dataclass(frozen=True, slots=True)

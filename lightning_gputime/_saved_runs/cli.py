@@ -16,10 +16,9 @@ from lightning_gputime._results.table import Tabular
 from lightning_gputime._results.table import show as print_table
 from lightning_gputime._saved_runs.compare import RunComparison, compare
 from lightning_gputime._saved_runs.page import page
-from lightning_gputime._saved_runs.saved import Run, load, plain
+from lightning_gputime._saved_runs.saved import Run, load
 
-GOOD, ABOVE, BAD = 0, 1, 2
-"""The exit codes of a command."""
+GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
 _ABOUT = """\
 Show, compare and report runs that were saved by timer.save("run.json.gz"), or under Lightning by
@@ -178,7 +177,7 @@ def _print(*parts: Tabular | str) -> None:
 
 
 def _print_json(found: PhaseSummary | RunComparison) -> None:
-    _print(json.dumps(plain(found.to_dict()), indent=2, allow_nan=False))
+    _print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
 
 
 def _about(run: Run) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from lightning_gputime._messages import shown
 from lightning_gputime._phases import in_order, of_one_callback
+from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
-from lightning_gputime._results.summary import with_none
 from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._results.units import Unit, unit_of
 from lightning_gputime._saved_runs import statistics
@@ -21,17 +21,10 @@ from lightning_gputime._saved_runs.saved import Run, load
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 """Fields of the environment in which runs must agree: else their steps are not the same work."""
 
-_OWN = ("started", "rank", "options")
-"""Fields that differ from run to run, and mean nothing."""
-
-_MOST = 0.8
-"""A part of a phase is named in place of it from this fraction of its difference on."""
-
-_FEW_STEPS = 200
-"""With fewer a side it is not known how long what slows steps down lasts."""
-
-_DROPS = ("explains", "change", "95 %")
-"""The columns that go where the table is too wide, the first of them first."""
+_OWN = ("started", "rank", "options")  # Fields that differ from run to run, and mean nothing.
+_MOST = 0.8  # Of a phase's difference: from there on a part of it is named in its place.
+_FEW_STEPS = 200  # With fewer a side it is not known how long what slows steps down lasts.
+_DROPS = ("explains", "change", "95 %")  # What goes first where the table is too wide.
 
 Given = Run | str | os.PathLike[str]
 
@@ -146,12 +139,9 @@ class RunComparison(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
-        return {
-            **asdict(self, dict_factory=with_none),
-            "verdict": self.verdict,
-            "explains": self.explains,
-            "sentence": self.sentence,
-        }
+        told = {"verdict": self.verdict, "explains": self.explains, "sentence": self.sentence}
+        found: dict[str, Any] = plain({**asdict(self), **told})
+        return found
 
     def _table(self) -> Table:
         shares = {name: f"{share:.0%}" for name, share in self.explains.items()}
@@ -232,13 +222,16 @@ def compare(
             f"the runs cannot be compared: {'; '.join(refused)}. Pass anyway=True (--anyway) to"
             " compare them all the same"
         )
-    for run in (*sides[0], *sides[1]):
+    runs = [*sides[0], *sides[1]]
+    for run in runs:
         if len(run.measured) < statistics.MIN_STEPS:
             raise ValueError(
                 f"{run.name or 'a run'} has {len(run.measured)} steps after its warm-up; at least"
                 f" {statistics.MIN_STEPS} are needed to tell a difference from noise"
             )
-    names = _phases_of([*sides[0], *sides[1]])
+    # In the order of the files: the user's own phases have no other.
+    phases = dict.fromkeys(name for run in runs for name in list_phases(run.history))
+    names = in_order([name for name in phases if not of_one_callback(name)])
     before_times, after_times = ([_times(run, names) for run in side] for side in sides)
     typical = statistics.typical_difference(before_times, after_times)
     wholes = ([one[:, :1] for one in side] for side in (before_times, after_times))
@@ -254,16 +247,14 @@ def compare(
 
 
 def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
-    several = given if isinstance(given, list | tuple) else [given]
+    several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if not several:
         raise ValueError(f"{name} must be a run or several, got none")
-    runs = []
     for one in several:
         if not isinstance(one, Run | str | os.PathLike):
             what = "a run as load() returns it, its file, or a list of these"
             raise TypeError(f"{name} must be {what}, got {shown(one)}")
-        runs.append(one if isinstance(one, Run) else load(one))
-    return runs
+    return [one if isinstance(one, Run) else load(one) for one in several]
 
 
 def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
@@ -281,12 +272,6 @@ def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
 
 def _listed(values: Iterable[Any]) -> str:
     return " and ".join(sorted(str(one) for one in values if one not in ("", None))) or "unknown"
-
-
-def _phases_of(runs: Iterable[Run]) -> list[str]:
-    # In the order of the files: the user's own phases have no other.
-    names = dict.fromkeys(name for run in runs for name in list_phases(run.history))
-    return in_order([name for name in names if not of_one_callback(name)])
 
 
 def _times(run: Run, names: Sequence[str]) -> statistics.Floats:

@@ -27,8 +27,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._work.peaks import device_name
 
-_MAX_LOADERS = 10
-"""More side by side are not loaders, but the batches themselves."""
+_MAX_LOADERS = 10  # More side by side are not loaders, but the batches themselves.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Environment:
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     """Return what a measurement begins on; an empty one, with a warning, if that fails.
 
-    What is `known` are fields that the front end knows better; None if it does not.
+    `known` has fields that the front end knows better; None if it does not.
     """
     try:
         found = _found(loop, options)
@@ -113,12 +112,12 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 def _options_to_save(options: Options) -> dict[str, Any]:
     """Return the options that JSON has a type for."""
     found = {}
-    for field_ in fields(options):
-        value = getattr(options, field_.name)
+    for name in (one.name for one in fields(options)):
+        value = getattr(options, name)
         value = [*value] if isinstance(value, Mapping | list | tuple) else value
         parts = value if isinstance(value, list) else [value]
         if all(isinstance(one, bool | int | float | str) for one in parts):
-            found[field_.name] = value
+            found[name] = value
     return found
 
 
@@ -144,7 +143,7 @@ def _commit() -> str:
 
 
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> TrainingSetup:
-    """Return what advice needs to know, as far as it is known before a loader is seen.
+    """Return what advice needs, as far as it is known before a loader is seen.
 
     The precision counts only if a trainer told it: that of the parameters shows no autocast.
     """
@@ -165,27 +164,23 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
 
 def known_of_loader(loader: object) -> dict[str, Any]:
     """Return the fields of a `TrainingSetup` that a loader shows: any iterable, or several."""
-    loaders = _several(loader)
+    inside = [*loader.values()] if isinstance(loader, dict) else loader
+    is_several = isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS
+    loaders: list[object] = [*inside] if is_several else [loader]  # type: ignore[misc]
     datasets = [_dataset(one) for one in loaders]
+    tensors = [one for data in datasets if isinstance(data, TensorDataset) for one in data.tensors]
     return {
         "has_loader": True,
         "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
-        "is_on_device": any(map(_is_on_device, datasets)),
-        **{name: _common(loaders, name, int) for name in _COUNTS},
-        **{name: _common(loaders, name, bool) for name in _SWITCHES},
+        "is_on_device": any(one.device.type != "cpu" for one in tensors),
+        **{name: _common(loaders, name, kind) for name, kind in _OF_LOADERS.items()},
     }
 
 
-_COUNTS = ("num_workers", "prefetch_factor", "batch_size")
-_SWITCHES = ("pin_memory", "persistent_workers")
-
-
-def _several(loader: object) -> list[object]:
-    """Return the loaders that a trainer has side by side; else the one."""
-    inside = [*loader.values()] if isinstance(loader, dict) else loader
-    if isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS:
-        return [*inside]
-    return [loader]
+_OF_LOADERS = {
+    **dict.fromkeys(("num_workers", "prefetch_factor", "batch_size"), int),
+    **dict.fromkeys(("pin_memory", "persistent_workers"), bool),
+}
 
 
 def _common(loaders: Sequence[object], name: str, kind: type) -> Any:
@@ -201,11 +196,6 @@ def _dataset(loader: object) -> object:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
-
-
-def _is_on_device(dataset: object) -> bool:
-    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
-    return any(one.device.type != "cpu" for one in tensors)
 
 
 def cores_of_rank(world_size: int) -> int | None:

@@ -21,11 +21,8 @@ from lightning_gputime._saved_runs.saved import Run
 
 _MAX_ROWS = 10
 
-_MAX_BAR = 25
-"""The length of the bar of a whole (in characters)."""
-
-_MAX_POINTS = 2000
-"""A chart has no more points: of more steps it shows the means of neighbours."""
+_MAX_BAR = 25  # The length of the bar of a whole (in characters).
+_MAX_POINTS = 2000  # A chart has no more points: of more steps it shows the means of neighbours.
 
 _INK = "#444444"
 

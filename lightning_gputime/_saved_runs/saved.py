@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._results import files
+from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases, structured
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
@@ -23,20 +24,12 @@ from lightning_gputime._saved_runs.environment import Environment
 FORMAT = "lightning_gputime run"
 VERSION = 2
 
-_UNIT_MS = 1e-4
-"""Times are saved as multiples of this: five times finer than what a CUDA event resolves."""
-
-_MAX_TIME_MS = 1e9
-"""No step takes that long: a longer time is saved as absent."""
-
-_ABSENT = -1
-"""Is saved in place of a time that is not known, as where a phase did not run."""
-
-_MAX_BYTES = 2**30
-"""A file that unpacks to more is not ours: a million steps take a tenth of it."""
-
+_UNIT_MS = 1e-4  # Times are saved as multiples of it: five times finer than a CUDA event.
+_MAX_TIME_MS = 1e9  # No step takes that long: a longer time is saved as absent.
+_ABSENT = -1  # In place of a time that is not known, as where a phase did not run.
+_MAX_BYTES = 2**30  # What unpacks to more is not ours: a million steps take a tenth of it.
+# Control characters other than line feeds and tabs: a terminal may take them for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which a terminal may take for commands, other than line feeds and tabs."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -118,17 +111,6 @@ def load(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def plain(value: Any) -> Any:
-    """Return `value` in types of JSON, with None for a number that is not finite."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
 def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
     """Return a history as lists of whole numbers."""
     return {
@@ -141,12 +123,11 @@ def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
     }
 
 
-def _to_units(times_ms: Floats) -> list[int]:
+def _to_units(times_ms: Floats) -> Any:
     is_known = np.abs(times_ms) < _MAX_TIME_MS
     units = np.rint(np.where(is_known, times_ms, 0) / _UNIT_MS)
     # The events of two streams may be less than nothing apart.
-    found: list[int] = np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
-    return found
+    return np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
 
 
 def _unpack(packed: Any) -> npt.NDArray[Any]:
@@ -180,10 +161,7 @@ def _decompress(file: io.BufferedReader) -> bytes:
 
 def _parse(data: bytes) -> dict[str, Any]:
     content = json.loads(
-        data,
-        parse_constant=_finite,
-        parse_float=_finite,
-        object_pairs_hook=lambda pairs: {_printable(key): _printable(one) for key, one in pairs},
+        data, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_printable
     )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
@@ -202,24 +180,24 @@ def _finite(text: str) -> float:
     return number
 
 
-def _printable(value: Any) -> Any:
-    """Return a string, or a list of strings, without control characters."""
+def _printable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object without control characters in its strings and lists of strings."""
+    return {_clean(key): _clean(value) for key, value in pairs}
+
+
+def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return _CONTROL.sub("\ufffd", value)
     if isinstance(value, list) and value and isinstance(value[0], str):
-        return [*map(_printable, value)]
+        return [*map(_clean, value)]
     return value
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Return a value of JSON as the type that a field of a dataclass has.
+    """Return a value of JSON as the type that a field of a dataclass has, or raise.
 
     Missing fields take their default, and unknown ones are ignored: a record may get a field
     without a new version of the file. A float that is null is NaN.
-
-    Raises:
-        TypeError: If a field without a default is missing.
-        ValueError: If the value has another type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or type(value) in (kind, np.ndarray) or (origin is Literal and value in inner):

@@ -9,14 +9,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-MIN_STEPS = 24
-"""With fewer steps the error of an estimate is not known."""
+MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
 
 _TRIMMED = 0.25
 """The fraction of the steps left out at each end: what is left is the interquartile mean."""
 
-_BLOCKS = 12
-"""The number of blocks of neighbouring steps that a run is cut into."""
+_BLOCKS = 12  # The number of blocks of neighbouring steps that a run is cut into.
 
 _FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
 """Fractions of a block whose lengths have few periods in common."""

@@ -47,24 +47,19 @@ class UncountableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a module, described without its tensors' memory.
-
-    In place of each tensor among `args` is a function that makes one like it; `trained` tells of
-    each parameter whether it needs a gradient.
-    """
+    """A call of a module, described without its tensors' memory."""
 
     module: nn.Module
-    args: Any
+    args: Any  # With a function in place of each tensor, which makes one like it.
     with_grad: bool
-    trained: bytes
+    trained: bytes  # Of each parameter whether it needs a gradient.
     device: torch.device
     autocast: torch.dtype | None
 
 
+# FLOPs of one call: of its forward, of its backward, and of what backward computes again. A
+# multiplication and an addition are two FLOPs.
 CallFlops = tuple[float, float, float]
-"""FLOPs of one call: of its forward, of its backward, and of what backward computes again.
-
-A multiplication and an addition are two FLOPs."""
 
 
 def describe_call(
@@ -140,11 +135,9 @@ def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Let random numbers stay as they are, and no mode around the loop see what runs."""
     python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            _disable_current_modes(),
-        ):
+        with torch.random.fork_rng(devices), _disable_current_modes():
             yield
     finally:
         random.setstate(python)
@@ -239,11 +232,9 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_backward = False
-        self.made: list[weakref.ref[Tensor]] = []
-        """The results of all operators."""
+        self.made: list[weakref.ref[Tensor]] = []  # The results of all operators.
         self.forward = self.backward = self.again = 0.0
-        self.uncounted: set[str] = set()
-        """Operators that may be work, and have no formula."""
+        self.uncounted: set[str] = set()  # Operators that may be work, and have no formula.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -281,13 +272,12 @@ class _Counter(TorchDispatchMode):
         factor = next(one for one in args if isinstance(one, Tensor))
         # Of two complex numbers a product is four, with two additions, and a sum is two.
         flops *= 4 if factor.is_complex() else 1
+        if not self.is_backward:
+            self.forward += flops
+            return
         # What is computed again is recorded again.
-        if self.is_backward and torch.is_grad_enabled():
-            again = flops
-        if self.is_backward:
-            self.backward += flops - again
-        else:
-            self.forward += flops - again
+        again = flops if torch.is_grad_enabled() else again
+        self.backward += flops - again
         self.again += again
 
 

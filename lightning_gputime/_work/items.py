@@ -21,13 +21,13 @@ class Items:
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
         self._function = option if callable(option) else None
+        # The items of each batch, if the option is a number.
         self.fixed = nan if option is None or callable(option) else float(option)
-        """The items of each batch, if the option is a number; else NaN."""
         # A type of batches, and where the first tensor is in them; None if they are tensors.
         self._kind: Any = None
         self._key: Any = None
+        # Returns the items of a batch; NaN if they are not known.
         self.of: Callable[[Any], float] = self._of_first
-        """Return the items of a batch; NaN if they are not known."""
         if option is not None:
             self.of = self._of_function if self._function else lambda _: self.fixed
 

@@ -64,7 +64,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
-    """Return the dtype that a call of a model that begins here and now computes in."""
+    """Return the dtype in which a call of a model computes that begins here and now."""
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -30,11 +30,10 @@ from lightning_gputime._work.peaks import (
     precision_of,
 )
 
-_MAX_CALLS = 16
-"""Kinds of calls that are counted, each once: by module, shapes, and what is trained."""
+_MAX_CALLS = 16  # Kinds of calls that are counted: by module, shapes, and what is trained.
 
+# What calls of the same FLOPs have in common: the module, its state, and what it is given.
 Key = tuple[Any, ...]
-"""What calls of the same FLOPs have in common: the module, its state, and what it is given."""
 
 _FIX = "pass flops= the FLOPs of an item, forward and backward"
 _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
@@ -57,22 +56,20 @@ class WorkCounter:
         self._items = Items(options.items)
         self._flops: Any = options.flops
         self.reference = ThroughputReference(self._items.source)
-        """What the work per second is relative to."""
-        self.is_due = False
-        """Whether `measure` must be called before the next step begins."""
+        self.is_due = False  # Whether to call `measure` before the next step begins.
+        # To call with each call of a model, in a step that is timed.
         self.add_call: Callable[..., None] | None = None if self._flops is None else self._add_call
-        """Add a call of a model, in a step that is timed; None if calls are not needed."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
         # A description of a call until it is counted.
         self._counted: dict[Key, Call | CallFlops] = {}
+        self._calls: list[Key] = []
         self._precision: str | None = None  # None until a call of the model is seen.
         self._tell_once = WarnOnce()
         self._unknown_steps = 0  # On end.
-        if loop.compiled_step and self._flops is not None:
-            self._see_compiled_step()
         self._step_items, self._batch_items = 0.0, self._items.fixed
         self._step_flops, self._batch_flops = 0.0, nan
-        self._calls: list[Key] = []
+        if loop.compiled_step and self._flops is not None:
+            self._see_compiled_step()
 
     def _see_compiled_step(self) -> None:
         # No call of the model will be seen, nor autocast in the step.
@@ -140,19 +137,19 @@ class WorkCounter:
 
     def _as_told(self, items: float) -> tuple[float, float, float]:
         """Return the FLOPs of a step: all of them, and by phase if two numbers were given."""
-        option = self._flops
+        option, forward, backward = self._flops, nan, nan
         if callable(option):
             flops = self._step_flops + self._batch_flops
             self._step_flops, self._batch_flops = 0.0, nan
+        elif isinstance(option, Sequence):
+            forward, backward = (items * one for one in option)
+            flops = forward + backward
         else:
-            flops = items * sum(option) if isinstance(option, Sequence) else items * option
+            flops = items * option
         self._unknown_steps = self._unknown_steps + 1 if flops != flops else 0
         if self._unknown_steps == 2:
             self._warn_once(_NO_BATCH if callable(option) else _NO_ITEMS)
-        if not isinstance(option, Sequence):
-            return flops, nan, nan
-        forward = flops * option[0] / (sum(option) or nan)
-        return flops, forward, flops - forward
+        return flops, forward, backward
 
     # FLOPs that are counted
 
