@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU, steps
+from fake_gpu import FakeGPU, Layer, steps, work
 from fake_loop import Loop, hooks
 from processes import run
 from torch import nn
@@ -87,6 +87,22 @@ def test_updates_that_are_not_seen_are_told(loop: Loop, caplog: pytest.LogCaptur
             loop.gpu.work(2.0)  # An update that is no optimizer's.
     [message] = told(caplog)
     assert message.startswith("No update of an optimizer was seen in 25 steps: where it is none of")
+
+
+@pytest.mark.parametrize("loss_ms", [0.5, 1.25])
+def test_a_forward_that_runs_in_other_is_told_and_a_small_model_with_a_loss_is_not(
+    gpu: FakeGPU, loss_ms: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(gpu)
+    loop.model = Layer(gpu, 0.5, 7.75)
+    loop.optimizer.param_groups[0]["params"] = [*loop.model.parameters()]
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(60)):
+            gpu.work(4.0)  # A method of another module, or what a Trainer does there.
+            work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
+            loop.update()
+    began = "`other` is 4 ms a step, and `forward` little beside `backward`"
+    assert [message[: len(began)] for message in told(caplog)] == [began] * (loss_ms < 1)
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -1,5 +1,6 @@
 """The loops of other libraries, unchanged: Fabric, Accelerate and Hugging Face's Trainer."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from fake_gpu import STEP_MS, steps
 from fake_loop import Logger, Loop
 from lightning.fabric import Fabric
+from processes import run
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -56,6 +58,20 @@ def test_accelerate(loop: Loop) -> None:
     twice = {name: 2 * ms for name, ms in {**STEP_MS, "backward": 7.75}.items()}
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
     assert timer.summary().skipped_updates == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "updates"),
+    [("test_sync", [2] * 4 + [3] * 4 + [2]), ("test_script", [12] * 8)],
+)
+def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step(
+    script: str, updates: list[int]
+) -> None:
+    pytest.importorskip("accelerate.test_utils")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    printed = run(*ranks, Path(__file__).parent / "accelerate_run.py", script)
+    assert json.loads(printed.splitlines()[-1]) == updates
 
 
 @pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)

@@ -108,6 +108,25 @@ def test_a_rank_is_named_from_five_percent_of_the_others_step(
     assert ranks.metrics()["slowest"] == (-1 if slowest is None else slowest)
 
 
+@pytest.mark.parametrize(
+    ("late_ms", "named"),
+    [
+        # A worker, the last of four stages, the last of two, and one beside others half as slow.
+        ([3.0] + 15 * [0.0], "rank 0 is"),
+        ([0.0] * 6 + [2.8, 3.0], "ranks 6, 7 are up to"),
+        ([0.0] * 16 + [3.0] * 16, "ranks 16, 17, 18, 19, 20, 21, 22, 23 and 8 more are up to"),
+        ([0.0] * 12 + [1.4, 1.4, 3.0, 1.4], "rank 14 is"),
+        ([0.0, 3.0], "rank 1 is"),
+    ],
+)
+def test_ranks_that_are_as_slow_are_named_together(late_ms: list[float], named: str) -> None:
+    ranks = compare({rank: totals(late="forward", late_ms=ms) for rank, ms in enumerate(late_ms)})
+    assert ranks is not None
+    assert ranks.sentence == f"{named} 3 ms a step slower than the median, in forward"
+    assert ranks.slow == tuple(rank for rank, ms in enumerate(late_ms) if ms > 2)
+    assert ranks.slowest == late_ms.index(3.0)
+
+
 # Noise: the standard error of a mean over `n` steps is the deviation of one, divided by sqrt(n).
 
 

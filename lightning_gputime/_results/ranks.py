@@ -157,6 +157,7 @@ _MIN_BEHIND = 0.05
 
 _STANDARD_ERRORS = 4.0  # And by this many standard errors of the difference.
 _HOST_BOUND = 0.8  # From this fraction of the device's time on, the host's is as long.
+_MAX_NAMED = 8  # The sentence names no more ranks than this.
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,8 @@ class RankSummary:
         sentence: Which rank is slow, and in what; empty where none is.
         items_per_s: Items per second, all ranks together; None where those of a rank are not known,
             or ranks work on the same batch: a pipeline, tensor parallelism.
+        slow: All ranks as slow as the slowest: their local times are nearer to its own than to the
+            median. Several have a cause in common, such as a longer stage of a pipeline.
     """
 
     rows: Mapping[str, RankStats]
@@ -205,6 +208,7 @@ class RankSummary:
     phase: str
     sentence: str = ""
     items_per_s: float | None = None
+    slow: tuple[int, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -244,7 +248,9 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
     phase, rows = _phase_behind(behind_ms), _rows(totals)
     where = _where(phase, totals[rank], own_ms[rank], rows)
-    sentence = f"rank {rank} is {duration(local_ms)} a step slower than the median, in {where}"
+    nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
+    slow = tuple(one for one in totals if is_slow and own_ms[one][LOCAL] >= nearer_ms)
+    behind = f"{duration(local_ms)} a step slower than the median, in {where}"
     items_per_s = None
     if all(one.items_ms for one in totals.values()):
         items_per_s = sum(1e3 * one.items / one.items_ms for one in totals.values())
@@ -254,8 +260,9 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         slowest=rank if is_slow else None,
         behind_ms=local_ms,
         phase=phase,
-        sentence=sentence if is_slow else "",
+        sentence=f"{_named(slow)} {behind}" if is_slow else "",
         items_per_s=items_per_s,
+        slow=slow,
     )
 
 
@@ -291,6 +298,13 @@ def _phase_behind(behind_ms: Mapping[str, float]) -> str:
         return phase
     part = max(filter(_is_in_data, behind_ms), key=behind_ms.__getitem__, default=DATA)
     return part if 2 * behind_ms[part] >= behind_ms[DATA] else DATA
+
+
+def _named(slow: tuple[int, ...]) -> str:
+    if len(slow) == 1:
+        return f"rank {slow[0]} is"
+    more = f" and {len(slow) - _MAX_NAMED} more" if len(slow) > _MAX_NAMED else ""
+    return f"ranks {', '.join(map(str, slow[:_MAX_NAMED]))}{more} are up to"
 
 
 def _where(

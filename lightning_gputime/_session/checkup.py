@@ -3,7 +3,7 @@
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES
+from lightning_gputime._phases import BACKWARD, FORWARD, LOSS, OPTIMIZER, OTHER, PHASES
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.results import Results
 
@@ -101,8 +101,8 @@ class Checkup:
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         # The number of steps may be odd.
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
-        # A backward takes twice as long as its forward, or three times with checkpoints.
-        is_hidden = 0 < 5 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[OTHER]
+        # A backward takes twice as long as its forward and loss, or three times with checkpoints.
+        is_hidden = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_twice = 2 * (with_forward - 1) <= n - 1
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
         ends = '"auto": a step ends with the update'
