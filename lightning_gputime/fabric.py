@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
-from lightning_gputime._messages import WarnOnce
+from lightning_gputime._messages import WarnOnce, shown
 from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
@@ -34,6 +34,8 @@ _NOT_SET_UP = (
     "No step is timed: Fabric tells of setup() alone. After setup_module() and setup_optimizers()"
     " call timer.on_after_setup(fabric, model, optimizer)."
 )
+
+_RAW = "optimizers must be what fabric.setup_optimizers(...) returns: it tells of updates, got {}"
 
 
 @takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
@@ -115,8 +117,12 @@ class PhaseTimeCallback(Timer):
             *optimizers: The optimizers, as Fabric returns them.
 
         Raises:
+            TypeError: If an optimizer is not as Fabric returns it.
             ValueError: If the model has none of the `modules` of a name or a pattern.
         """
+        for one in optimizers:
+            if not isinstance(one, wrappers._FabricOptimizer):
+                raise TypeError(_RAW.format(shown(one)))
         own = [*optimizers] or _optimizers_of(fabric)
         # One that is not trained is a part of the loss, say; with an optimizer it thaws later.
         if own or any(one.requires_grad for one in module.parameters()):

@@ -252,6 +252,14 @@ def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeC
     assert timer.summary().skipped_updates == 0
 
 
+def test_an_optimizer_that_fabric_has_not_set_up_is_refused(
+    loop: Loop, timer: PhaseTimeCallback
+) -> None:
+    fabric = new_fabric(timer)
+    with pytest.raises(TypeError, match=r"fabric\.setup_optimizers\(\.\.\.\) .* got"):
+        timer.on_after_setup(fabric, loop.model, loop.optimizer)
+
+
 def test_what_is_set_up_apart_and_not_told_is_said_once(
     loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:

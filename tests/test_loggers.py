@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -161,6 +162,12 @@ def test_the_group_of_a_value_stands_before_the_first_slash(name: str, tag: str)
     writer = Writer()
     send(writer, "a/b", "", {name: 1.0}, 3, {"epoch": 0})
     assert writer.logged == [({tag: 1.0}, 3)]
+
+
+def test_a_logger_is_called_as_lightning_calls_it() -> None:
+    logger = Mock(spec=["log_metrics"])
+    send(logger, "a", "", {"step_ms": 1.0}, 3, {"epoch": 0})
+    logger.log_metrics.assert_called_once_with(metrics={"a/step_ms": 1.0, "epoch": 0}, step=3)
 
 
 class Writer:

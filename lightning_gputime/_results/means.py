@@ -216,7 +216,8 @@ def send(
     else:
         # Lightning logs there what stands beside, at every step that it logs itself.
         own = {_tag(prefix, stage, name): value for name, value in values.items()}
-    logger.log_metrics(own, step=step)
+    # By keyword, as Lightning and Fabric do: what stands in for a logger may look for it.
+    logger.log_metrics(metrics=own, step=step)
 
 
 def _tag(prefix: str, stage: str, name: str) -> str:
