@@ -24,11 +24,9 @@ from lightning_gputime._record.recorder import FIRST_SAMPLED, SAMPLED_EVERY
 from lightning_gputime._record.steps import StepRecord
 
 _MIB = 2**20
-
 _NEARLY_FULL = 0.9  # From this fraction of the device's memory on, advice is given.
 # From this fraction of a peak on, what the step allocates counts, or what is there before.
 _MOST_OF_IT, _MUCH_OF_IT = 0.5, 0.1
-
 _CPU = "memory=True needs a GPU, whose allocator counts: nothing is measured on the CPU."
 _NO_COUNTERS = (
     "memory=True: the peaks of %s cannot be read, and no memory is measured (%s). That needs"

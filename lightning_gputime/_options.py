@@ -221,6 +221,7 @@ def _is_flops(value: Any) -> bool:
     return _is_function(value) or value == "count" or _is_amount(value)
 
 
+# Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {
     "lag": (0, "0 to have a step's times when it ends, 1 to keep the device busy"),
     "warmup_steps": (0, "the number of first steps to leave out of the summary"),
@@ -228,7 +229,6 @@ _INTEGERS = {
     "every_n_steps": (1, "or 'auto'; 1 of n steps is timed"),
     "probe_every_n_steps": (0, _PROBES),
 }
-"""Options that are integers: the least that each may be, and what it means."""
 
 _OF_CLOCK = ("event", "host_ns", "is_capturing", "for_graphs")
 

@@ -12,20 +12,16 @@ LOSS = "loss"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
-
+# The phase in place of `forward` and `loss` where both were compiled as one.
 TRAINING_STEP = "training_step"
-"""The phase in place of `forward` and `loss` where both were compiled as one."""
-
+# The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`.
 COMM = "comm"
-"""The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`."""
-
 FETCH = "data/fetch"
 COPY = "data/copy"
 CALLBACKS = "data/callbacks"
+# The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
+# device, callbacks with logging and checkpoints, and the wait for the other ranks.
 WAIT = "data/comm"
-"""The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
-device, callbacks with logging and checkpoints, and the wait for the other ranks."""
-
 # Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
 # cannot be named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"
@@ -38,7 +34,6 @@ BETWEEN = "<between>"
 EXCLUDED = "<excluded>"
 LEFT = "<left>"
 EVALUATES = (EVALUATION, EXCLUDED)
-
 # Labels of marks that interrupt the one before them: a wait for other ranks, one for what a
 # pipeline sends, which is part of what it is for, and the end of both.
 WAITS = "<waits>"
@@ -49,6 +44,7 @@ INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 
 # In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell
 # apart.
+# The colours of the phases in plots.
 COLOURS = {
     DATA: "#E69F00",
     FORWARD: "#0072B2",
@@ -57,15 +53,12 @@ COLOURS = {
     OPTIMIZER: "#009E73",
     OTHER: "#BBBBBB",
 }
-"""The colours of the phases in plots."""
 
 PHASES = tuple(COLOURS)
-
+# The sub-phases that any loop may have; modules and a user's own are not known beforehand.
 SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY, CALLBACKS)
-"""The sub-phases that any loop may have; modules and a user's own are not known beforehand."""
-
+# What the code after a phase is, where the phase was named by hand.
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
-"""What the code after a phase is, where the phase was named by hand."""
 
 # What a label means whose phase depends on what follows; `other` where that is not named.
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
@@ -83,6 +76,7 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
     BETWEEN: {},
 }
 
+# The phase that such a label most often is, for profilers, which must be told at once.
 LIKELY = {
     AFTER_FORWARD: LOSS,
     AFTER_BACKWARD: OPTIMIZER,
@@ -91,13 +85,12 @@ LIKELY = {
     AFTER_UPDATE: OTHER,
     BETWEEN: OTHER,
 }
-"""The phase that such a label most often is, for profilers, which must be told at once."""
 
 # `step_ms`, `host_wait_ms`, `slow_ms` and, for ranks, `local_ms` stand beside the phases' own keys.
 _RESERVED = ("step", "host_wait", "slow", "local")
 # No line of a table, and no key of a logger, has control characters or ends of lines.
+# What a part of a name must not have, as a part of a regular expression.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
-"""What a part of a name must not have, as a part of a regular expression."""
 _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 

@@ -15,12 +15,13 @@ from test_compare import run
 from test_runs import timed
 
 from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
+from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.cli import main
 from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.page import list_top_phases, page, phases_over_steps, thin_out
+from lightning_gputime._saved_runs.page import page, phases_over_steps, thin_out
 
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"
@@ -239,7 +240,7 @@ def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: P
 def test_the_charts_hold_the_steps_numbers() -> None:
     figure = phases_over_steps(run(1, n=30), 20.0)
     [source] = {one.data_source for one in figure.renderers}
-    names = list_top_phases(run(1, n=30))
+    names = list_top_phases(run(1, n=30).history)
     assert names == ["data", "forward", "backward"]
     whole: Any = source.data["whole"]
     assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)

@@ -24,10 +24,9 @@ from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
 
 _TOGETHER = 25  # Number of steps that are judged together, by those before.
-
+# Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call
+# whose code is cold).
 _WORTH_MS = 2.0
-"""Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call
-whose code is cold)."""
 
 
 @skip_compile

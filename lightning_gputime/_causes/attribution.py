@@ -12,24 +12,22 @@ from lightning_gputime._results.slow import Cause, CauseKind
 _SIZE = 50  # Number of steps in a baseline.
 _FEWEST = 10  # Fewer steps make no baseline.
 _EVERY = 25  # The baseline is taken anew after as many steps.
-
 _MADS = 5.0
 _SHARE = 0.1
+# A slow step exceeds the median by more than each of these: a multiple of the median absolute
+# deviation, a fraction of the median, and a time (in milliseconds).
 _LEAST_MS = 0.5
-"""A slow step exceeds the median by more than each of these: a multiple of the median absolute
-deviation, a fraction of the median, and a time (in milliseconds)."""
-
+# A cause of a smaller fraction of the excess is left out: it stays unexplained.
 _LEAST_SHARE = 0.05
-"""A cause of a smaller fraction of the excess is left out: it stays unexplained."""
 
+# Times by cause, and by what it was (in milliseconds).
 _Causes = defaultdict[tuple[CauseKind, str], float]
-"""Times by cause, and by what it was (in milliseconds)."""
 
+# When something that held up the host started and ended (in nanoseconds), and what it was.
 Span = tuple[int, int, CauseKind, str]
-"""When something that held up the host started and ended (in nanoseconds), and what it was."""
 
+# Of a part of the step: device ms, host ms, and by how much these deviate by chance.
 _Medians = tuple[float, float, float]
-"""Of a part of the step: device ms, host ms, and by how much these deviate by chance."""
 
 
 class Baseline:
@@ -165,11 +163,7 @@ class ExcessAttribution:
     """
 
     def __init__(
-        self,
-        step: StepRecord,
-        step_ms: float,
-        baseline: Baseline,
-        waits: Sequence[tuple[int, int]],
+        self, step: StepRecord, step_ms: float, baseline: Baseline, waits: Sequence[tuple[int, int]]
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
         self.baseline = baseline

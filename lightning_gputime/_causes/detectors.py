@@ -30,18 +30,14 @@ from lightning_gputime._results.slow import CauseKind
 
 _MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.
 _SHORTEST_NS = 50_000  # A shorter span explains no slow step, and is forgotten at once.
-
+# The kinds of spans: one may hold those before it.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage", "compilation", "callback")
-"""The kinds of spans: one may hold those before it."""
-
 _NEAR_NS = 1_000_000  # A reading that belongs to a mark is no further away from it.
-
+# Number of samples to remember, of steps that are not judged yet and of those before.
 _MAX_SAMPLES = 500
-"""Number of samples to remember, of steps that are not judged yet and of those before."""
-
+# Less time off the CPU is not told: the kernel counts CPU time by ticks of up to 4 ms, and threads
+# of Python take turns of 5 ms.
 _LEAST_OFF_CPU_MS = 6.0
-"""Less time off the CPU is not told: the kernel counts CPU time by ticks of up to 4 ms, and threads
-of Python take turns of 5 ms."""
 
 Counts = Sequence[int]
 
@@ -238,13 +234,13 @@ def thread_usage() -> Callable[[], Any] | None:
     return None if who is None else partial(resource.getrusage, who)
 
 
+# The counters of torch's allocators that grow only where it calls the driver.
 _COUNTERS: Mapping[str, str] = {
     "num_alloc_retries": "retries",
     "num_device_alloc": "device allocations",
     "num_device_free": "device frees",
     "num_sync_all_streams": "waits for all streams",
 }
-"""The counters of torch's allocators that grow only where it calls the driver."""
 
 
 class Allocator:

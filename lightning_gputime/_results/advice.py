@@ -18,9 +18,7 @@ from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.units import duration
 
 _WORTH_IT = 0.1  # From this fraction of the step on, something is worth an advice.
-
 _PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"
-
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from lightning_gputime._phases import in_order, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 
+# Steps with this many marks, as with many modules, are packed, which takes a microsecond.
 MIN_PACKED_MARKS = 40
-"""Steps with this many marks, as with many modules, are packed, which takes a microsecond."""
 
 
 def pack(step: StepRecord) -> StepRecord:
@@ -82,6 +82,11 @@ def list_phases(history: npt.NDArray[Any]) -> list[str]:
     others = ("step", "step_ms", "host_wait_ms")
     names = history.dtype.names or ()
     return [name.removesuffix("_ms") for name in names if name not in others]
+
+
+def list_top_phases(history: npt.NDArray[Any]) -> list[str]:
+    """Return the phases that add up to the step, in its order."""
+    return in_order([name for name in list_phases(history) if "/" not in name])
 
 
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:

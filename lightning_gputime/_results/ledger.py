@@ -12,9 +12,7 @@ VALIDATION = "validation"
 CHECKPOINTS = "checkpoints"
 EPOCH_ENDS = "epoch ends"
 REST = "the rest"
-
 _ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
-
 _LARGE = 0.02  # From this fraction of a fit on, the sentence names an entry.
 
 
@@ -49,10 +47,9 @@ class Ledger:
         shares = self.shares
         if STEPS not in shares or not self.wall_s:
             return ""
-        told = [name for name, share in shares.items() if share >= _LARGE and name != STEPS]
-        told.sort(key=lambda name: -shares[name])
-        more = "".join(f", {name} {shares[name]:.0%}" for name in told)
-        return f"steps were {shares[STEPS]:.0%} of the fit of {_time(self.wall_s)}{more}"
+        told = sorted(shares.items(), key=lambda one: -one[1])
+        more = [f", {name} {n:.0%}" for name, n in told if n >= _LARGE and name != STEPS]
+        return f"steps were {shares[STEPS]:.0%} of the fit of {_time(self.wall_s)}{''.join(more)}"
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged: the fraction of each entry, and the wall time."""

@@ -15,6 +15,7 @@ from lightning_gputime._results.sums import Sums
 
 _ONE_CALLBACK = f"{CALLBACKS}/"  # What parts of `data/callbacks` begin with: they are not logged.
 
+# By the name of a value, its group where that is not the one of the phases.
 _GROUPS = (
     (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r".+_peak_mb$"), "memory"),
@@ -26,7 +27,6 @@ _GROUPS = (
     (re.compile(rf".+/{COMM}_ms$"), "comm"),
     (re.compile(r".+/"), "parts"),
 )
-"""By the name of a value, its group where that is not the one of the phases."""
 
 
 class MetricsLogger(Protocol):
@@ -121,8 +121,7 @@ class MeanLog:
     def log_means(self, *, only_publish: bool = False) -> None:
         """Log the steps since the last log, if there are any, under the newest one's number.
 
-        Args:
-            only_publish: Publish their means, and keep them for the next log.
+        With `only_publish` their means are published, and kept for the next log.
         """
         sums = self._sums
         if not only_publish:
@@ -152,9 +151,8 @@ class MeanLog:
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
-            # One call for all values: CSV writes a row a call, W&B counts a step, and MLflow sends
-            # a request.
             beside = self._beside(step)
+            # With one call: CSV writes a row a call, W&B counts a step, MLflow sends a request.
             for one in self.loggers:
                 self._try(partial(send, one, self._prefix, self._stage, values, step, beside))
         if self._publish is not None:
@@ -163,9 +161,8 @@ class MeanLog:
 
     def _try(self, call: Callable[[], Any]) -> None:
         try:
-            # A logger may fail at any time, such as one whose server is away: training goes on.
             call()
-        except Exception as error:
+        except Exception as error:  # As of one whose server is away: training goes on.
             if not self._failed:
                 messages.warning("Phase times could not be logged: %r", error)
             self._failed = True
@@ -241,18 +238,13 @@ def _tensorboard_writer(logger: MetricsLogger) -> Any:
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:
-    """Return the loggers of an option that takes none, one or several.
-
-    Raises:
-        TypeError: If one of them is none.
-    """
-    if logger is None:
-        return []
+    """Return the loggers of an option that takes none, one or several; raise for what is none."""
     several = logger if isinstance(logger, list | tuple) else [logger]
+    several = [] if logger is None else [*several]
     for one in several:
         if not callable(getattr(one, "log_metrics", None)):
             raise TypeError(
                 f"logger must have a method log_metrics(metrics, step), got {shown(one)};"
                 " Lightning's loggers have it, such as TensorBoardLogger"
             )
-    return list(several)
+    return several

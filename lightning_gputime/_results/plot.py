@@ -9,23 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._phases import COLOURS, Timeline, in_order
-from lightning_gputime._results.history import list_phases
+from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.results import Results
 
-_MISSING = "plots need matplotlib: python -m pip install matplotlib"
-
+# Of phases that a user has named. Readable on a dark page, too, where black is not.
 _USERS_COLOURS = ("#D55E00", "#F0E442", "#9467BD")
-"""Of phases that a user has named. Readable on a dark page, too, where black is not."""
-
 _MAX_STEPS = 500  # Of more, single steps cannot be seen: they are drawn in bins.
-
 _BINS = 200
 
 
 def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
     """Draw the phases of each step, stacked; those of many steps in bins."""
     history, warmup = results.history_and_warmup()
-    ax = _axes(ax)
+    ax = new_axes(is_shown=True) if ax is None else ax
     title = "Phases of each step"
     if len(history):
         bins = _bins(len(history), warmup)
@@ -39,7 +35,7 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
 
 
 def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup: int) -> None:
-    names = in_order([name for name in list_phases(history) if "/" not in name])
+    names = list_top_phases(history)
     edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
     heights = [_medians(history[f"{name}_ms"], bins) for name in names]
     # The last is drawn as wide as the others, up to where a next one would begin.
@@ -63,10 +59,7 @@ def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup:
 
 def _bins(steps: int, warmup: int) -> list[int]:
     """Return the index of the first step of each bin; no bin mixes the warm-up with others."""
-    if steps <= _MAX_STEPS:
-        return [*range(steps)]
-    each = -(-steps // _BINS)
-    first = min(warmup, steps)
+    each, first = -(-steps // _BINS) if steps > _MAX_STEPS else 1, min(warmup, steps)
     return [*range(0, first, each), *range(first, steps, each)]
 
 
@@ -86,7 +79,7 @@ def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:
     if line is None:
         raise ValueError(f"step {step.step} has no timeline to draw")
     names = in_order([name for name in step.phase_ms if "/" not in name])
-    ax = _axes(ax, height=2.4)
+    ax = new_axes(2.4, is_shown=True) if ax is None else ax
     device = "CPU" if results.on_host_clock else "GPU"
     _draw_lane(ax, 0, line, list(accumulate(line.device_ms, initial=0.0)), names)
     _draw_lane(ax, 1, line, [(ns - line.host_ns[0]) / 1e6 for ns in line.host_ns], names)
@@ -126,21 +119,15 @@ def colour(name: str, names: Sequence[str]) -> str:
     return _USERS_COLOURS[own.index(name) % len(_USERS_COLOURS)]
 
 
-def new_axes() -> Any:
-    """Return the axes of a figure that pyplot does not keep open."""
+def new_axes(height: float = 4.0, *, is_shown: bool = False) -> Any:
+    """Return the axes of a figure; unless it is shown, pyplot does not keep it open."""
     try:
+        if is_shown:
+            import matplotlib.pyplot as plt
+
+            return plt.subplots(figsize=(9, height), layout="constrained")[1]
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(_MISSING) from error
-    return Figure(figsize=(9, 4), layout="constrained").add_subplot()
 
-
-def _axes(ax: Any, height: float = 4.0) -> Any:
-    """Return the given axes, or those of a figure that pyplot shows."""
-    if ax is not None:
-        return ax
-    try:
-        import matplotlib.pyplot as plt
+        return Figure(figsize=(9, height), layout="constrained").add_subplot()
     except ImportError as error:
-        raise ImportError(_MISSING) from error
-    return plt.subplots(figsize=(9, height), layout="constrained")[1]
+        raise ImportError("plots need matplotlib: python -m pip install matplotlib") from error

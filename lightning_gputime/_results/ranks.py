@@ -14,8 +14,8 @@ from lightning_gputime._results.units import duration
 STEP = "step"
 LOCAL = "local"
 
+# Sums of phases and of "step" (in milliseconds), each with the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
-"""Sums of phases and of "step" (in milliseconds), each with the number of steps in which it ran."""
 
 
 # What one rank adds up, and sends to be compared
@@ -43,11 +43,9 @@ class RankTotals:
 
 
 _MAX_BLOCKS = 64
-
 _MIN_BLOCKS = 4  # With fewer blocks of several steps nothing is known.
-
+# What slows a rank down lasts for some steps: this many count as one at least.
 _CORRELATED_STEPS = 10
-"""What slows a rank down lasts for some steps: this many count as one at least."""
 
 
 class BatchMeans:
@@ -152,9 +150,8 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
 
 # What is told of all ranks
 
+# A rank is named if it is slower than the others by this fraction of their step.
 _MIN_BEHIND = 0.05
-"""A rank is named if it is slower than the others by this fraction of their step."""
-
 _STANDARD_ERRORS = 4.0  # And by this many standard errors of the difference.
 _HOST_BOUND = 0.8  # From this fraction of the device's time on, the host's is as long.
 _MAX_NAMED = 8  # The sentence names no more ranks than this.

@@ -11,13 +11,13 @@ CauseKind = Literal[
     "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"
 ]
 
+# What a kind of cause is called in a sentence, where that is not its name.
 _WORDS: Mapping[str, str] = {
     "garbage": "garbage collection",
     "allocator": "the allocator",
     "loader": "the loader",
     "ranks": "other ranks",
 }
-"""What a kind of cause is called in a sentence, where that is not its name."""
 
 _MAX_KEPT = 1_000  # Of more, those with the largest excess are kept; the others are only added up.
 
@@ -126,8 +126,8 @@ class SlowSummary:
         )
 
 
+# Sums over slow steps (in milliseconds): those of a cause by its kind and its name.
 _Sums = Mapping[tuple[str, str], float]
-"""Sums over slow steps (in milliseconds): those of a cause by its kind and its name."""
 
 _COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained")
 

@@ -25,8 +25,8 @@ from lightning_gputime._results.verdict import (
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"
+# The columns to leave out where a table is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
-"""The columns to leave out where a table is too wide, in this order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,24 +32,15 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table whose first column has names, and the others mostly numbers.
-
-    Attributes:
-        title: What stands above it.
-        lines: Its cells, line by line: the header, the body, and one line for the whole. Without
-            any, the table is its title.
-        sentences: What stands below it.
-        left: The columns that are words, by their index.
-        lead: What stands above the title: the most important sentences.
-        drops: The columns to leave out where the table is too wide, by their header, in this
-            order. No cell is ever cut.
-    """
+    """A table whose first column has names, and the others mostly numbers."""
 
     title: str
+    # The header, the body, and one line for the whole. Without any, the table is its title.
     lines: Sequence[tuple[str, ...]]
-    sentences: Sequence[str]
-    left: Sequence[int] = (0,)
-    lead: Sequence[str] = ()
+    sentences: Sequence[str]  # Below it.
+    left: Sequence[int] = (0,)  # The columns that are words.
+    lead: Sequence[str] = ()  # Above the title: the most important sentences.
+    # The columns to leave out where the table is too wide, in this order. No cell is ever cut.
     drops: Sequence[str] = ()
 
     def text(self, width: int | None = None) -> str:
@@ -59,26 +50,24 @@ class Table:
         table = self if width is None else self._fitting(width)
         header, *body, whole = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, whole)))
-        lead = "\n".join(_wrapped(sentence, width) for sentence in self.lead)
+        lead = ["\n".join(_wrapped(sentence, width) for sentence in self.lead)]
         title, *below = (_wrapped(one, width) for one in (self.title, *self.sentences))
         grid = "\n".join([header, rule, *body, rule, whole])
-        return "\n\n".join([*filter(None, [lead]), title, grid, *below])
+        return "\n\n".join([*filter(None, lead), title, grid, *below])
 
     def html(self) -> str:
         """Return it as HTML."""
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
-        rows = [self._row(line, "td") for line in body] + [self._row(whole, "th")]
-        lead = "<br>".join(
-            marked(sentence) if i else f"<strong>{marked(sentence)}</strong>"
-            for i, sentence in enumerate(self.lead)
-        )
+        rows = "".join(self._row(line, "td") for line in body) + self._row(whole, "th")
+        lead = [*map(marked, self.lead)]
+        if lead:
+            lead = [f"<p>{'<br>'.join([f'<strong>{lead[0]}</strong>', *lead[1:]])}</p>"]
         sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
-        head, body_rows = self._row(header, "th"), "".join(rows)
-        table = f"{caption}<thead>{head}</thead><tbody>{body_rows}</tbody>"
-        return f"{f'<p>{lead}</p>' if lead else ''}<table>{table}</table>{sentences}"
+        table = f"{caption}<thead>{self._row(header, 'th')}</thead><tbody>{rows}</tbody>"
+        return f"{''.join(lead)}<table>{table}</table>{sentences}"
 
     def _fitting(self, width: int) -> "Table":
         """Leave out ever more columns, until it is no wider than `width`."""
@@ -161,23 +150,21 @@ def show(table: Tabular) -> None:
     if sys.stdout is None:
         return  # As where a process has no standard output.
     with _below_bars():
-        if not sys.stdout.isatty():
-            print(_encodable(str(table)))
-            return
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         try:
-            from rich import get_console
+            if width is not None:
+                from rich import get_console
 
-            # Live displays such as rich's progress bar are on this console: another one would
-            # write over them, and they over it.
-            get_console().print(table)
+                # Live displays such as rich's progress bar are on this console: another one would
+                # write over them, and they over it.
+                get_console().print(table)
+                return
         except (ImportError, UnicodeEncodeError):
-            print(_encodable(table._table().text(shutil.get_terminal_size().columns)))
-
-
-def _encodable(text: str) -> str:
-    """Return a text with escapes in place of what standard output has no bytes for."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+            pass
+        # With escapes in place of what standard output has no bytes for.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = table._table().text(width).encode(encoding, "backslashreplace")
+        print(text.decode(encoding))
 
 
 def in_notebook() -> bool:
@@ -193,12 +180,6 @@ def in_notebook() -> bool:
 
 def _below_bars() -> AbstractContextManager[Any]:
     """Clear tqdm's progress bars while something is printed, and draw them again below."""
-    tqdm = sys.modules.get("tqdm")
-    try:
-        if tqdm is not None and tqdm.tqdm._instances:
-            bars: AbstractContextManager[Any] = tqdm.tqdm.external_write_mode(file=sys.stdout)
-            return bars
-    except Exception:
-        # The bars are not worth the table.
-        pass
-    return nullcontext()
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    above: Any = getattr(bars, "external_write_mode", None)
+    return nullcontext() if above is None else above(file=sys.stdout)

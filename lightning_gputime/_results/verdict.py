@@ -12,10 +12,8 @@ Rows = Mapping[str, PhaseStats]
 INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "rank-bound"
 COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
 LONGEST = "longest phase"  # The verdict without a device.
-
+# The verdict by the part of `data` in which a training waits.
 _HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
-"""The verdict by the part of `data` in which a training waits."""
-
 _HELD_UP = 0.3  # From this fraction of a step on something holds it up.
 _LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
 _LONG_WAITS = 0.05  # From this fraction of a step on, waits for other ranks are told.

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,13 +18,17 @@ from lightning_gputime._saved_runs import statistics
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.saved import Run, load
 
+# Fields of the environment in which runs must agree: else their steps are not the same work.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
-"""Fields of the environment in which runs must agree: else their steps are not the same work."""
-
 _OWN = ("started", "rank", "options")  # Fields that differ from run to run, and mean nothing.
 _MOST = 0.8  # Of a phase's difference: from there on a part of it is named in its place.
 _FEW_STEPS = 200  # With fewer a side it is not known how long what slows steps down lasts.
 _DROPS = ("explains", "change", "95 %")  # What goes first where the table is too wide.
+_ONE_RUN = "One run a side: by how much equal runs differ is not seen. Give several a side."
+_SHORT_RUNS = (
+    f"With fewer than {_FEW_STEPS} steps a side, runs are called different too often where slow"
+    " steps follow each other."
+)
 
 Given = Run | str | os.PathLike[str]
 
@@ -148,22 +152,16 @@ class RunComparison(Tabular):
         unit = unit_of(self.step.before_ms)
         header = ("phase", "before", "after", "change", "95 %", "change in %", "explains")
         body = [_cells(name, row, unit, shares.get(name, "")) for name, row in self.rows.items()]
-        before, after = map(_counted, self.runs, self.steps)
+        several = [f" of {n} runs" if n > 1 else "" for n in self.runs]
+        before, after = (f"{n} steps{of}" for n, of in zip(self.steps, several, strict=True))
         title = f"A typical step in {unit.name}: {before} before, {after} after"
         whole = _cells("step", self.step, unit, "100%" if shares else "")
         return Table(title, [header, *body, whole], self._sentences(), drops=_DROPS)
 
     def _sentences(self) -> list[str]:
         told = [self.sentence, self.mean_sentence, *self.notes]
-        if sum(self.runs) == 2:
-            told.append(
-                "One run a side: by how much equal runs differ is not seen. Give several a side."
-            )
-        if min(self.steps) < _FEW_STEPS:
-            told.append(
-                f"With fewer than {_FEW_STEPS} steps a side, runs are called different too often"
-                " where slow steps follow each other."
-            )
+        told += [_ONE_RUN] if sum(self.runs) == 2 else []
+        told += [_SHORT_RUNS] if min(self.steps) < _FEW_STEPS else []
         return [one for one in told if one]
 
 
@@ -184,10 +182,6 @@ def _cells(name: str, row: Difference, unit: Unit, explains: str) -> tuple[str, 
         "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
         explains,
     )
-
-
-def _counted(runs: int, steps: int) -> str:
-    return f"{steps} steps" if runs == 1 else f"{steps} steps of {runs} runs"
 
 
 def compare(
@@ -261,17 +255,15 @@ def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
     """Return a sentence on each field in which the environments differ."""
     found = {}
     for name in (field.name for field in fields(Environment) if field.name not in _OWN):
-        first, second = (
-            {getattr(run.environment, name) for run in side} for side in (before, after)
-        )
         # What is not known of one run is no difference.
-        if len((first | second) - {"", None}) > 1:
-            found[name] = f"{name} is {_listed(first)} before and {_listed(second)} after"
+        first, second = (
+            {getattr(run.environment, name) for run in side} - {"", None}
+            for side in (before, after)
+        )
+        if len(first | second) > 1:
+            were, are = (" and ".join(sorted(map(str, of))) or "unknown" for of in (first, second))
+            found[name] = f"{name} is {were} before and {are} after"
     return found
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return " and ".join(sorted(str(one) for one in values if one not in ("", None))) or "unknown"
 
 
 def _times(run: Run, names: Sequence[str]) -> statistics.Floats:

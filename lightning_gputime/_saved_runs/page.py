@@ -10,8 +10,7 @@ import numpy.typing as npt
 from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
-from lightning_gputime._phases import in_order
-from lightning_gputime._results.history import list_phases
+from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, marked
 from lightning_gputime._results.units import duration
@@ -20,10 +19,8 @@ from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
 
 _MAX_ROWS = 10
-
 _MAX_BAR = 25  # The length of the bar of a whole (in characters).
 _MAX_POINTS = 2000  # A chart has no more points: of more steps it shows the means of neighbours.
-
 _INK = "#444444"
 
 
@@ -88,11 +85,6 @@ def _sections(
     return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
 
 
-def list_top_phases(run: Run) -> list[str]:
-    """Return the phases that add up to the step."""
-    return in_order([name for name in list_phases(run.history) if "/" not in name])
-
-
 def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
     """Return the columns of a history, and how many steps each point is the mean of.
 
@@ -128,7 +120,8 @@ def _steps(run: Run, limit_ms: float, named: bool) -> str:
 
 def phases_over_steps(run: Run, limit_ms: float) -> Any:
     """Draw the phases of each step, stacked, to zoom in and point at."""
-    models, names = _bokeh().models, list_top_phases(run)
+    models = _bokeh().models
+    names = list_top_phases(run.history)
     columns, every = thin_out(run.history)
     # By numbers, because a name may have any character.
     shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(names)}
@@ -167,12 +160,10 @@ def _distribution(runs: Sequence[Run]) -> str:
     low, high = np.quantile(np.concatenate(times), (0.001, 0.99))
     edges = np.linspace(low, high + 1e-6, 81)
     for ms, name, fill in zip(times, ("before", "after"), ("#0072B2", "#D55E00"), strict=False):
-        counts, _ = np.histogram(ms, edges)
+        share = np.histogram(ms, edges)[0] / len(ms)
         style = {"fill_color": fill, "fill_alpha": 0.6, "line_color": None}
-        label = {"legend_label": name} if len(times) > 1 else {}
-        figure.quad(
-            top=counts / len(ms), bottom=0, left=edges[:-1], right=edges[1:], **style, **label
-        )
+        style |= {"legend_label": name} if len(times) > 1 else {}
+        figure.quad(top=share, bottom=0, left=edges[:-1], right=edges[1:], **style)
     return _drawn(figure) + _note("Without the warm-up, and without the slowest percent.")
 
 
@@ -195,15 +186,12 @@ def _slow(run: Run) -> str:
 
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
     names = tuple(dict.fromkeys(name for one in evaluations for name in one))
-    rows = [
-        tuple(_value(name, one.get(name, "")) for name in names) for one in evaluations[-_MAX_ROWS:]
-    ]
+    rows = [tuple(_value(one.get(name, "")) for name in names) for one in evaluations[-_MAX_ROWS:]]
     return _table(names, rows, "The newest")
 
 
-def _value(name: str, value: Any) -> str:
-    is_number = name.endswith(("_ms", "_per_s")) and isinstance(value, int | float)
-    return f"{value:.3f}" if is_number else str(value)
+def _value(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _ledger(run: Run) -> str:
@@ -211,14 +199,10 @@ def _ledger(run: Run) -> str:
         return ""
     entries_s, shares = run.ledger.entries_s, run.ledger.shares
     rows = [
-        (name, f"{entries_s[name]:.3g} s", f"{100 * share:.1f} %", _bar(share))
+        (name, f"{entries_s[name]:.3g} s", f"{100 * share:.1f} %", "█" * round(_MAX_BAR * share))
         for name, share in shares.items()
     ]
     return _table(("", "time", "share", ""), rows, left=(3,))
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_MAX_BAR * share)
 
 
 def _environment(run: Run) -> str:
@@ -229,10 +213,7 @@ def _environment(run: Run) -> str:
 
 
 def _table(
-    header: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    title: str = "",
-    left: Sequence[int] = (),
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], title: str = "", left: Any = ()
 ) -> str:
     return _scrolled(Table(title, [header, *rows], (), (0, *left)).html()) if rows else ""
 

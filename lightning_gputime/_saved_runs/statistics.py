@@ -10,20 +10,17 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
-
+# The fraction of the steps left out at each end: what is left is the interquartile mean.
 _TRIMMED = 0.25
-"""The fraction of the steps left out at each end: what is left is the interquartile mean."""
-
 _BLOCKS = 12  # The number of blocks of neighbouring steps that a run is cut into.
-
+# Fractions of a block whose lengths have few periods in common.
 _FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
-"""Fractions of a block whose lengths have few periods in common."""
 
 
+# The estimate of each column of one run; and for each step and column its influence: how far the
+# estimate would move by it, times the number of steps. The mean of that is zero, and the error of
+# that mean is the estimate's.
 Estimate = tuple[Floats, Floats]
-"""The estimate of each column of one run; and for each step and column its influence: how far the
-estimate would move by it, times the number of steps. The mean of that is zero, and the error of
-that mean is the estimate's."""
 
 
 def mean(times: Floats) -> Estimate:
@@ -79,28 +76,22 @@ def _variance_of_mean(influence: Floats) -> Floats:
     lengths = [max(block * times // of, 1) for times, of in _FRACTIONS]
     one = np.abs(influence).max(axis=0) / len(influence)
     found = [variance(influence), one**2, *(_variance_of(influence, n) for n in lengths)]
-    largest: Floats = np.max(found, axis=0)
-    return largest
+    return np.asarray(np.max(found, axis=0))
 
 
 def _variance_of(influence: Floats, block: int) -> Floats:
     sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
     means = (sums[block:] - sums[:-block]) / block
     # As with a sample, one is lost: the mean of the blocks is known only as well as they are.
-    variances: Floats = means.var(axis=0) / (len(influence) / block - 1)
-    return variances
+    return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
 
 
 def typical_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
     """Return by how much typical steps differ, with intervals of 95 %.
 
-    Args:
-        before: The times of each run of one side, of shape (steps, columns).
-        after: Those of the other side.
-
-    Returns:
-        For each column the estimates before and after, half the width of the interval of their
-        difference, and that of the difference as a fraction of the time before (NaN if that is 0).
+    The times of each run have shape (steps, columns). Of each column it returns the estimates
+    before and after, half the width of the interval of their difference, and that of the difference
+    as a fraction of the time before (NaN if that is 0).
     """
     return _difference(_side(before, typical, variance), _side(after, typical, variance), 0.95)
 
@@ -111,9 +102,9 @@ def mean_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats
     return _difference(first, second, 0.995)
 
 
+# Of several runs: their number; for each column the mean of their estimates, its variance by the
+# noise of the steps, and the squared distances of the runs from their mean, added up.
 _Side = tuple[int, Floats, Floats, Floats]
-"""Of several runs: their number; for each column the mean of their estimates, its variance by the
-noise of the steps, and the squared distances of the runs from their mean, added up."""
 
 
 def _side(

@@ -9,9 +9,7 @@ from torch import Tensor
 from lightning_gputime._messages import messages
 
 FIRST_DIMENSION = "first dimension of the batch's first tensor"
-
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)
-
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
 

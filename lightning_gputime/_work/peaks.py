@@ -59,7 +59,6 @@ _PEAKS = {
 
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
-
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 

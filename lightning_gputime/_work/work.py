@@ -23,12 +23,7 @@ from lightning_gputime._work.flops import (
     describe_call,
 )
 from lightning_gputime._work.items import Items, number
-from lightning_gputime._work.peaks import (
-    dtype_of,
-    dtype_of_call,
-    fill_in_peak,
-    precision_of,
-)
+from lightning_gputime._work.peaks import dtype_of, dtype_of_call, fill_in_peak, precision_of
 
 _MAX_CALLS = 16  # Kinds of calls that are counted: by module, shapes, and what is trained.
 
