@@ -14,7 +14,7 @@ from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.units import unit_of
+from lightning_gputime._results.table import unit_of
 
 
 def loop_of(

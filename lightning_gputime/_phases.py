@@ -44,7 +44,6 @@ INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 
 # In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell
 # apart.
-# The colours of the phases in plots.
 COLOURS = {
     DATA: "#E69F00",
     FORWARD: "#0072B2",
@@ -96,20 +95,12 @@ _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The intervals of a step in their order, as `plot` draws them.
+    """The intervals of a step in their order, as `plot` draws them."""
 
-    Attributes:
-        names: For each interval the phases that it counts under, see `resolve_labels`.
-        device_ms: Device time of each (in milliseconds).
-        host_ns: Host time of each mark (in nanoseconds): one more than there are intervals.
-        finished_ns: Host time at which the device finished, where the host waited for that (in
-            nanoseconds); else 0.
-    """
-
-    names: tuple[tuple[str, ...], ...]
+    names: tuple[tuple[str, ...], ...]  # The phases that each counts under, see `resolve_labels`.
     device_ms: Sequence[float]
-    host_ns: Sequence[int]
-    finished_ns: int
+    host_ns: Sequence[int]  # Of each mark: one more than there are intervals.
+    finished_ns: int  # When the device finished, where the host waited for that; else 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +141,7 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     A wait for other ranks is the `comm` of the phase that it interrupts; what a pipeline receives
     between two passes is that of the next.
 
-    Args:
-        labels: The labels of a step's marks, in order.
-
-    Returns:
-        For each mark the names that its time is added to: a phase, preceded by its parents if it
-        is a sub-phase; nothing where the time belongs to no step.
+    A sub-phase is preceded by its parents. Where the time belongs to no step there is no name.
     """
     # Cached, because the steps of a loop are much alike.
     phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
@@ -237,11 +223,7 @@ def of_one_callback(name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a phase can be called so.
-
-    Raises:
-        ValueError: If it cannot; the message says why.
-    """
+    """Return `name` if a phase can be called so; else raise ValueError, which says why."""
     if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
             f"phase name {name!r} is not usable: give a non-empty string without '<', '>' or"

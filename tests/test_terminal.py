@@ -14,8 +14,7 @@ from lightning_gputime import Run, compare
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Table, show
-from lightning_gputime._results.units import duration, unit_of
+from lightning_gputime._results.table import Table, duration, show, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
 NUMBER = re.compile(r"\d+(\.\d+)?%?")

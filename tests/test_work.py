@@ -25,8 +25,8 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._results.throughput import GAPS, KERNELS, in_points
 from lightning_gputime._work import peaks
 from lightning_gputime._work import work as counting
-from lightning_gputime._work.items import Items
 from lightning_gputime._work.peaks import dtype_of_call, peak_tflops, precision_of
+from lightning_gputime._work.work import Items
 
 STEP = sum(STEP_MS.values())
 FIRST = "first dimension of the batch's first tensor"

@@ -15,7 +15,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._results import verdict
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.units import duration
+from lightning_gputime._results.table import duration
 
 _WORTH_IT = 0.1  # From this fraction of the step on, something is worth an advice.
 _PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"

@@ -9,7 +9,7 @@ from functools import lru_cache
 from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.units import duration
+from lightning_gputime._results.table import duration
 
 STEP = "step"
 LOCAL = "local"
@@ -111,11 +111,7 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 def totals_of(
     sums: Sums, deviation_ms: float = 0.0, *, with_host: bool = False, with_items: bool = True
 ) -> RankTotals:
-    """Return the totals of a rank's steps.
-
-    `with_host` where the host's times differ from the phases' own; `with_items` where no other rank
-    works on the same batch.
-    """
+    """Return the totals of a rank's steps; without items where ranks work on the same batch."""
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},

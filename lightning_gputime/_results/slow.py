@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lightning_gputime._results.units import unit_of
+from lightning_gputime._results.table import unit_of
 
 CauseKind = Literal[
     "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"

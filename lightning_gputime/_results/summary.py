@@ -12,9 +12,8 @@ from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
-from lightning_gputime._results.table import Section, Table, Tabular
+from lightning_gputime._results.table import Section, Table, Tabular, unit_of
 from lightning_gputime._results.throughput import WorkSummary
-from lightning_gputime._results.units import unit_of
 from lightning_gputime._results.verdict import (
     Verdict,
     advice_sentence,

@@ -24,10 +24,7 @@ Rows = Mapping[str, PhaseStats]
 
 @dataclass(slots=True)
 class ThroughputReference:
-    """What work per second is relative to; it is filled in while the first steps run.
-
-    For the attributes see `WorkSummary`.
-    """
+    """What work per second is relative to, as in `WorkSummary`; the first steps fill it in."""
 
     items_by: str = ""
     precision: str = ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait, of_one_callback
 from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.units import unit_of
+from lightning_gputime._results.table import unit_of
 
 Rows = Mapping[str, PhaseStats]
 
@@ -145,10 +145,8 @@ def wait_sentence(rows: Rows, step: PhaseStats) -> str:
     if all_ms < _LONG_WAITS * step.mean_ms or not waits:
         return ""
     unit = unit_of(step.mean_ms)
-    long = sorted(
-        (name for name, ms in waits.items() if 10 * ms >= all_ms), key=lambda name: -waits[name]
-    )
-    parts = [f"`{name}` {unit.number(waits[name])}" for name in long]
+    longest = sorted(waits.items(), key=lambda one: -one[1])
+    parts = [f"`{name}` {unit.number(ms)}" for name, ms in longest if 10 * ms >= all_ms]
     # Only a trainer tells of the parts of `data`.
     asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
     why = ", in which the trainer asks all ranks" if asks else ""

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from lightning_gputime._results import files
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Tabular
-from lightning_gputime._results.table import show as print_table
+from lightning_gputime._results.table import Tabular, show
 from lightning_gputime._saved_runs.compare import RunComparison, compare
 from lightning_gputime._saved_runs.page import page
 from lightning_gputime._saved_runs.saved import Run, load
@@ -62,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
     try:
-        code: int = args.command(args)
-        return code
+        return int(args.command(args))
     except (ImportError, OSError, ValueError) as error:
         why = str(error)
     except Exception as error:
@@ -83,23 +81,23 @@ def _new_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     new = partial(commands.add_parser, formatter_class=_RAW)
 
-    show = new("show", help="print the table of a run again", description=_SHOW)
-    show.set_defaults(command=_show)
-    show.add_argument("run", help="the file of a run")
-    show.add_argument("--json", action="store_true", help="print the summary as JSON")
+    printed = new("show", help="print the table of a run again", description=_SHOW)
+    printed.set_defaults(command=_show)
+    printed.add_argument("run", help="the file of a run")
+    printed.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
     versus.set_defaults(command=_compare)
     versus.epilog = _CODES
-    versus.add_argument("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
+    add = versus.add_argument
+    add("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
     for side in ("before", "after"):
-        several = f"several runs {side}"
-        versus.add_argument(f"--{side}", nargs="+", default=[], metavar="RUN", help=several)
+        add(f"--{side}", nargs="+", default=[], metavar="RUN", help=f"several runs {side}")
     above = "exit with 1 if the step is slower by more than this for certain"
-    versus.add_argument("--fail-above", type=_percentage, metavar="2%", help=above)
+    add("--fail-above", type=_percentage, metavar="2%", help=above)
     anyway = "also compare runs of another GPU, world size or batch"
-    versus.add_argument("--anyway", action="store_true", help=anyway)
-    versus.add_argument("--json", action="store_true", help="print it as JSON")
+    add("--anyway", action="store_true", help=anyway)
+    add("--json", action="store_true", help="print it as JSON")
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
@@ -119,20 +117,17 @@ def _percentage(text: str) -> float:
 def _show(args: argparse.Namespace) -> int:
     run = load(args.run)
     if args.json:
-        _print_json(run.summary)
-    else:
-        told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
-        _print(run.summary, *(f"\n{one}" for one in told if one))
+        _print(_json(run.summary))
+        return GOOD
+    told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
+    _print(run.summary, *(f"\n{one}" for one in told if one))
     return GOOD
 
 
 def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
     found = compare(before, after, anyway=args.anyway)
-    if args.json:
-        _print_json(found)
-    else:
-        _print(found)
+    _print(_json(found) if args.json else found)
     if args.fail_above is None or not found.is_above(args.fail_above):
         return GOOD
     print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
@@ -169,23 +164,22 @@ def _print(*parts: Tabular | str) -> None:
             if isinstance(one, str):
                 print(one)
             else:
-                print_table(one)
+                show(one)
         print(end="", flush=True)
     except BrokenPipeError:
         # Python flushes once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_json(found: PhaseSummary | RunComparison) -> None:
-    _print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+def _json(found: PhaseSummary | RunComparison) -> str:
+    return json.dumps(found.to_dict(), indent=2, allow_nan=False)
 
 
 def _about(run: Run) -> str:
     """Return a line on what a run ran on."""
     on = run.environment
-    several = f"{on.world_size} x " if on.world_size > 1 else ""
+    device = f"{on.world_size} x {on.device}" if on.world_size > 1 else on.device
     known = {"torch": on.torch, "batch": on.batch_size, "commit": on.commit[:10]}
     named = [f"{name} {value}" for name, value in known.items() if value]
-    compiled = "compiled" if on.compiled else ""
-    parts = (f"{several}{on.device}", *named, on.precision, compiled, on.started)
+    parts = (device, *named, on.precision, "compiled" if on.compiled else "", on.started)
     return " · ".join(filter(None, parts))

@@ -12,8 +12,7 @@ from lightning_gputime._messages import shown
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
-from lightning_gputime._results.table import Table, Tabular
-from lightning_gputime._results.units import Unit, unit_of
+from lightning_gputime._results.table import Table, Tabular, Unit, unit_of
 from lightning_gputime._saved_runs import statistics
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.saved import Run, load

@@ -200,10 +200,9 @@ def _dataset(loader: object) -> object:
 
 def cores_of_rank(world_size: int) -> int | None:
     """Return the number of CPU cores for each rank of this host."""
-    try:
+    cores = os.cpu_count() or 0
+    with suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        cores = os.cpu_count() or 0
     # Not all launchers tell: Lightning's own does not. A host has a rank for each device.
     ranks = min(world_size, torch.accelerator.device_count() or world_size)
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -214,7 +213,7 @@ def cores_of_rank(world_size: int) -> int | None:
 def _unfused(optimizers: Sequence[Any]) -> str:
     """Return the class of the first optimizer that could be fused, and is not."""
     for one in optimizers:
-        groups = attribute(one, "param_groups") or ()
+        groups = attribute(one, "param_groups")
         if groups and all("fused" in group and not group["fused"] for group in groups):
             return type(one).__name__
     return ""

@@ -12,8 +12,7 @@ from markupsafe import Markup
 
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.plot import colour
-from lightning_gputime._results.table import Table, marked
-from lightning_gputime._results.units import duration
+from lightning_gputime._results.table import Table, duration, marked
 from lightning_gputime._results.verdict import advice_sentence
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run

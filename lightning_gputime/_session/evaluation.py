@@ -14,7 +14,7 @@ from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
-from lightning_gputime._work.items import Items
+from lightning_gputime._work.work import Items
 
 
 class Evaluations:
