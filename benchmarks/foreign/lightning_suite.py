@@ -33,6 +33,16 @@ Outcomes = dict[str, str]
 """By test, how it failed; "" where it passed, and "skipped"."""
 
 
+def write_entry_point(folder: Path) -> None:
+    """Write what makes Lightning find the callback, where the folder is on the path."""
+    package = folder / "foreign_timer-0.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign_timer\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(
+        "[lightning.pytorch.callbacks_factory]\ntimer = foreign.lightning_callbacks:make\n"
+    )
+
+
 class Suite:
     """A copy of the tests, since some write beside themselves."""
 
@@ -42,12 +52,7 @@ class Suite:
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.copytree(checkout / "tests", self._root / "tests")
         shutil.copy(checkout / "pyproject.toml", self._root)
-        entry = scratch / "entry" / "foreign_timer-0.dist-info"
-        entry.mkdir(parents=True, exist_ok=True)
-        (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign_timer\nVersion: 0\n")
-        (entry / "entry_points.txt").write_text(
-            "[lightning.pytorch.callbacks_factory]\ntimer = foreign.lightning_callbacks:make\n"
-        )
+        write_entry_point(scratch / "entry")
 
     def run(self, way: str, name: str, tests: Iterable[str]) -> Outcomes:
         """Return the outcomes of tests, folders or single ones, with a callback."""
