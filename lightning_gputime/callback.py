@@ -254,7 +254,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._books.switch_to(EPOCH_ENDS)
         self._session.publish()
         self._session.compare_ranks()
-        if time.perf_counter() >= self._save_due:
+        if self._path is not None and time.perf_counter() >= self._save_due:
             begin = time.perf_counter()
             self._save_run(trainer)
             end = time.perf_counter()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -343,6 +344,17 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     fit(gpu, Model(gpu), 1, max_epochs=4, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
     # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
     assert len(saved) == 3
+
+
+def test_without_a_file_to_save_no_time_is_read_at_the_end_of_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As in tests of others that count the calls of a clock that they put in its place.
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr("time.perf_counter", clock)
+    gpu = FakeGPU()
+    fit(gpu, Model(gpu), 1, max_epochs=2, timer=GPUPhaseTimer(clock=gpu, summary=False))
+    clock.assert_not_called()
 
 
 def full(*_: Any, **__: Any) -> None:
