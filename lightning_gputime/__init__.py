@@ -1,26 +1,12 @@
 """Where does my training step go? Per-phase GPU times of PyTorch and Lightning training steps."""
 
+# ruff: noqa: F403, F405  # At runtime names are looked up where they are asked for.
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_gputime._boundaries.named import phase
-from lightning_gputime._memory import MemorySummary
-from lightning_gputime._options import TimerOptions
-from lightning_gputime._phases import StepTimes
-from lightning_gputime._record.clock import Clock, TimingEvent
-from lightning_gputime._results.ledger import Ledger
-from lightning_gputime._results.means import MetricsLogger
-from lightning_gputime._results.observers import StepObserver
-from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.slow import Cause, SlowStep
-from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Section
-from lightning_gputime._saved_runs.compare import Difference, RunComparison, compare
-from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.saved import Run, load
-from lightning_gputime.hooks import GPUPhaseHooks
-
 if TYPE_CHECKING:
+    from lightning_gputime._api import *
     from lightning_gputime.callback import GPUPhaseTimer
     from lightning_gputime.metric import PhaseTimeMetric
 
@@ -54,15 +40,18 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
+"""Names whose modules import Lightning or torchmetrics, which a plain loop needs not."""
+
 
 def __getattr__(name: str) -> Any:
-    # Importing Lightning or torchmetrics takes seconds; who times a plain loop needs neither.
-    if name == "GPUPhaseTimer":
-        from lightning_gputime.callback import GPUPhaseTimer
+    # Importing torch takes seconds. Who asks for no name, such as the command line, needs it not.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
+    found = globals()[name] = getattr(module, name)
+    return found
 
-        return GPUPhaseTimer
-    if name == "PhaseTimeMetric":
-        from lightning_gputime.metric import PhaseTimeMetric
 
-        return PhaseTimeMetric
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -139,7 +139,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        trainer = _trainer_of(self)
+        trainer = find_trainer(self)
         if self._session.is_attached and trainer is not self._trainer:
             self._warn_once(_NESTED)
         self._detach()
@@ -390,8 +390,8 @@ class _Behind(TrainerCallback):
             logs.pop(self.added.pop(), None)
 
 
-def _trainer_of(timer: PhaseTimeCallback) -> Any:
-    """Return the Trainer that calls a timer, if it is a callback of one; else None.
+def find_trainer(callback: TrainerCallback) -> Any:
+    """Return the Trainer that calls a callback, if it is one of its own; else None.
 
     No callback is told of its Trainer; but that is on the stack, as `self`.
     """
@@ -400,7 +400,7 @@ def _trainer_of(timer: PhaseTimeCallback) -> Any:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):
             callbacks = caller.callback_handler.callbacks
-            return caller if any(one is timer for one in callbacks) else None
+            return caller if any(one is callback for one in callbacks) else None
         frame = frame.f_back
     return None
 

@@ -17,11 +17,11 @@ from scipy import signal, stats
 
 import lightning_gputime
 from lightning_gputime import Run, compare
+from lightning_gputime._cli import main
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs import saved, statistics
-from lightning_gputime._saved_runs.cli import main
 from lightning_gputime._saved_runs.environment import Environment
 
 PHASES = ("data", "forward", "backward")
@@ -372,7 +372,7 @@ def test_an_error_that_nobody_expects_exits_with_two(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("lightning_gputime._saved_runs.cli.compare", fail)
+    monkeypatch.setattr("lightning_gputime._cli.compare", fail)
     assert main(["compare", *files, "--fail-above", "1%"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")

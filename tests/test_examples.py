@@ -1,6 +1,7 @@
 import csv
 import json
 import runpy
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,42 @@ def test_an_observer_of_ones_own_adds_a_line_and_a_metric(
     longest = max(timer.history(), key=lambda step: step["step_ms"])
     line = f"longest: step {longest['step']}, {longest['step_ms']:.2f} ms"
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+
+    exporter, provider = memory.InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    timer = example("opentelemetry_spans.py", provider=provider, steps=30)
+    spans = exporter.get_finished_spans()
+    by_step = [one for one in spans if one.parent is None]
+    assert [one.name for one in by_step] == [f"step {number}" for number in range(30)]
+    for span, step in zip(by_step, timer.history(), strict=True):
+        inside = [one for one in spans if one.parent and one.parent.span_id == span.context.span_id]
+        assert {one.name for one in inside} == set(PHASES)
+        assert (span.end_time - span.start_time) / 1e6 == pytest.approx(step["step_ms"], abs=1e-4)
+
+
+def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
+    asked: list[dict[str, float]] = []
+    script = runpy.run_path(str(EXAMPLES / "serve_summary.py"))
+    server: Any = script["Server"](port=0)
+    take = server.steps_read
+
+    def take_and_ask(steps: Any) -> None:
+        take(steps)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}") as answer:
+            asked.append(json.loads(answer.read()))
+
+    server.steps_read = take_and_ask
+    timer = script["main"](server, steps=50)
+    newest = timer.history()[-1]
+    assert asked[-1]["step"] == 49
+    assert asked[-1]["step_ms"] == pytest.approx(newest["step_ms"])
+    assert {*PHASES} <= {*asked[-1]}
 
 
 def test_the_pictures_and_files_are_written(

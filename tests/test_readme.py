@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,29 +117,10 @@ def test_the_line_of_each_question_runs(tmp_path: Path, monkeypatch: pytest.Monk
         assert more.startswith("[")
 
 
-def test_the_callback_of_the_yaml_block_is_a_timer() -> None:
-    # What LightningCLI does with it, which needs jsonargparse; the test after this one has that.
-    [config] = map(yaml.safe_load, blocks("README.md", "yaml"))
-    [callback] = config["trainer"].pop("callbacks")
-    module, _, name = callback["class_path"].rpartition(".")
-    timer = getattr(importlib.import_module(module), name)(**callback["init_args"])
-    assert isinstance(timer, GPUPhaseTimer)
-    trainer = pl.Trainer(
-        **config["trainer"],
-        callbacks=[timer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Regression())
-    assert timer.summary().warmup_steps == callback["init_args"]["warmup_steps"]
-    assert timer.summary().steps == 16 - timer.summary().warmup_steps
-
-
 @pytest.mark.filterwarnings("ignore")  # What jsonargparse warns of is its own.
 @pytest.mark.skipif(
     importlib.util.find_spec("jsonargparse") is None,
-    reason="LightningCLI needs jsonargparse; the test before this one reads the YAML without it",
+    reason="LightningCLI needs jsonargparse",
 )
 def test_lightning_cli_takes_the_yaml_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,11 +128,11 @@ def test_lightning_cli_takes_the_yaml_block(
     from lightning.pytorch.cli import LightningCLI
 
     monkeypatch.chdir(tmp_path)
-    [config] = blocks("README.md", "yaml")
+    [config] = blocks("examples/README.md", "yaml")
     (tmp_path / "config.yaml").write_text(config)
     trainer = LightningCLI(Regression, args=["fit", "--config", "config.yaml"]).trainer
     [timer] = [one for one in trainer.callbacks if isinstance(one, GPUPhaseTimer)]  # type: ignore[attr-defined]  # has no hint
-    assert timer.summary().steps == 6
+    assert timer.summary().steps == 16 - 5
 
 
 def test_the_readme_is_short() -> None:

@@ -15,11 +15,11 @@ from test_compare import run
 from test_runs import timed
 
 from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
+from lightning_gputime._cli import main
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs import saved
-from lightning_gputime._saved_runs.cli import main
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.page import page, phases_over_steps, thin_out
 

@@ -22,8 +22,10 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.recorder import Recorder
 
-# The function by which torch.autograd runs its engine: private, and a global of its module.
-_ENGINE = "_engine_run_backward"
+ENGINE = "_engine_run_backward"
+"""The function by which torch.autograd runs its engine: private, and a global of its module."""
+if not hasattr(torch.autograd, ENGINE):
+    ENGINE = "backward"
 
 # Asks for gradients on behalf of a schedule.
 _PIPELINE = "torch.distributed.pipelining._backward"
@@ -54,8 +56,7 @@ class BackwardBoundary:
         self._optimizer = optimizer
         self._comm = comm
         self._returns_to: str | None = None
-        name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
-        self._subscription = attachments.add(patch_function(torch.autograd, name, self))
+        self._subscription = attachments.add(patch_function(torch.autograd, ENGINE, self))
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
             attachments.add(patch_function(called, "backward", self))

@@ -1,4 +1,4 @@
-"""The commands on saved runs: show, compare, report."""
+"""The commands: run, and on saved runs show, compare, report."""
 
 import argparse
 import io
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_gputime._auto_instrumentation import command
 from lightning_gputime._results import files
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Tabular, show
@@ -20,9 +21,10 @@ from lightning_gputime._saved_runs.saved import Run, load
 GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
 _ABOUT = """\
-Show, compare and report runs that were saved by timer.save("run.json.gz"), or under Lightning by
-GPUPhaseTimer(save="run.json.gz").
+Run a script with a timer. Show, compare and report runs that were saved by
+timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save="run.json.gz").
 
+  python -m lightning_gputime run train.py
   python -m lightning_gputime show run.json.gz
   python -m lightning_gputime compare before.json.gz after.json.gz --fail-above 2%
   python -m lightning_gputime report run.json.gz -o report.html
@@ -80,6 +82,9 @@ def _new_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     new = partial(commands.add_parser, formatter_class=_RAW)
+
+    run = new("run", help="run a script with a timer", description=command.ABOUT)
+    command.add_arguments(run)
 
     printed = new("show", help="print the table of a run again", description=_SHOW)
     printed.set_defaults(command=_show)

@@ -1,0 +1,95 @@
+"""Timers for scripts that have none: by an environment variable, and by `lightning_gputime run`.
+
+A Trainer of Lightning and a Fabric ask installed packages for callbacks, see `callbacks_factory` in
+their documentation. For the Trainer of transformers, and a plain loop, `run` puts the folder `site`
+on Python's path, whose `sitecustomize` calls `watch_imports` when Python starts.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+VARIABLE = "LIGHTNING_GPUTIME"
+"""The environment variable: unset, empty or "0" for no timer, "1", or options as JSON."""
+
+
+def options() -> dict[str, Any] | None:
+    """Return the options of the timer to add; None if no timer is to be added."""
+    text = os.environ.get(VARIABLE, "")
+    if text in ("", "0"):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+# Called in each Trainer and each Fabric, wanted or not: nothing is imported without need.
+
+
+def trainer_callbacks() -> list[Any]:
+    """Return what adds a timer to a Trainer of Lightning, if that is wanted."""
+    if (wanted := options()) is None:
+        return []
+    from lightning_gputime._auto_instrumentation.lightning import TrainerAdder
+
+    return [TrainerAdder(wanted)]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return what adds a timer to a Fabric, if that is wanted."""
+    if (wanted := options()) is None:
+        return []
+    from lightning_gputime._auto_instrumentation.lightning import FabricAdder
+
+    return [FabricAdder(wanted)]
+
+
+def watch_imports() -> None:
+    """Add timers to what needs no Lightning, once the script has imported it."""
+    if (wanted := options()) is not None:
+        sys.meta_path.insert(0, _AfterImport(wanted))
+
+
+class _AfterImport:
+    """A finder of modules that finds none, and has a function called after some are imported."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self._calls: dict[str, Callable[[], None]] = {
+            "torch": lambda: _watch_updates(wanted),
+            "transformers.trainer": lambda: _watch_trainers(wanted),
+        }
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name not in self._calls:
+            return None
+        call = self._calls.pop(name)
+        spec = importlib.util.find_spec(name)  # Asks the other finders.
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: Any) -> None:
+                execute(module)
+                call()
+
+            vars(spec.loader)["exec_module"] = execute_and_call
+        return spec
+
+
+def _watch_updates(wanted: dict[str, Any]) -> None:
+    from lightning_gputime._auto_instrumentation.plain import PlainLoop
+
+    PlainLoop(wanted)
+
+
+def _watch_trainers(wanted: dict[str, Any]) -> None:
+    from lightning_gputime._auto_instrumentation.transformers import watch
+
+    watch(wanted)

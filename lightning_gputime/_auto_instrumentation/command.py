@@ -1,0 +1,107 @@
+"""The command `run`: it starts a script whose training gets a timer."""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_gputime._auto_instrumentation import VARIABLE
+
+ABOUT = """\
+Run a script with a timer that it has not: in the Trainer of Lightning or transformers, in a Fabric,
+or in a plain loop, where a step is one update of the first optimizer. All else is as without: its
+arguments, output, exit code and errors. Processes that it starts get a timer, too.
+
+  run train.py --its own --args
+  run --modules 2 --save run.json.gz train.py
+  run -m package.module
+  run torchrun --nproc-per-node 2 train.py
+"""
+
+SWITCHES = ("annotate", "memory")
+VALUES = (
+    "every_n_steps",
+    "flops",
+    "history",
+    "items",
+    "lag",
+    "modules",
+    "prefix",
+    "probe_every_n_steps",
+    "save",
+    "sync_ranks",
+    "warmup_steps",
+)
+"""Options of all timers that a command line can give; each is described at `TimerOptions`."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script by the arguments of the command; return the exit code of what is wrong."""
+    # Not the parser of all commands, which brings torch: the script imports it again.
+    name = "lightning_gputime run"
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except (OSError, ValueError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Let the parser of the command take its arguments."""
+    parser.set_defaults(command=run)
+    for name in (*SWITCHES, *VALUES):
+        flag = f"--{name.replace('_', '-')}"
+        if name in SWITCHES:
+            parser.add_argument(flag, action="store_true", default=None, help="see TimerOptions")
+        else:
+            parser.add_argument(flag, type=_value, metavar="VALUE", help="see TimerOptions")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="the script or command, and its arguments"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become the process of the script. Raise what is wrong with the options before."""
+    given = vars(args)
+    if not args.script:
+        raise ValueError("no script is given: write run train.py, or run -m package.module")
+    wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
+    if alone := {name: value for name, value in wanted.items() if name != "save"}:
+        from lightning_gputime._options import Options  # Imports torch.
+
+        try:
+            Options(**alone)
+        except TypeError as error:
+            raise ValueError(error) from None
+    if "save" in wanted:
+        wanted["save"] = os.path.abspath(os.path.expanduser(str(wanted["save"])))
+    os.environ[VARIABLE] = json.dumps(wanted)
+    paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # In place of this process: its signals, exit code and tracebacks are those of the script.
+    first = args.script[0]
+    if not args.is_module and not os.path.exists(first) and shutil.which(first):
+        os.execvp(first, args.script)
+    os.execv(sys.executable, [sys.executable, *["-m"][: args.is_module], *args.script])
+
+
+def _value(text: str) -> Any:
+    """Return the value of an option: a number, True or False, a list, or the text itself."""
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

@@ -1,0 +1,272 @@
+"""`lightning_gputime run`: scripts without a timer, each in a process of its own."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from processes import ENVIRONMENT, PACKAGE
+
+from lightning_gputime import GPUPhaseTimer, TimerOptions, load
+from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
+
+GROUPS = {
+    "lightning.pytorch.callbacks_factory": "trainer_callbacks",
+    "lightning.fabric.callbacks_factory": "fabric_callbacks",
+}
+FUNCTIONS = "lightning_gputime._auto_instrumentation"
+
+PLAIN = """
+import sys, torch
+from torch import nn
+print("arguments", sys.argv[1:], __name__)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(30):
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+"""
+TWO_MODELS = """
+import torch
+from torch import nn
+one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+for _ in range(30):
+    two(one(torch.ones(2, 4))).square().mean().backward()
+    optimizer.step()
+"""
+UNSEEN = """
+import torch
+weight = torch.ones(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(30):
+    weight.square().mean().backward()
+    optimizer.step()
+"""
+OWN_TIMER = PLAIN.replace(
+    "for _ in range(30):",
+    "from lightning_gputime import GPUPhaseHooks\n"
+    "for _ in GPUPhaseHooks(net, optimizer).attach().steps([0] * 30):",
+)
+LIGHTNING = """
+import torch
+import lightning.pytorch as pl
+class Task(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+    def training_step(self, batch, _):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+CALLBACKS = []
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, callbacks=CALLBACKS)
+trainer.fit(Task(), torch.utils.data.DataLoader(torch.ones(60, 4), 2))
+print([type(one).__name__ for one in trainer.callbacks])
+"""
+FABRIC = """
+import torch
+from lightning.fabric import Fabric
+fabric = Fabric(accelerator="cpu")
+net = torch.nn.Linear(4, 4)
+net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.ones(60, 4), 2)):
+    fabric.backward(net(batch).square().mean())
+    optimizer.step()
+"""
+TRANSFORMERS = """
+import torch, transformers
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return {"loss": self.net(x).square().mean()}
+CALLBACKS = []
+transformers.Trainer(
+    Net(),
+    transformers.TrainingArguments("out", max_steps=30, per_device_train_batch_size=2,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=10),
+    train_dataset=[{"x": torch.ones(4)}] * 60,
+    callbacks=CALLBACKS,
+).train()
+"""
+
+RUN = ("-m", "lightning_gputime", "run")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The package as installed, with its entry points, also where it is not."""
+    info = tmp_path / "site" / "of_this_test-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-this-test\nVersion: 1\n")
+    points = ""
+    for group, function in GROUPS.items():
+        if "lightning-gputime" not in entry_points(group=group).names:
+            points += f"[{group}]\nlightning-gputime = {FUNCTIONS}:{function}\n"
+    (info / "entry_points.txt").write_text(points)
+    path = os.pathsep.join([str(PACKAGE), str(info.parent)])
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+
+
+def start(
+    script: str, folder: Path, environment: dict[str, str], *arguments: str
+) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(script)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    script: str, folder: Path, environment: dict[str, str], *arguments: str
+) -> tuple[int, str, str]:
+    """Returns the exit code, and what was printed and said."""
+    process = start(script, folder, environment, *arguments)
+    printed, told = process.communicate(timeout=200)
+    return process.returncode, printed, told
+
+
+def test_a_command_line_has_the_options_that_all_timers_have() -> None:
+    shared = {*TimerOptions.__annotations__, "save"}
+    of_python = {"on_step", "on_slow_step", "observers", "clock"}
+    assert {*SWITCHES, *VALUES} == shared - of_python
+    assert {*SWITCHES, *VALUES} <= {*inspect.signature(GPUPhaseTimer).parameters}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("raise ValueError('of the script')", 1)]
+)
+def test_a_script_ends_as_without(
+    end: str, code: int, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script, own = f"{PLAIN}\n{end}\n", ("train.py", "--lag", "a")
+    alone = run(script, tmp_path, environment, *own)
+    timed = run(script, tmp_path, environment, *RUN, "--memory", "--lag", "0", *own)
+    assert alone[0] == timed[0] == code
+    assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
+    assert timed[1].startswith(alone[1])
+    assert alone[2] in timed[2]
+    assert "over 23 steps" in timed[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "steps", "told"),
+    [
+        pytest.param(PLAIN, 28, "trains Sequential: a step is one update of its SGD", id="plain"),
+        pytest.param(TWO_MODELS, 28, "trains Linear", id="two models"),
+        pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
+        pytest.param(OWN_TIMER, 0, "", id="own timer"),
+        pytest.param(LIGHTNING, 30, "", id="Lightning"),
+        pytest.param(FABRIC, 30, "", id="Fabric"),
+        pytest.param(TRANSFORMERS, 30, "", id="transformers"),
+    ],
+)
+def test_a_script_gets_one_timer(
+    script: str, steps: int, told: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    if script is TRANSFORMERS:
+        pytest.importorskip("transformers")
+    flags = ("--save", "run.json.gz", "--warmup-steps", "0")
+    code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
+    assert code == 0, said
+    assert told in said
+    assert printed.count("Time per step") == (steps > 0)
+    path = tmp_path / "run.json.gz"
+    assert path.exists() == (steps > 0)
+    if steps:
+        summary = load(path).summary
+        assert summary.steps == summary.rows["backward"].n == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "timer"),
+    [
+        (LIGHTNING, "__import__('lightning_gputime').GPUPhaseTimer()"),
+        (TRANSFORMERS, "PhaseTimeCallback()"),
+    ],
+)
+def test_a_trainer_with_a_timer_gets_no_other(
+    script: str, timer: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    if script is TRANSFORMERS:
+        pytest.importorskip("transformers")
+        script = f"from lightning_gputime.huggingface import PhaseTimeCallback\n{script}"
+    script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}]")
+    code, printed, said = run(script, tmp_path, environment, *RUN, "train.py")
+    assert code == 0, said
+    assert printed.count("Time per step") == 1
+    assert "The script has a timer of its own" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_a_variable_is_enough_for_lightning(
+    value: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = f"{LIGHTNING}\nimport sys\nprint('lightning_gputime._timer' in sys.modules)"
+    environment["LIGHTNING_GPUTIME"] = value
+    code, printed, said = run(script, tmp_path, environment, "train.py")
+    assert code == 0, said
+    assert printed.count("Time per step") == int(value)
+    # Without a timer no more than the entry point is imported.
+    assert printed.endswith(f"{value == '1'}\n")
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_the_scripts(tmp_path: Path, environment: dict[str, str]) -> None:
+    script = f"{PLAIN}\nprint('ready', flush=True)\nimport time\ntime.sleep(60)\n"
+    process = start(script, tmp_path, environment, *RUN, "train.py")
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert "over 23 steps" in printed
+
+
+@pytest.mark.slow
+def test_children_have_a_timer_each_and_the_first_rank_prints(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    code, printed, said = run(PLAIN, tmp_path, environment, *RUN, "-m", *launcher)
+    assert code == 0, said
+    assert printed.count("Time per step") == 1
+    assert said.count("Timing the loop") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--lag", "x", "train.py"], "lag must be an integer"),
+        (["--modules", "a/b", "train.py"], "modules must"),
+        ([], "no script is given"),
+        (["--lags", "1", "train.py"], "--lags"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_script_runs(
+    flags: list[str], told: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    code, printed, said = run(PLAIN, tmp_path, environment, *RUN, *flags)
+    assert code == 2
+    assert told in said
+    assert not printed
