@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import hooks_of
-from fake_gpu import STEP_MS, Adder, FakeGPU, steps
+from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, steps
 from fake_loop import Loop, hooks
 from fake_ranks import COMM_MS, Ranks, reduce
 
@@ -112,6 +112,30 @@ def test_a_timer_that_only_refers_to_itself_comes_off(gpu: FakeGPU) -> None:
     gc.collect()
     timer.attach().remove()
     assert hooks_of(loop.model) == bare
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_off_destroys_no_event(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a worker of a loader torch would abort, with "CUDA error: initialization error".
+    destroyed: list[int] = []
+    monkeypatch.setattr(FakeEvent, "__del__", lambda _: destroyed.append(1), raising=False)
+    loop = Loop(gpu)
+    timer = hooks(loop).attach()
+    for x in timer.steps(loop.batches(3)):
+        loop.train(x)
+    child = os.fork()
+    if not child:
+        del timer, loop
+        gc.collect()
+        os._exit(1 if destroyed else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    timer.remove()
+    del timer, loop
+    gc.collect()
+    assert destroyed
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -156,6 +156,20 @@ def train(timed: bool) -> list[Tensor]:
     return [*losses, *(value.cpu() for value in model.state_dict().values())]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_loader_that_are_forked_off_in_the_loop_live() -> None:
+    model = nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = TensorDataset(torch.randn(32, 8))
+    loader = DataLoader(rows, 4, num_workers=2, multiprocessing_context="fork")
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for _ in range(3):
+            for (x,) in timer.steps(loader):
+                model(x.cuda()).sum().backward()
+                optimizer.step()
+    assert len(timer.history()) == 24
+
+
 def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
     assert all(map(torch.equal, train(timed=False), train(timed=True)))
 

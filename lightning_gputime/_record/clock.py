@@ -1,9 +1,12 @@
 """Clocks: where timing events come from. The only place that names an event class."""
 
+import contextlib
+import ctypes
 import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -66,6 +69,26 @@ _NEVER: Callable[[], bool] = bool
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
+
+
+_events: "WeakSet[TimingEvent]" = WeakSet()
+
+
+def new_event(clock: Clock) -> TimingEvent:
+    """Return a new event of a clock, not yet recorded."""
+    event = clock.event()
+    with contextlib.suppress(TypeError):  # It has no weak references, and needs none.
+        _events.add(event)
+    return event
+
+
+def keep_events() -> None:
+    """Keep all events for good. Call in a process that was forked off.
+
+    Where one is destroyed torch calls CUDA, which cannot be used there, and the process aborts.
+    """
+    for event in [*_events]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
 
 
 @skip_compile
@@ -165,7 +188,7 @@ class _GraphClock:
 class _EventOnOtherDevice:
     """An event for a device that is not the thread's current one."""
 
-    __slots__ = ("_device", "_event", "query", "synchronize")
+    __slots__ = ("__weakref__", "_device", "_event", "query", "synchronize")
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device

@@ -25,7 +25,7 @@ from lightning_gputime._phases import (
     RECEIVES,
     WAITS,
 )
-from lightning_gputime._record.clock import Clock, Mark, TimingEvent
+from lightning_gputime._record.clock import Clock, Mark, TimingEvent, new_event
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
 
@@ -513,7 +513,7 @@ class Recorder:
                 return self._free.pop()
             raise TooManyEventsError(f"it has {len(self._open)} boundaries")
         self._events += 1
-        return self._clock.event()
+        return new_event(self._clock)
 
     def _look_whether_it_ends(self) -> None:
         # A step may wait often for other ranks, or have many modules, and end all the same.
@@ -531,7 +531,7 @@ class Recorder:
         if clock is None:
             self.warn_once("What runs inside a captured graph is not timed.")
             return
-        event = clock.event()
+        event = new_event(clock)
         event.record()
         # No host time: it is not known before a replay.
         self._captured.append((label, event, 0))

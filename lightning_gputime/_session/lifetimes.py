@@ -5,6 +5,7 @@ from typing import Any
 from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
+from lightning_gputime._record.clock import keep_events
 
 # Module state, because a fork and the loss of a timer happen to no session in particular.
 # `Any`, because sessions are above this module.
@@ -48,6 +49,7 @@ def _take_off_lost() -> None:
 
 
 def _abandon_all() -> None:
+    keep_events()
     # Over a copy: each takes itself out.
     for session in [*_attached]:
         session.abandon()
