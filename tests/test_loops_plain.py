@@ -262,8 +262,16 @@ def test_two_timers_of_which_one_rests_do_not_mix(
         assert {one["backward"] for one in timed} == {STEP_MS["backward"]}
 
 
-def test_data_parallel_is_refused(loop: Loop) -> None:
-    model = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)))
+def test_data_parallel_is_refused_on_several_devices_alone(loop: Loop) -> None:
+    parallel = nn.DataParallel(loop.model)
+    # On one device it calls the module in the loop's thread.
+    loop.model = parallel  # type: ignore[assignment]
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 2
+    parallel.device_ids = [0, 1]
+    model = nn.Sequential(parallel)
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         GPUPhaseHooks(model)
 
