@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile, record_function, supported_activities
 from torch.utils.data import Dataset
 
@@ -40,7 +41,6 @@ class Traced(GPUPhaseHooks):
 
     def __init__(self, model: nn.Module, optimizers: Any = None, **options: Any) -> None:
         self.found: dict[int, dict[str, float]] = {}
-        self.ends: list[int] = []
         self.profiler: Any = None
         self.timers.append(self)
         if self.first >= 0:
@@ -58,7 +58,6 @@ class Traced(GPUPhaseHooks):
         return steps if self.first < 0 else WithPoints(steps)
 
     def step(self) -> None:
-        self.ends.append(time.perf_counter_ns())
         if self.profiler is not None:
             point(f"step {self._step + 1}")
         super().step()
@@ -205,33 +204,25 @@ def main() -> None:
     lightning_gputime.GPUPhaseHooks = Traced  # type: ignore[misc]
     if Traced.first >= 0:
         show_backward()
+    updates: list[int] = []
+    register_optimizer_step_post_hook(lambda *_: updates.append(time.perf_counter_ns()))
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    timers = Traced.timers
-    if not timers:
-        return
-    timer = timers[-1]
-    timer.end_trace()
-    timer.flush()
-    by_trace = {}
-    if Traced.trace.exists():
-        by_trace = phases_in_trace(json.loads(Traced.trace.read_text())["traceEvents"])
-    gaps = [b - a for a, b in zip(timer.ends, timer.ends[1:], strict=False)]
-    found.write_text(
-        json.dumps(
-            {
-                "step_ns": gaps,
-                "steps": {
-                    step: {"timer": timer.found[step], "trace": phases}
-                    for step, phases in by_trace.items()
-                    if step in timer.found
-                },
-                "summary": timer.summary().to_dict(),
-                "table": str(timer.summary()),
+    result: dict[str, Any] = {"updates_ns": updates}
+    if Traced.timers:
+        timer = Traced.timers[-1]
+        timer.end_trace()
+        timer.flush()
+        result |= {"summary": timer.summary().to_dict(), "table": str(timer.summary())}
+        if Traced.trace.exists():
+            events = json.loads(Traced.trace.read_text())["traceEvents"]
+            result["steps"] = {
+                step: {"timer": timer.found[step], "trace": phases}
+                for step, phases in phases_in_trace(events).items()
+                if step in timer.found
             }
-        )
-    )
+    found.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

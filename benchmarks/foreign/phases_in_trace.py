@@ -1,9 +1,10 @@
 """The phases of steps by a trace of torch.profiler alone, as the documentation defines them.
 
 A boundary is where the host crossed it: a range of the profiler for an update and for zero_grad,
-and a range of `drive.py` for a model call, for `Tensor.backward` and for the loop itself. The
-stream reaches it when it has done all that was launched before, its waits for other streams
-included, but not before the host crossed it.
+and a range of `drive.py` for a model call, for `Tensor.backward` and for the loop itself. A
+backward begins with the first node that the engine evaluates: the kernel that makes the first
+gradient is launched before. The stream reaches a boundary when it has done all that was launched
+before, its waits for other streams included, but not before the host crossed it.
 """
 
 from bisect import bisect_right
@@ -16,6 +17,7 @@ from kernels import Event, end_of, of_categories
 Phases = dict[str, float]
 
 STARTS = {"call": "forward", "backward": "backward", "update": "optimizer", "zero_grad": "other"}
+NODE = "autograd::engine::evaluate_function"
 PREFIXES = {
     "foreign/": "",
     "Optimizer.step#": "update",
@@ -95,14 +97,19 @@ def _boundaries(events: list[Event]) -> list[Boundary]:
     """Return the boundaries in their order; of what is nested only the outermost."""
     found: list[Boundary] = []
     until = 0.0
+    nodes = [one["ts"] for one in of_categories(events, "cpu_op") if one["name"].startswith(NODE)]
     for event in of_categories(events, "user_annotation"):
         prefix = next((one for one in PREFIXES if event["name"].startswith(one)), None)
         if prefix is None or event["ts"] < until:
             continue
         name = PREFIXES[prefix] or event["name"].removeprefix(prefix)
-        found.append(Boundary(event["ts"], name, is_end=False))
+        start = event["ts"]
+        if name == "backward":
+            start = nodes[bisect_right(nodes, start)]
+        # The timer ends its step behind that point, and begins the body before that.
+        found.append(Boundary(end_of(event) if name.startswith("step ") else start, name, False))
         if name in STARTS:
-            found.append(Boundary(end_of(event), name, is_end=True))
+            found.append(Boundary(end_of(event), name, True))
             until = end_of(event)
     return found
 

@@ -231,37 +231,41 @@ class Copy:
         self._original = self._script.read_text()
         self.lines = added(self._original, edited(self._original, program.timer))
 
-    def run(self, *, with_timer: bool, steps: tuple[int, int]) -> dict[str, Any]:
-        """Run it; return what it printed and, of each rank, what was found."""
-        edits = self._program.timer if with_timer else ()
-        self._script.write_text(edited(edited(self._original, edits), self._program.smaller))
+    def run(
+        self,
+        edits: tuple[Edit, ...],
+        steps: tuple[int, int] = (-1, -1),
+        launcher: tuple[str, ...] = (sys.executable,),
+    ) -> dict[str, Any]:
+        """Run it with some edits; return what it printed and, of each rank, what was found.
+
+        Args:
+            edits: What is written into the script.
+            steps: The first and the last step that is traced.
+            launcher: What runs a script of Python.
+        """
+        program = self._program
+        self._script.write_text(edited(edited(self._original, edits), program.smaller))
         out = self._folder / "found.json"
-        accel = ("--accel",) if torch.cuda.is_available() else ()
-        words = [one for one in self._program.arguments if one != "{accel}"]
-        if "{accel}" in self._program.arguments:
-            words.extend(accel)
-        launcher = [sys.executable]
-        if self._program.ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            launcher += [str(self._program.ranks)]
-        sizes = json.dumps(dict(self._program.sizes))
-        own = [str(Path(__file__).with_name("drive.py")), str(out), *map(str, steps), sizes]
-        command = [*launcher, *own, self._script.name, *words]
-        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True)
+        accel = ["--accel"] if torch.cuda.is_available() else []
+        words = [word for word in program.arguments if word != "{accel}"]
+        if program.ranks > 1:
+            launcher += ("-m", "torch.distributed.run", "--standalone")
+            launcher += ("--nproc-per-node", str(program.ranks))
+        sizes = json.dumps(dict(program.sizes))
+        own = [str(Path(__file__).with_name("drive.py"))]
+        own += ["--args"] if "traceml_ai.launcher.cli" in launcher else []
+        own += [str(out), *map(str, steps), sizes, self._script.name, *words]
+        own += accel if "{accel}" in program.arguments else []
+        done = subprocess.run([*launcher, *own], cwd=self._folder, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(
-                f"{self._program.script}: {done.stdout[-2000:]}{done.stderr[-5000:]}"
-            )
-        ranks = [out.with_suffix(f".{rank}.json") for rank in range(self._program.ranks)]
+            raise RuntimeError(f"{program.script}: {done.stdout[-2000:]}{done.stderr[-5000:]}")
+        ranks = [out.with_suffix(f".{rank}.json") for rank in range(program.ranks)]
         return {
             "output": done.stdout,
             "messages": [line for line in done.stderr.splitlines() if line.strip()],
-            "ranks": [json.loads(path.read_text()) for path in ranks] if with_timer else [],
+            "ranks": [json.loads(path.read_text()) for path in ranks],
         }
-
-    def traces(self) -> list[Path]:
-        """Return the traces of the last run."""
-        return sorted(self._folder.glob("found.*.trace.json"))
 
 
 def losses(output: str) -> list[str]:
@@ -287,47 +291,55 @@ def compared(steps: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
     return found
 
 
-def run(checkout: Path, name: str, traces: Path | None) -> dict[str, Any]:
-    """Run one program three times; return what was found."""
+def run(checkout: Path, name: str, *, untraced: bool) -> dict[str, Any]:
+    """Run one program; return what was found."""
     program = PROGRAMS[name]
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(checkout, program, Path(folder))
-        plain = copy.run(with_timer=False, steps=(-1, -1))
-        usual = copy.run(with_timer=True, steps=(-1, -1))
-        traced = copy.run(with_timer=True, steps=program.steps)
-        if traces is not None:
-            for rank, trace in enumerate(copy.traces()):
-                shutil.copy(trace, traces / f"{name.replace(' ', '')}.{rank}.json")
-    said = [line for line in usual["messages"] if line not in plain["messages"]]
-    return {
-        "lines": copy.lines,
-        "messages": said,
-        "same_losses": losses(plain["output"]) == losses(usual["output"]),
-        "losses": len(losses(plain["output"])),
-        "table": usual["ranks"][0]["table"].splitlines(),
-        "steps": len(traced["ranks"][0]["steps"]),
-        "ranks": [compared(rank["steps"]) for rank in traced["ranks"]],
-    }
+        found: dict[str, Any] = {"lines": copy.lines}
+        if untraced:
+            plain, usual = copy.run(()), copy.run(program.timer)
+            found |= {
+                "messages": [line for line in usual["messages"] if line not in plain["messages"]],
+                "losses": len(losses(plain["output"])),
+                "same_losses": losses(plain["output"]) == losses(usual["output"]),
+                "table": usual["ranks"][0]["table"].splitlines(),
+            }
+        traced = copy.run(program.timer, program.steps)
+        found["steps"] = len(traced["ranks"][0]["steps"])
+        found["ranks"] = [compared(rank["steps"]) for rank in traced["ranks"]]
+    return found
 
 
 def measure(checkout: Path, arguments: list[str]) -> dict[str, Any]:
     """Run the programs; return what was found of each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
-    parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
+    parser.add_argument("--traced-only", action="store_true", help="leave out untraced runs")
+    parser.add_argument("--commit", default="", help="of the checkout, where that is not in git")
     known = parser.parse_args(arguments)
-    found = {}
+    found: dict[str, Any] = {}
     for name in known.programs:
-        found[name] = run(checkout, name, known.traces)
-        show(name, found[name])
-    return {"results": found}
+        if PROGRAMS[name].ranks > max(1, torch.cuda.device_count()):
+            continue
+        try:
+            found[name] = run(checkout, name, untraced=not known.traced_only)
+        except RuntimeError as error:
+            found[name] = {"error": str(error)}
+            print(f"{name}: {error}", flush=True)
+        else:
+            show(name, found[name])
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    commit = {"commit": known.commit} if known.commit else {}
+    return {"gpu": gpu, **commit, "results": found}
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     """Print what was found of one program."""
-    same = "the same" if found["same_losses"] else "OTHERS"
-    print(f"{name}: {len(found['lines'])} lines, {found['steps']} steps; losses are {same}")
-    for line in [*found["lines"], *found["messages"], *found["table"]]:
+    print(f"{name}: {len(found['lines'])} lines, {found['steps']} steps")
+    if "losses" in found:
+        print(f"    {found['losses']} losses, all the same: {found['same_losses']}")
+    for line in [*found["lines"], *found.get("messages", ()), *found.get("table", ())]:
         print("   ", line)
     for rank, phases in enumerate(found["ranks"]):
         for phase, one in phases.items():
