@@ -154,7 +154,8 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         if label in (WAITS, RECEIVES) and phase not in (EXCLUDED, LEFT):
             waits_in = follower if label == RECEIVES else phase
             name = f"{waits_in.partition('/')[0]}/{COMM}"
-        settled.append(_with_parents(name))
+        parents = itertools.accumulate(name.split("/"), "{}/{}".format)
+        settled.append(() if name in (EXCLUDED, LEFT) else tuple(parents))
     return tuple(settled)
 
 
@@ -185,12 +186,6 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         elif top_level == DATA:
             following = None  # What follows is another micro-batch.
     return phases[::-1]
-
-
-def _with_parents(phase: str) -> tuple[str, ...]:
-    if phase in (EXCLUDED, LEFT):
-        return ()
-    return tuple(itertools.accumulate(phase.split("/"), "{}/{}".format))
 
 
 def is_wait(name: str) -> bool:

@@ -63,7 +63,7 @@ class PhaseTimeMetric(Metric):
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
             # The last one is no sum: the deviation of the local time.
             zeros = torch.zeros(len(self._names) + 1, dtype=dtype)
-            self.add_state(state, zeros, dist_reduce_fx=_keep_ranks, persistent=True)
+            self.add_state(state, zeros, dist_reduce_fx=None, persistent=True)
 
     def update(self, times: StepTimes) -> None:
         """Add a step that a timer has read."""
@@ -134,8 +134,3 @@ def _gather(state: Tensor, group: Any) -> list[Tensor]:
         device = torch.accelerator.current_accelerator() or device
     gathered = gather_all_tensors(state.to(device), group)
     return [one.cpu() for one in gathered]
-
-
-def _keep_ranks(states: Tensor) -> Tensor:
-    """The reduction across ranks: none."""
-    return states

@@ -161,24 +161,21 @@ class SlowStepAnalyzer:
             self._allocator.sample(self._now_ns())
 
     def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
-        threshold_ms = self._baseline.slow_threshold_ms
-        return [
-            self._explain(step, ms)
-            for step, ms in zip(steps, each_ms, strict=True)
-            if ms > threshold_ms and ms - self._reading_ms(step) > threshold_ms
-        ]
-
-    def _reading_ms(self, step: StepRecord) -> float:
-        """Return for how long the timer read steps in a step."""
-        start, end = step.host_ns[0], step.host_ns[-1]
-        return sum(max(min(end, b) - max(start, a), 0) for a, b in self._readings) / 1e6
-
-    def _explain(self, step: StepRecord, step_ms: float) -> SlowStep:
-        found = ExcessAttribution(step, step_ms, self._baseline, [*self._waits])
-        for detect in self.detectors:
-            detect(found)
-        usual_ms, causes = self._baseline.step_ms, found.causes()
-        return SlowStep(step.number, step_ms, usual_ms, found.phase, causes, found.unexplained_ms)
+        threshold_ms, usual_ms = self._baseline.slow_threshold_ms, self._baseline.step_ms
+        slow = []
+        for step, ms in zip(steps, each_ms, strict=True):
+            if ms <= threshold_ms:
+                continue
+            start, end = step.host_ns[0], step.host_ns[-1]
+            reading_ns = sum(max(min(end, b) - max(start, a), 0) for a, b in self._readings)
+            if ms - reading_ns / 1e6 <= threshold_ms:
+                continue
+            found = ExcessAttribution(step, ms, self._baseline, [*self._waits])
+            for detect in self.detectors:
+                detect(found)
+            unexplained_ms, causes = found.unexplained_ms, found.causes()
+            slow.append(SlowStep(step.number, ms, usual_ms, found.phase, causes, unexplained_ms))
+        return slow
 
     def _give_up(self, error: Exception) -> None:
         self._warn_once("Why steps are slow is not said any more: %r", error)

@@ -50,11 +50,6 @@ class Baseline:
         """Whether there were enough steps."""
         return self.slow_threshold_ms != inf
 
-    @property
-    def host_threshold_ms(self) -> float:
-        """A step that takes the host longer may turn out to be slow (in milliseconds)."""
-        return self.host_ms + max(_SHARE * self.host_ms, _LEAST_MS)
-
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Take the next steps; return whether the baseline was taken anew."""
         self.steps.extend(steps)
@@ -66,6 +61,8 @@ class Baseline:
         self._parts = None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
+        # A step that takes the host longer may turn out to be slow.
+        self.host_threshold_ms = self.host_ms + max(_SHARE * self.host_ms, _LEAST_MS)
         noise_ms = _MADS * _deviation(self.each_ms, self.step_ms)
         self.slow_threshold_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True
@@ -225,10 +222,6 @@ class ExcessAttribution:
                 part.host_causes[kind, detail] += ms
                 part.unattributed_host_ms -= ms
                 most_ms -= ms
-
-    def attribute_device_excess(self, kind: CauseKind, part: PartExcess, detail: str) -> None:
-        """Attribute a part's excess on the device to a cause, whatever the host did."""
-        part.device_causes[kind, detail] += part.device_excess_ms
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, those first of which most reached the device."""

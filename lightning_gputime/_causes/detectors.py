@@ -144,7 +144,7 @@ def detect_phases(attribution: ExcessAttribution) -> None:
         if detail := _callback(part.name):
             attribution.attribute_host_excess("callback", detail, part.name.__eq__)
         if is_wait(part.name) and part.device_excess_ms:
-            attribution.attribute_device_excess("ranks", part, f"in {part.name}")
+            part.device_causes["ranks", f"in {part.name}"] += part.device_excess_ms
 
 
 def _callback(name: str) -> str:

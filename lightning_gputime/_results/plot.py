@@ -37,7 +37,9 @@ def plot_steps(results: Results, ax: Any = None) -> tuple[Any, Any]:
 def _draw_steps(ax: Any, history: npt.NDArray[Any], bins: Sequence[int], warmup: int) -> None:
     names = list_top_phases(history)
     edges = [*(int(history["step"][first]) for first in bins), int(history["step"][-1]) + 1]
-    heights = [_medians(history[f"{name}_ms"], bins) for name in names]
+    # A phase that did not run took no time.
+    columns = [np.split(np.nan_to_num(history[f"{name}_ms"]), bins[1:]) for name in names]
+    heights = [[float(np.median(part)) for part in column] for column in columns]
     # The last is drawn as wide as the others, up to where a next one would begin.
     drawn = [[*height, height[-1]] for height in heights]
     colours = [colour(name, names) for name in names]
@@ -61,12 +63,6 @@ def _bins(steps: int, warmup: int) -> list[int]:
     """Return the index of the first step of each bin; no bin mixes the warm-up with others."""
     each, first = -(-steps // _BINS) if steps > _MAX_STEPS else 1, min(warmup, steps)
     return [*range(0, first, each), *range(first, steps, each)]
-
-
-def _medians(times_ms: npt.NDArray[Any], bins: Sequence[int]) -> list[float]:
-    # A phase that did not run took no time.
-    parts = np.split(np.nan_to_num(times_ms), bins[1:])
-    return [float(np.median(part)) for part in parts]
 
 
 def plot_step(results: Results, number: int, ax: Any = None) -> tuple[Any, Any]:

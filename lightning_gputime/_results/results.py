@@ -27,7 +27,7 @@ from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.sums import PhaseSum, Sums
+from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference, tflops_of_phases
 
 
@@ -193,24 +193,20 @@ class Results:
 def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
     """Return the statistics that sums tell, of each phase and of the step."""
     phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
-    probed = {**busy.phases, STEP: busy.step}
+    probed = {name: one.mean_ms for name, one in {**busy.phases, STEP: busy.step}.items() if one.n}
     return {
         name: PhaseStats(
             n=one.n,
-            mean_ms=one.device_ms / one.n if one.n else math.nan,
+            mean_ms=one.mean_ms,
             p50_ms=math.nan,
             p95_ms=math.nan,
             max_ms=one.max_ms if one.n else math.nan,
             share=one.device_ms / sums.step.device_ms if sums.step.device_ms else math.nan,
             host_mean_ms=one.host_ms / one.n if one.n else math.nan,
-            busy_mean_ms=_mean_ms(probed.get(name)),
+            busy_mean_ms=probed.get(name),
         )
         for name, one in {**phases, STEP: sums.step}.items()
     }
-
-
-def _mean_ms(total: PhaseSum | None) -> float | None:
-    return total.device_ms / total.n if total is not None and total.n else None
 
 
 def _percentiles(times_ms: npt.ArrayLike) -> tuple[float, float]:

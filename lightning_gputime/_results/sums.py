@@ -111,6 +111,11 @@ class PhaseSum:
         self.n = 0
         self.device_ms = self.host_ms = self.max_ms = 0.0
 
+    @property
+    def mean_ms(self) -> float:
+        """The mean device time."""
+        return self.device_ms / self.n if self.n else nan
+
     def add(self, n: int, device_ms: float, host_ms: float, max_ms: float) -> None:
         """Add `n` steps."""
         self.n += n

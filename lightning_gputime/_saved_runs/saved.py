@@ -133,7 +133,8 @@ def _unpack(packed: Any) -> npt.NDArray[Any]:
     """Return the history of which `_pack` has made `packed`."""
     steps = np.cumsum(np.array(packed["steps"], np.int64))
     named = {"host_wait": packed["host_wait"], **packed["phases"]}
-    times = {name: _from_units(units, packed["unit_ms"]) for name, units in named.items()}
+    units = {name: np.array(column, np.int64) for name, column in named.items()}
+    times = {name: np.where(n < 0, np.nan, n * packed["unit_ms"]) for name, n in units.items()}
     if any(ms.shape != steps.shape for ms in times.values()):
         raise ValueError("the columns of its history differ in length")
     top_level = [times[name] for name in packed["phases"] if "/" not in name]
@@ -143,11 +144,6 @@ def _unpack(packed: Any) -> npt.NDArray[Any]:
         **{f"{name}_ms": ms for name, ms in times.items()},
     }
     return structured(columns)
-
-
-def _from_units(units: Any, unit_ms: float) -> Floats:
-    whole = np.array(units, np.int64)
-    return np.where(whole < 0, np.nan, whole * unit_ms)
 
 
 def _decompress(file: io.BufferedReader) -> bytes:
