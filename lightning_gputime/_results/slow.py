@@ -135,13 +135,12 @@ _COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained
 class SlowLog:
     """Keep the slow steps of a run: the worst one by one, all of them added up.
 
-    One thread adds steps, and asks for the metrics of a log; any may read the rest. So what they
-    read is replaced, and never changed.
+    One thread adds steps and logs; any may read. So what they read is replaced, and never changed.
     """
 
     def __init__(self) -> None:
         self._is_known = False  # Whether any step was judged yet.
-        self._worst: tuple[SlowStep, ...] = ()
+        self._worst: Sequence[SlowStep] = ()
         self._sums: _Sums = {}
         # Those that are not logged yet: those that were added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
@@ -155,8 +154,8 @@ class SlowLog:
         self._is_known = is_known
         if not steps:
             return
-        worst = (*self._worst, *steps)
-        self._worst = worst if len(worst) <= 2 * _MAX_KEPT else (*_largest(worst)[:_MAX_KEPT],)
+        worst = [*self._worst, *steps]
+        self._worst = worst if len(worst) <= 2 * _MAX_KEPT else _largest(worst)[:_MAX_KEPT]
         self._sums = _add(self._sums, steps)
         # A log that ends inside them is asked for before the next are added.
         self._before = _add(self._before, self._pending)

@@ -225,16 +225,15 @@ def compare(
     # In the order of the files: the user's own phases have no other.
     phases = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     names = in_order([name for name in phases if not of_one_callback(name)])
-    before_times, after_times = ([_times(run, names) for run in side] for side in sides)
-    typical = statistics.typical_difference(before_times, after_times)
-    wholes = ([one[:, :1] for one in side] for side in (before_times, after_times))
-    step, *rows = [Difference(*row) for row in typical.tolist()]
+    times = [[_times(run, names) for run in side] for side in sides]
+    step, *rows = [Difference(*row) for row in statistics.typical_difference(*times).tolist()]
+    [mean] = statistics.mean_difference(*([one[:, :1] for one in side] for side in times)).tolist()
     return RunComparison(
         rows=dict(zip(names, rows, strict=True)),
         step=step,
-        mean=Difference(*statistics.mean_difference(*wholes)[0].tolist()),
+        mean=Difference(*mean),
         runs=(len(sides[0]), len(sides[1])),
-        steps=(sum(map(len, before_times)), sum(map(len, after_times))),
+        steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
         notes=tuple(notes.values()),
     )
 
@@ -271,5 +270,4 @@ def _times(run: Run, names: Sequence[str]) -> statistics.Floats:
     # A phase that did not run takes no time of the step.
     absent = np.zeros(len(measured))
     phases = [measured[f"{name}_ms"] if name in known else absent for name in names]
-    times: statistics.Floats = np.nan_to_num(np.stack([measured["step_ms"], *phases], axis=1))
-    return times
+    return np.asarray(np.nan_to_num(np.stack([measured["step_ms"], *phases], axis=1)))

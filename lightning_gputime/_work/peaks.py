@@ -121,14 +121,12 @@ def _size(module: nn.Module) -> int:
 
 def fill_in_peak(reference: ThroughputReference, device: torch.device, precision: str) -> None:
     """Fill in the precision and its peak, or why that is not known."""
-    reference.precision = precision
-    why = "it is not seen in what is computed"
-    if precision:
-        name = device_name(device)
-        reference.peak_tflops = peak_tflops(name, precision)
-        why = f"no {precision} peak is known of {name}"
-    if reference.peak_tflops is None:
-        reference.note = reference.note or f"{why}: there is no MFU"
+    name, reference.precision = device_name(device), precision
+    reference.peak_tflops = peak_tflops(name, precision)
+    if reference.peak_tflops is None and not reference.note:
+        unseen = "it is not seen in what is computed"
+        why = f"no {precision} peak is known of {name}" if precision else unseen
+        reference.note = f"{why}: there is no MFU"
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
