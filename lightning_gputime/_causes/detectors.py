@@ -199,7 +199,8 @@ class Preemption:
             attribute_excess("others had the processor")
         elif off_ms >= _LEAST_OFF_CPU_MS * waits:
             # Not where threads take turns, nor where the host may wait for something.
-            attribute_excess("stopped, or blocked", _is_at_work)
+            at_work = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+            attribute_excess("stopped, or blocked", lambda name: name.partition("/")[0] in at_work)
 
 
 def _off_cpu(
@@ -218,10 +219,6 @@ def _off_cpu(
     ran_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     off_us = round((after_ns - before_ns) / 1e3 - 1e6 * ran_s)
     return off_us / 1e3, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
-
-
-def _is_at_work(name: str) -> bool:
-    return name.partition("/")[0] in (FORWARD, LOSS, BACKWARD, OPTIMIZER)
 
 
 def thread_usage() -> Callable[[], Any] | None:

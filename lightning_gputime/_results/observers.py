@@ -31,7 +31,7 @@ class ReadSteps:
 
     @property
     def sums(self) -> Sums:
-        """The sums over all of them; whoever needs others makes their own."""
+        """The sums over all of them."""
         if self._sums is None:
             self._sums = Sums(self.records)
         return self._sums

@@ -194,14 +194,13 @@ def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
     """Return the statistics that sums tell, of each phase and of the step."""
     phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
     probed = {name: one.mean_ms for name, one in {**busy.phases, STEP: busy.step}.items() if one.n}
+    all_ms = sums.step.device_ms or math.nan
     return {
         name: PhaseStats(
             n=one.n,
             mean_ms=one.mean_ms,
-            p50_ms=math.nan,
-            p95_ms=math.nan,
             max_ms=one.max_ms if one.n else math.nan,
-            share=one.device_ms / sums.step.device_ms if sums.step.device_ms else math.nan,
+            share=one.device_ms / all_ms,
             host_mean_ms=one.host_ms / one.n if one.n else math.nan,
             busy_mean_ms=probed.get(name),
         )
@@ -209,10 +208,9 @@ def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
     }
 
 
-def _percentiles(times_ms: npt.ArrayLike) -> tuple[float, float]:
+def _percentiles(times_ms: npt.ArrayLike) -> list[float]:
     ran_ms = np.asarray(times_ms)
     ran_ms = ran_ms[np.isfinite(ran_ms)]
-    if not len(ran_ms):
-        return math.nan, math.nan
-    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95))
-    return float(p50_ms), float(p95_ms)
+    return (
+        [float(one) for one in np.percentile(ran_ms, (50, 95))] if len(ran_ms) else [math.nan] * 2
+    )

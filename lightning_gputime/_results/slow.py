@@ -93,23 +93,14 @@ class SlowStep:
 
 @dataclass(frozen=True, slots=True)
 class SlowSummary:
-    """What slow steps cost a run.
+    """What slow steps cost a run."""
 
-    Attributes:
-        n: How many there were.
-        steps: Among how many.
-        share: The part of the time of all steps that was their excess, from 0 to 1.
-        cause_shares: How much of that each cause has, by its name, the largest first.
-        unexplained_share: How much of that has no known cause.
-        worst: The slow step with the largest excess.
-    """
-
-    n: int
-    steps: int
-    share: float
-    cause_shares: Mapping[str, float]
-    unexplained_share: float
-    worst: SlowStep
+    n: int  # How many there were,
+    steps: int  # among how many.
+    share: float  # The part of the time of all steps that was their excess, from 0 to 1.
+    cause_shares: Mapping[str, float]  # Of that time, by the name of the cause, the largest first.
+    unexplained_share: float  # Of that time, without a known cause.
+    worst: SlowStep  # The one with the largest excess.
 
     @property
     def sentences(self) -> tuple[str, ...]:

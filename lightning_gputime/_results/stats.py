@@ -29,12 +29,12 @@ class PhaseStats:
     """
 
     n: int
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
-    max_ms: float
-    share: float
-    host_mean_ms: float
+    mean_ms: float = math.nan
+    p50_ms: float = math.nan
+    p95_ms: float = math.nan
+    max_ms: float = math.nan
+    share: float = math.nan
+    host_mean_ms: float = math.nan
     busy_mean_ms: float | None = None
     peak_mb: float | None = None
     tflops: float | None = None
@@ -111,16 +111,15 @@ def _parents(name: str) -> list[str]:
 
 def _sum_of(rows: Sequence[PhaseStats]) -> PhaseStats:
     """Return the sum of rows, which has no percentiles."""
-    n, nan = max((row.n for row in rows), default=0), math.nan
+    if not rows:
+        return PhaseStats(0)
+    n = max(row.n for row in rows)
     busy = [row.busy_mean_ms for row in rows if row.busy_mean_ms is not None]
     return PhaseStats(
         n=n,
-        mean_ms=sum(row.n * row.mean_ms for row in rows) / n if n else nan,
-        p50_ms=nan,
-        p95_ms=nan,
-        max_ms=nan,
-        share=sum(row.share for row in rows) if n else nan,
-        host_mean_ms=sum(row.n * row.host_mean_ms for row in rows) / n if n else nan,
-        busy_mean_ms=sum(busy) if n and len(busy) == len(rows) else None,
+        mean_ms=sum(row.n * row.mean_ms for row in rows) / n,
+        share=sum(row.share for row in rows),
+        host_mean_ms=sum(row.n * row.host_mean_ms for row in rows) / n,
+        busy_mean_ms=sum(busy) if len(busy) == len(rows) else None,
         peak_mb=max((row.peak_mb for row in rows if row.peak_mb is not None), default=None),
     )

@@ -131,12 +131,12 @@ class Table:
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
         # Inside the tags: a notebook's own style puts all cells to the right.
-        return f"<tr>{''.join(self._cell(i, cell, tag) for i, cell in enumerate(line))}</tr>"
-
-    def _cell(self, column: int, cell: str, tag: str) -> str:
-        side = "left" if column in self.left else "right"
-        text = html.escape(cell).replace("  ", "&emsp;")
-        return f'<{tag} style="text-align:{side}">{text}</{tag}>'
+        cells = ""
+        for i, cell in enumerate(line):
+            side = "left" if i in self.left else "right"
+            text = html.escape(cell).replace("  ", "&emsp;")
+            cells += f'<{tag} style="text-align:{side}">{text}</{tag}>'
+        return f"<tr>{cells}</tr>"
 
 
 class Tabular:

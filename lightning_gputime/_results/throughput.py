@@ -70,29 +70,17 @@ def tflops_of_phases(sums: Sums) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class WorkSummary:
-    """Work per second. What is not known is None.
+    """Work per second. What is not known is None."""
 
-    Attributes:
-        items_per_s: Items in a second of the time of the steps, in which pauses are none.
-        items_by: What the items are.
-        tflops: FLOPs of the model in a second (in TFLOP/s), without what is computed again.
-        mfu: That as a part of the peak of the data sheet, from 0 to 1.
-        hfu: The same with what is computed again.
-        precision: In what the model computes.
-        peak_tflops: The dense peak of the data sheet in that precision (in TFLOP/s).
-        lost: What stands between `mfu` and 1, where steps were probed; with it they add up to 1.
-        note: Why something is not known.
-    """
-
-    items_per_s: float | None = None
-    items_by: str = ""
-    tflops: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
-    precision: str = ""
-    peak_tflops: float | None = None
-    lost: Mapping[str, float] | None = None
-    note: str = ""
+    items_per_s: float | None = None  # In a second of the time of the steps, without pauses.
+    items_by: str = ""  # What the items are.
+    tflops: float | None = None  # FLOPs of the model in a second, without what is computed again.
+    mfu: float | None = None  # That as a part of the peak of the data sheet, from 0 to 1.
+    hfu: float | None = None  # The same with what is computed again.
+    precision: str = ""  # In what the model computes.
+    peak_tflops: float | None = None  # The dense peak of the data sheet in that precision.
+    lost: Mapping[str, float] | None = None  # From probed steps: with `mfu` they add up to 1.
+    note: str = ""  # Why something is not known.
 
     @property
     def sentences(self) -> Iterator[str]:
