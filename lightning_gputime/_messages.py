@@ -25,7 +25,7 @@ def _name_the_package(record: logging.LogRecord) -> bool:
 messages.addFilter(_name_the_package)
 
 
-def shown(one: object) -> str:
+def format_value(one: object) -> str:
     """Return what was given, or its type where it is long."""
     text = repr(one)
     return text if len(text) <= _MAX_SHOWN else f"a {type(one).__name__}"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 from torch import nn
 
 from lightning_gputime._boundaries.modules import Modules
-from lightning_gputime._messages import shown
+from lightning_gputime._messages import format_value
 from lightning_gputime._phases import COMM, StepTimes, check_name
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.slow import SlowStep
@@ -117,7 +117,7 @@ class Options:
         for name, error, is_right, what in _REQUIREMENTS:
             value = getattr(self, name)
             if not is_right(value):
-                raise error(f"{name} must {what}, got {shown(value)}")
+                raise error(f"{name} must {what}, got {format_value(value)}")
         _check_modules(self.modules)
 
     @property
@@ -156,7 +156,7 @@ def takes_options(
             if len(args) > most:
                 told = "model" if isinstance(args[most], nn.Module) else ""
                 raise TypeError(
-                    f"{cls.__name__} takes its options by name, got {shown(args[most])} by"
+                    f"{cls.__name__} takes its options by name, got {format_value(args[most])} by"
                     f" position: {fixes.get(told, hint)}"
                 )
             for option in options.keys() - known:
@@ -191,13 +191,13 @@ def check_bools(**options: Any) -> None:
     """Raise TypeError if a switch is neither True nor False."""
     for name, value in options.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {shown(value)}")
+            raise TypeError(f"{name} must be True or False, got {format_value(value)}")
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> None:
     """Raise TypeError if an option is no integer, ValueError if it is below `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer ({meaning}), got {shown(value)}")
+        raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(value)}")
     if value < least:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
 
@@ -276,7 +276,7 @@ def _check_modules(modules: Any) -> None:
         raise TypeError(
             "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
             " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
-            f" without '/' to modules, got {shown(modules)}"
+            f" without '/' to modules, got {format_value(modules)}"
         )
     try:
         for name in names if is_mapping else ():

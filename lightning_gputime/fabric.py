@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
-from lightning_gputime._messages import WarnOnce, shown
+from lightning_gputime._messages import WarnOnce, format_value
 from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
@@ -122,7 +122,7 @@ class PhaseTimeCallback(Timer):
         """
         for one in optimizers:
             if not isinstance(one, wrappers._FabricOptimizer):
-                raise TypeError(_RAW.format(shown(one)))
+                raise TypeError(_RAW.format(format_value(one)))
         own = [*optimizers] or _optimizers_of(fabric)
         # One that is not trained is a part of the loss, say; with an optimizer it thaws later.
         if own or any(one.requires_grad for one in module.parameters()):

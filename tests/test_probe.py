@@ -362,7 +362,7 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     results, logger = Results(10, 0), Logger()
     probe = Probe(FakeGPU(), results)
     step = raw(2, forward=1.0, backward=3.0, **{"backward/comm": 2.0})
-    assert probe.take([step._replace(filled=True)]) == []
+    assert probe.take([step._replace(was_fully_queued=True)]) == []
     assert results.newest_probed is not None
     busy = Sums([results.newest_probed])
     assert busy.phases["backward"].device_ms == 3.0
@@ -435,7 +435,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     probe._asked_ms = 1.5
     for number in (2, 7, 12):
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
-        step = step._replace(filled=False, post_spin_index=1)
+        step = step._replace(was_fully_queued=False, post_spin_index=1)
         assert probe.take([step]) == []
     assert "in `loss`" in results.probe_failure
 

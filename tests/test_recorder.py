@@ -809,7 +809,7 @@ def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
             5.0,
             11 * ms,
             True,
-            filled=True,
+            was_fully_queued=True,
             post_spin_index=2,
         ),
         StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False),

@@ -71,7 +71,7 @@ def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPh
 
 def loads(timer: Any) -> list[tuple[float, ...]]:
     timer.flush()
-    return [step.load for step in timer._results._newest]
+    return [step.work_counts for step in timer._results._newest]
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_steps_whose_items_are_not_known_are_left_out(loop: Loop) -> None:
     sizes = iter([4, 4, float("nan"), 4])
     timer = train(loop, loop.batches(4))
     for record, size in zip(timer._results._newest, sizes, strict=True):
-        assert record.load == (1.0,)
+        assert record.work_counts == (1.0,)
         timer._results.sums.add_work([(size,)], [10.0], {})
     assert timer._results.sums.items == 4 + 12
     assert timer._results.sums.items_ms == 4 * STEP + 30

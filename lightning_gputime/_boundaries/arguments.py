@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gputime._boundaries.loop import is_engine
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._messages import messages, shown
+from lightning_gputime._messages import format_value, messages
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
 
@@ -45,7 +45,7 @@ def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:
         if not is_optimizer(optimizer):
             raise TypeError(
                 "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
-                f" {shown(optimizers) if optimizer is None else _given(optimizer)}"
+                f" {format_value(optimizers) if optimizer is None else _given(optimizer)}"
             )
     return list(dict.fromkeys(several))
 
@@ -67,7 +67,7 @@ def _given(one: Any) -> str:
     for name in ("optimizer", *getattr(one, "__dict__", ())):
         if isinstance(getattr(one, name, None), Optimizer):
             return f"a {kind}: give the optimizer inside, its attribute `{name}`"
-    return shown(one)
+    return format_value(one)
 
 
 def check_loader(loader: Any) -> None:
@@ -78,7 +78,7 @@ def check_loader(loader: Any) -> None:
         raise TypeError(f"{right}; got the {what} {type(loader).__name__}, which goes to {_RIGHT}")
     has_items = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, type) or not has_items:
-        raise TypeError(f"{right}; got {shown(loader)}, which has no items")
+        raise TypeError(f"{right}; got {format_value(loader)}, which has no items")
 
 
 def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:

@@ -34,10 +34,10 @@ class PendingStep:
     marks: list[Mark]
     number: int
     skipped_update: bool
-    load: tuple[float, ...]
+    work_counts: tuple[float, ...]
     memory: tuple[tuple[int, int], ...] = ()
     post_spin_index: int = 0
-    filled: bool | None = None
+    was_fully_queued: bool | None = None
     # How many steps had ended with it, timed or not, and how many without marks came before it.
     ended: int = 0
     untimed: int = 0
@@ -105,7 +105,7 @@ class PendingSteps:
         try:
             if step.post_spin_index:
                 # Before the wait, after which the device has passed this mark in any case.
-                step.filled = not step.marks[step.post_spin_index][1].query()
+                step.was_fully_queued = not step.marks[step.post_spin_index][1].query()
                 self._finish(0, read=True)
             else:
                 self._finish(self._lag, read)
@@ -234,9 +234,9 @@ class PendingSteps:
             step.wait_ms,
             step.finished_ns,
             step.skipped_update,
-            step.filled,
+            step.was_fully_queued,
             step.post_spin_index,
-            step.load,
+            step.work_counts,
             step.memory,
         )
 

@@ -152,7 +152,7 @@ class Recorder:
         self._thread_end: ref[_Alive] | None = None
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
-        self.load: tuple[float, ...] = ()
+        self.work_counts: tuple[float, ...] = ()
         """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
@@ -418,7 +418,7 @@ class Recorder:
         marks, self._open = self._open, self._open[-1:]
         # A replay calls no hook of the optimizer.
         skipped_update = skipped_update and not self.pending.graphs
-        step = PendingStep(marks, number, skipped_update, self.load)
+        step = PendingStep(marks, number, skipped_update, self.work_counts)
         if self._samples is not None:
             step.memory = self._take_samples() if is_sampled else ()
         if self._post_spin_index:
@@ -440,7 +440,7 @@ class Recorder:
         self._index += 1
         marks, self._open = self._open, self._open[-1:]
         self._post_spin_index = 0
-        step = PendingStep(marks, number, False, self.load, tuple(self._samples or ()))
+        step = PendingStep(marks, number, False, self.work_counts, tuple(self._samples or ()))
         self._keep_samples(None)
         self.pending.add(step, may_wait=False)
         return True

@@ -19,11 +19,11 @@ class StepRecord(NamedTuple):
         finished_ns: Host time at which the device finished, where the host waited for that (in
             nanoseconds); else 0.
         skipped_update: Whether no optimizer ran its update.
-        filled: Whether, in a step that was probed, the device had not begun it when the host had
-            launched all of it.
+        was_fully_queued: Whether, in a step that was probed, the device had not begun it when the
+            host had launched all of it.
         post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
-        load: What it has worked on: its items, the FLOPs of the model, and those of forward and of
-            backward as they ran; NaN where that is not known. Of what was not asked for, nothing.
+        work_counts: Its items, the FLOPs of the model, and those of forward and of backward as they
+            ran; NaN where that is not known. Of what was not asked for, nothing.
         memory: At each mark, its end included, the peak since the last one and what was allocated
             (in bytes); nothing in a step that was not sampled.
     """
@@ -35,9 +35,9 @@ class StepRecord(NamedTuple):
     wait_ms: float
     finished_ns: int
     skipped_update: bool
-    filled: bool | None = None
+    was_fully_queued: bool | None = None
     post_spin_index: int = 0
-    load: tuple[float, ...] = ()
+    work_counts: tuple[float, ...] = ()
     memory: tuple[tuple[int, int], ...] = ()
 
     @property

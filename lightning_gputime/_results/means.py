@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from lightning_gputime._messages import messages, shown
+from lightning_gputime._messages import format_value, messages
 from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes, is_wait
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps, metrics_of
@@ -244,7 +244,7 @@ def check_loggers(logger: Any) -> list[MetricsLogger]:
     for one in several:
         if not callable(getattr(one, "log_metrics", None)):
             raise TypeError(
-                f"logger must have a method log_metrics(metrics, step), got {shown(one)};"
+                f"logger must have a method log_metrics(metrics, step), got {format_value(one)};"
                 " Lightning's loggers have it, such as TensorBoardLogger"
             )
     return several

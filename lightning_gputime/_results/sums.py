@@ -31,7 +31,7 @@ class Sums:
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         # Without a loop over the steps, and without NumPy: its code is cold where this runs.
-        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, loads, _ = zip(
+        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, counts, _ = zip(
             *steps, strict=True
         )
         n = len(device_ms)
@@ -47,7 +47,7 @@ class Sums:
             took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
             if name is None:
                 self.each_ms += of_steps_ms
-                self.add_work(loads, of_steps_ms, phases_ms)
+                self.add_work(counts, of_steps_ms, phases_ms)
             else:
                 phases_ms[name] = of_steps_ms
             phase = self.step if name is None else self.phases[name]
@@ -57,25 +57,25 @@ class Sums:
 
     def add_work(
         self,
-        loads: Sequence[tuple[float, ...]],
+        counts: Sequence[tuple[float, ...]],
         each_ms: Sequence[float],
         phases_ms: Mapping[str, Sequence[float]],
     ) -> None:
         """Add the work of steps, where it is counted, and their device time and phases."""
-        items, items_ms = [load[0] if load else nan for load in loads], each_ms
+        items, items_ms = [count[0] if count else nan for count in counts], each_ms
         all_items = sum(items)
         if all_items != all_items:
             known = [i for i, n in enumerate(items) if n == n]
             all_items, items_ms = sum([items[i] for i in known]), [each_ms[i] for i in known]
         self.items += all_items
         self.items_ms += sum(items_ms)
-        if not loads or len(loads[-1]) < 2:
+        if not counts or len(counts[-1]) < 2:
             return
-        known = [i for i, load in enumerate(loads) if len(load) > 1 and load[1] == load[1]]
+        known = [i for i, count in enumerate(counts) if len(count) > 1 and count[1] == count[1]]
         if known:
             columns_ms = (each_ms, phases_ms.get(FORWARD), phases_ms.get(BACKWARD))
             self._add_flops(
-                [sum(of) for of in zip(*(loads[i][1:] for i in known), strict=True)],
+                [sum(of) for of in zip(*(counts[i][1:] for i in known), strict=True)],
                 [sum([ms[i] for i in known]) if ms else 0.0 for ms in columns_ms],
             )
 

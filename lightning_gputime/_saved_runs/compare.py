@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gputime._messages import shown
+from lightning_gputime._messages import format_value
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
@@ -245,7 +245,7 @@ def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
     for one in several:
         if not isinstance(one, Run | str | os.PathLike):
             what = "a run as load() returns it, its file, or a list of these"
-            raise TypeError(f"{name} must be {what}, got {shown(one)}")
+            raise TypeError(f"{name} must be {what}, got {format_value(one)}")
     return [one if isinstance(one, Run) else load(one) for one in several]
 
 

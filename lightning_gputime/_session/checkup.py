@@ -57,7 +57,7 @@ _ACCUMULATED = (
 )
 
 
-class Checkup:
+class LoopDiagnostics:
     """Judges a loop by its sums, when the warm-up and some steps are over. That costs no step.
 
     Args:

@@ -86,9 +86,9 @@ class Probe:
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
         """Take the probed steps out of those that were read, and return the others."""
         for step in steps:
-            if step.filled is not None and not self._results.probe_failure:
+            if step.was_fully_queued is not None and not self._results.probe_failure:
                 self._judge(step)
-        return [step for step in steps if step.filled is None]
+        return [step for step in steps if step.was_fully_queued is None]
 
     def _judge(self, step: StepRecord) -> None:
         if EXCLUDED in step.labels[step.post_spin_index :]:
@@ -102,7 +102,7 @@ class Probe:
         was_short = step.spin_ms < 0.9 * self._asked_ms
         if step.spin_ms > 0:
             self._cycles_per_ms *= self._asked_ms / step.spin_ms
-        if step.filled:
+        if step.was_fully_queued:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
             self._results.add_probed(step._replace(labels=_without_waits(step.labels)))

@@ -33,7 +33,7 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import call_safely, methods
 from lightning_gputime._results.results import Results
 from lightning_gputime._session import lifetimes
-from lightning_gputime._session.checkup import Checkup
+from lightning_gputime._session.checkup import LoopDiagnostics
 from lightning_gputime._session.dispatcher import StepDispatcher, UserFunctions
 from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
@@ -137,7 +137,7 @@ class Session:
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
-        self._checkup = Checkup(
+        self._checkup = LoopDiagnostics(
             results, self._boundaries, self.recorder, accumulates=loop.needs_updates
         )
         memory = []
@@ -273,7 +273,7 @@ class Session:
         if self._step_ends:
             call_safely(self._step_ends, now_ns)
         recorder = self.recorder
-        recorder.load = self.work.take_step_work()
+        recorder.work_counts = self.work.take_step_work()
         if number >= self._dispatcher.due:
             self._dispatcher.end_due_step(number)
         reads = self._means.is_owed
@@ -304,7 +304,7 @@ class Session:
         """
         if get_ident() != self.thread:
             return False
-        self.recorder.load = self.work.take_step_work()
+        self.recorder.work_counts = self.work.take_step_work()
         if self.is_off:
             has_ended = self.has_updated or not self.needs_updates
         elif self._kind is TIMED:
