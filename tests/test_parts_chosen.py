@@ -118,12 +118,17 @@ def test_what_is_no_name_of_a_phase_is_made_one(gpu: FakeGPU) -> None:
     assert [*resolve("all", net)] == ["a_b", "_c_", "comm_"]
 
 
+@pytest.mark.parametrize("modules", [1, "all"])
+def test_all_modules_of_a_model_that_has_none_are_none(gpu: FakeGPU, modules: Any) -> None:
+    assert resolve(modules, Work(gpu, 1.0, 1.0)) == {}
+
+
 def test_what_means_no_modules_is_refused_with_those_that_there_are(gpu: FakeGPU) -> None:
     model = GPT(gpu, 1)
     with pytest.raises(ValueError, match=r"matches 'tail\.\*' .* has head, emb, emb\.linear, lay"):
         GPUPhaseHooks(model, modules=["layers.*", "tail.*"])
-    with pytest.raises(ValueError, match=r"matches 1 .* it has none inside"):
-        GPUPhaseHooks(Work(gpu, 1.0, 1.0), modules=1)
+    with pytest.raises(ValueError, match=r"matches '\*' .* it has none inside"):
+        GPUPhaseHooks(Work(gpu, 1.0, 1.0), modules="*")
     with pytest.raises(ValueError, match=r"'layers' only holds modules.* give 'layers\.\*'"):
         GPUPhaseHooks(model, modules="layers")
     with pytest.raises(ValueError, match=r"modules must be 1 or more .* got 0"):

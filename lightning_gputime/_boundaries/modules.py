@@ -86,19 +86,19 @@ def _of_patterns(asked: Iterable[int | str], called: Mapping[str, nn.Module]) ->
     found: list[str] = []
     for one in asked:
         if isinstance(one, int):
-            names = [name for name in called if _depth(name, called) <= one]
+            # Of a model without modules inside it means none, as "all" does: no typing error.
+            found += [name for name in called if _depth(name, called) <= one]
+        elif one == ALL:
+            found += called
         elif not _is_name(one):
-            pattern = ["**"] if one == ALL else one.split(".")
-            names = [name for name in called if _matches(name.split("."), pattern)]
-        else:
-            continue
-        if not names:
-            some = ", ".join([*called][:20]) or "none inside"
-            raise ValueError(
-                f"modules: no module of the model matches {one!r} ('*' stands for one part of a"
-                f" name, '**' for any number of them); it has {some}"
-            )
-        found += names
+            names = [name for name in called if _matches(name.split("."), one.split("."))]
+            if not names:
+                some = ", ".join([*called][:20]) or "none inside"
+                raise ValueError(
+                    f"modules: no module of the model matches {one!r} ('*' stands for one part of a"
+                    f" name, '**' for any number of them); it has {some}"
+                )
+            found += names
     return found
 
 
