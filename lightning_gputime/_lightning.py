@@ -194,12 +194,12 @@ class Actions:
         calls: Mapping[str, Callable[[], object]],
         fail: Callable[[Exception], None],
     ) -> None:
-        self.calls, self.fail = calls, fail
         profiler = trainer.profiler
         # Who has put something there since must be called, too.
         is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
         wrap = _dispatch_alone if is_idle else _dispatch
-        self._subscription = patch_function(profiler, "start", self, wrap)
+        # Not itself, which would so hold itself, and all that it calls, when it is removed.
+        self._subscription = patch_function(profiler, "start", (calls, fail), wrap)
         self._know_awaited()
 
     def put_on(self) -> None:
@@ -216,10 +216,9 @@ class Actions:
         patch = self._subscription.patch
         awaited = patch.replacement.__self__.awaited
         awaited.clear()
-        for name in {name for one in patch.listeners for name in one.calls}:
-            awaited[name] = [
-                (one.calls[name], one.fail) for one in patch.listeners if name in one.calls
-            ]
+        for calls, fail in patch.listeners:
+            for name, call in calls.items():
+                awaited.setdefault(name, []).append((call, fail))
 
 
 _GuardedCall = tuple[Callable[[], object], Callable[[Exception], None]]
@@ -254,11 +253,11 @@ class _Dispatcher:
                     fail(error)
 
 
-def _dispatch(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+def _dispatch(call: Callable[..., Any], listeners: list[Any]) -> Any:
     return _Dispatcher(call).start
 
 
-def _dispatch_alone(call: Callable[..., Any], listeners: list[Actions]) -> Any:
+def _dispatch_alone(call: Callable[..., Any], listeners: list[Any]) -> Any:
     return _Dispatcher(call).start_alone
 
 

@@ -49,6 +49,10 @@ _ALIKE = (
     " prefix=, and all but one summary=False."
 )
 
+_OF_MODEL = ("log", "log_dict")
+"""Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
+kept after the fit may hold the model by them."""
+
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
 
@@ -156,8 +160,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # No copy needs a trainer.
         alone = dict.fromkeys(("_fit", "_books_trainer", "_saves"))
         state = {**super().__getstate__(), **alone, "_books": WallTimeRecorder(None)}
-        # Methods of the model, which Lightning puts on every callback: no copy needs the model.
-        return {name: one for name, one in state.items() if name not in ("log", "log_dict")}
+        return {name: one for name, one in state.items() if name not in _OF_MODEL}
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
         """Return the statistics of the steps read so far.
@@ -417,6 +420,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     def _leave(self, trainer: pl.Trainer) -> None:
         """End what a trainer runs, which may be an evaluation inside another trainer's fit."""
+        for name in _OF_MODEL:
+            vars(self).pop(name, None)
         if self._fit is None or self._fit.is_of(trainer):
             self._detach()
         elif self._evaluations.is_running:

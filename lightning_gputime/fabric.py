@@ -321,7 +321,7 @@ def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], 
 
 def _optimizers_of(fabric: Any) -> list[Any]:
     """Return the optimizers that `fabric.setup` has at hand: its hook is given the model alone."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)  # One that reads its own variables holds itself.
     while frame is not None:
         known = frame.f_locals
         if known.get("self") is fabric and "optimizers" in known:

@@ -395,7 +395,8 @@ def find_trainer(callback: TrainerCallback) -> Any:
 
     No callback is told of its Trainer; but that is on the stack, as `self`.
     """
-    frame: FrameType | None = sys._getframe()
+    # Not from here: a frame that reads its own variables holds itself, and all callers.
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):

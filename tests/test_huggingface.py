@@ -152,6 +152,23 @@ def test_every_phase_of_every_update_is_timed(fake: Make, timer: PhaseTimeCallba
     assert timer.summary().skipped_updates == 0
 
 
+def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    def train() -> Any:
+        trainer = fake([timer], eval_strategy="epoch")
+        trainer.train()
+        return trainer.model
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = weakref.ref(train())
+        assert model() is None
+    finally:
+        gc.enable()
+
+
 def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
     fake: Make, timer: PhaseTimeCallback
 ) -> None:

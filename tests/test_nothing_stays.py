@@ -5,7 +5,8 @@ import gc
 import os
 import pickle
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from fake_loop import Loop
 from lightning.fabric import Fabric
 from register import REGISTER
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime.fabric import PhaseTimeCallback as FabricTimer
@@ -284,6 +286,73 @@ def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
         del timer
     assert left_on(*run.things) == []
     assert changes(before, snapshot()) == []
+
+
+# What a timer held goes at once
+
+
+@pytest.fixture
+def no_garbage() -> Iterator[None]:
+    """Lets Python collect no garbage: what goes is held by nobody."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def train_by_hooks() -> list[Any]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model, optimizer]
+
+
+def train_by_fabric() -> list[Any]:
+    timer = FabricTimer()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[timer])
+    net, wrapper = fabric.setup(model, optimizer)
+    for x in fabric.setup_dataloaders(DataLoader(torch.ones(3, 2))):  # type: ignore[arg-type]
+        fabric.backward(net(x).sum())
+        wrapper.step()
+    timer.remove()
+    return [model, optimizer]  # Fabric holds itself, and so the timer.
+
+
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.parametrize("train", [train_by_hooks, train_by_fabric])
+def test_a_model_goes_at_once_where_its_timer_was_removed(train: Callable[[], list[Any]]) -> None:
+    held = [*map(weakref.ref, train())]
+    assert [one() for one in held] == [None, None]
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_a_callback_that_is_kept_after_the_fit_holds_no_model(gpu: FakeGPU) -> None:
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            session = timer._session
+            held.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            held.append(weakref.ref(timer._evaluations._boundaries))
+
+    held = list[Any]()
+    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    looks, model = Looks(), Model(gpu)
+    owner = trainer(looks, timer)
+    owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
+    assert held
+    assert {one() for one in held} == {None}
+    # A trainer holds itself.
+    seen = weakref.ref(model)
+    del owner, looks, model
+    gc.collect()
+    assert seen() is None
 
 
 # The register

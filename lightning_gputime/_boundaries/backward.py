@@ -56,7 +56,7 @@ class BackwardBoundary:
         self._optimizer = optimizer
         self._comm = comm
         self._returns_to: str | None = None
-        self._subscription = attachments.add(patch_function(torch.autograd, ENGINE, self))
+        self._patch = attachments.add(patch_function(torch.autograd, ENGINE, self)).patch
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
             attachments.add(patch_function(called, "backward", self))
@@ -114,7 +114,7 @@ class BackwardBoundary:
 
     def _is_anothers(self) -> bool:
         # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        for other in self._subscription.patch.listeners:
+        for other in self._patch.listeners:
             if isinstance(other, BackwardBoundary) and other._model.calls:
                 return True
         return False

@@ -50,7 +50,6 @@ class FunctionPatch:
         "_kept",
         "_name",
         "_owner",
-        "_patch",
         "listeners",
         "replacement",
     )
@@ -64,13 +63,15 @@ class FunctionPatch:
         self._call = getattr(owner, name)
         # Without the attributes of a compiled function: torch would take this for that function.
         functools.update_wrapper(self, self._call, updated=())
-        self.replacement: Any = self
+        # None for itself: it must not hold itself, and so its owner, when it is taken off.
+        self.replacement: Any = None
         if wrap is not None:
             # A function, or a method, which can be pickled as no function in a function can.
             self.replacement = skip_compile(wrap(self._call, self.listeners))
         elif isinstance(owner, type):
             self.replacement = self._as_method()
-        getattr(self.replacement, "__self__", self.replacement)._patch = self  # for `_find`
+        if self.replacement is not None:
+            getattr(self.replacement, "__self__", self.replacement)._patch = self  # for `_find`
         # Compiled code enters ours here, or by hooks of an optimizer, which is patched, too.
         apply_compile_skips()
 
@@ -112,7 +113,7 @@ class FunctionPatch:
     @property
     def is_applied(self) -> bool:
         """Whether it replaces the function now, and nothing else replaces it."""
-        return vars(self._owner).get(self._name) is self.replacement
+        return vars(self._owner).get(self._name) is (self.replacement or self)
 
     def apply(self) -> bool:
         """Replace the function, unless something else is in its place. Return whether it does."""
@@ -124,7 +125,7 @@ class FunctionPatch:
         # The class may have another method by now.
         if self._kept is _MISSING and getattr(owner, name) != self._call:
             return False
-        self._set(self.replacement)
+        self._set(self.replacement or self)
         return True
 
     def restore(self) -> None:
@@ -194,9 +195,9 @@ class Subscription:
     def _find(self) -> FunctionPatch:
         """Return the patch that is there, or a new one."""
         there = vars(self._owner).get(self._name)
-        patch = getattr(getattr(there, "__self__", there), "_patch", None)
-        if isinstance(patch, FunctionPatch):
-            return patch
+        for one in (there, getattr(getattr(there, "__self__", there), "_patch", None)):
+            if isinstance(one, FunctionPatch):
+                return one
         return FunctionPatch(self._owner, self._name, self._wrap)
 
 

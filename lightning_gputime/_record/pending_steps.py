@@ -138,7 +138,9 @@ class PendingSteps:
         self.free.extend(events)
 
     def forget(self) -> None:
-        """Forget all steps that are not read, and all events."""
+        """Forget all steps that are not read, all events, and who takes the steps."""
+        # Who does has this, and what is hooked: that shall go with its last user, at once.
+        self._emit, self._on_reading_start = lambda _: None, None
         self._pending.clear()
         self._finished = []
         self.free.clear()

@@ -107,8 +107,9 @@ class Evaluations:
         """Read the last steps, log their means, and take everything off."""
         if self._recorder is not None:
             self._recorder.flush()
+            means = self._means
             self.abort()
-            self._means.log_means()
+            means.log_means()
 
     def abort(self) -> None:
         """Take everything off, without a wait for the device. Safe to call twice."""
@@ -116,3 +117,4 @@ class Evaluations:
             self._boundaries.remove()
             self._recorder.rest()
             self._recorder = None
+            del self._boundaries, self._means  # They hold the model.
