@@ -51,6 +51,11 @@ _NESTED = (
     " ended, is no longer timed. Give each Trainer a PhaseTimeCallback of its own."
 )
 
+_NO_LOSS = (
+    "The Trainer has logged no `loss`, beside which the means of steps stand: where its `log` gives"
+    " that another name, or holds it back, let it pass `loss` on, or read summary()."
+)
+
 # They show what is logged: a line of ten more numbers would be no help.
 _PRINTERS = ("NotebookProgressCallback", "PrinterCallback", "ProgressCallback")
 
@@ -105,7 +110,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         # Of a training. A step may reach across epochs; its inputs are those not yet trained on.
         self._means: MeanLog | None = None
         self._batch, self._inputs = Batch(is_open=False), list[Any]()
-        self._is_in_step = self._has_fetched = self._sees_updates = False
+        self._is_in_step = self._has_fetched = self._sees_updates = self._has_logged = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._evaluations = Evaluations(self._options)
         self._stage, self._evaluation_means = "", dict[str, float]()
@@ -154,6 +159,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         loop = Loop(model, optimizers, submodules=submodules)
         self._batch, self._sees_updates, self._has_fetched = loop.batch, bool(optimizers), False
         self._unlogged.clear()
+        self._has_logged = False
         self._means = MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update)
         clock = self._options.clock or clock_for(args.device, tell=state.is_world_process_zero)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
@@ -232,6 +238,10 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if self._session.is_attached:
             self._finish()
+            first = 1 if args.logging_strategy == "epoch" else state.logging_steps
+            is_due = args.logging_strategy != "no" and state.global_step >= first
+            if is_due and not self._has_logged:
+                self._warn_once(_NO_LOSS)
             self._owes_table = state.is_world_process_zero
             # It is called once more, when progress bars are gone.
             self._trainer.callback_handler.callbacks.append(self)
@@ -318,6 +328,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         if f"{self._stage}_runtime" in logs:
             added, self._evaluation_means = self._evaluation_means, {}
         is_last = "train_runtime" in logs
+        self._has_logged |= "loss" in logs
         if self._means is not None and (is_last or "loss" in logs):
             self._session.drain()
             if is_last or self._options.sync_ranks == "log":
@@ -329,20 +340,17 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             added |= self._unlogged
             self._unlogged.clear()
         if self._trainer is not None:  # Else nobody takes them out of what `evaluate` returns.
+            self._stand(self._trainer.callback_handler)  # One that was added since reports, too.
             self._behind.added = [*added]
             logs.update(added)
 
     # What is on a Trainer
 
     def _patch_trainer(self, trainer: Any) -> None:
-        """Listen to its methods. Stand before all its callbacks, and behind those that report."""
+        """Listen to its methods and its callbacks."""
         self._leave()
         self._trainer, handler = trainer, trainer.callback_handler
-        others = [one for one in handler.callbacks if one is not self]
-        printers = [one for one in others if type(one).__name__ in _PRINTERS]
-        reporters = [one for one in others if type(one).__name__ not in _PRINTERS]
-        # A new list: the Trainer may be on its way through the old one.
-        handler.callbacks = [self, *reporters, self._behind, *printers]
+        self._stand(handler)
         self._handled = sys.exception()
         # Before transformers 5 there is none for an epoch, and an error in another callback stays
         # unknown.
@@ -360,6 +368,19 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             if hasattr(trainer, name):
                 self._patches.append(patch_function(trainer, name, calls))
         self._patches.append(patch_function(handler, "on_epoch_begin", run))
+
+    def _stand(self, handler: Any) -> None:
+        """Stand before all callbacks of a Trainer, and behind those that report."""
+        there = handler.callbacks
+        others = [one for one in there if one not in (self, self._behind)]
+        printers = [one for one in others if type(one).__name__ in _PRINTERS]
+        reporters = [one for one in others if one not in printers]
+        order = [self, *reporters, self._behind, *printers]
+        # The Trainer may be on its way through the list: only behind its first may others move.
+        if there[0] is self:
+            there[:] = order
+        else:
+            handler.callbacks = order
 
     def _leave(self) -> None:
         """Take off what is on the Trainer, and print the table, if it is due."""

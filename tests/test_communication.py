@@ -91,6 +91,22 @@ class Normed(nn.Module):
         return result
 
 
+def test_a_validation_of_what_ddp_wraps_belongs_to_no_step(two_ranks: None, gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    model, loop.model = loop.model, parallel(loop.model)  # type: ignore[assignment]
+    with hooks(loop, sync_ranks=False) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 20 == 0:
+                model.eval()
+                with torch.no_grad():
+                    for y in loop.batches(4):
+                        model(y)
+                model.train()
+    step = {**STEP_MS, "backward/comm": 0.0}
+    assert steps(timer) == ([step] * 19 + [{**step, "other": 1.125}]) * 2
+
+
 def test_the_broadcast_of_buffers_is_a_wait_in_forward(
     two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:

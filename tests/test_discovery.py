@@ -326,6 +326,23 @@ def test_an_optimizer_without_hooks_of_its_own_is_timed(loop: Loop) -> None:
     assert timer.summary().skipped_updates == 0
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_the_average_behind_an_update_is_optimizer(loop: Loop) -> None:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class Averager:
+        def average_parameters(self, params: Any) -> None:
+            loop.gpu.work(3.0)
+
+    averager: Any = Averager()
+    loop.optimizer = PostLocalSGDOptimizer(loop.optimizer, averager)  # type: ignore[assignment]
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "optimizer": 5.0}] * 3
+    assert "step" not in vars(loop.optimizer)
+
+
 def test_an_optimizer_of_its_own_without_hooks_is_timed(loop: Loop) -> None:
     class Bare(torch.optim.Optimizer):
         def __init__(self) -> None:

@@ -572,6 +572,36 @@ def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
     assert not phases(reporter.logs[-1], "eval_phase_time")
 
 
+def test_a_callback_that_is_added_in_mid_training_reports_too(
+    fake: Make, timer: PhaseTimeCallback
+) -> None:
+    class Adds(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.add_callback(reporter)
+
+    reporter = Reporter()
+    trainer = fake([timer, Adds()], logging_steps=1)
+    trainer.train()
+    assert [phases(one) != {} for one in reporter.logs] == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("how", ["renamed", "held back", "as it is"])
+def test_a_log_without_a_loss_is_told_of_once(
+    fake: Make, timer: PhaseTimeCallback, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Logs(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def log(self, logs: Any, *args: Any) -> None:
+            if how == "renamed":
+                logs = {f"train/{name}" if name == "loss" else name: logs[name] for name in logs}
+            if how != "held back" or "loss" not in logs:
+                super().log(logs, *args)
+
+    fake([timer], trainer_class=Logs, logging_steps=2).train()
+    assert caplog.text.count("has logged no `loss`") == (how != "as it is")
+    assert steps(timer) == [FIRST, STEP, STEP, STEP]
+
+
 def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
     class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:

@@ -81,7 +81,9 @@ class Boundaries:
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             patch_zero_grad(recorder, own, self.optimizer, optimizer)
         if loop.wrap_backward:
-            self._comm = CommBoundary(recorder, own, loop.called) if shared else None
+            if shared:
+                inner = self.forward.on_inner_call
+                self._comm = CommBoundary(recorder, own, loop.called, inner)
             BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, self._comm)
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())

@@ -1,7 +1,7 @@
 """`comm`: the waits of the timed stream for other ranks, as marks."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -175,8 +175,17 @@ class CommBoundary:
     waits are calls, see `WaitBoundary`.
     """
 
-    def __init__(self, recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        attachments: Attachments,
+        model: nn.Module,
+        on_inner_call: Callable[[nn.Module], object],
+    ) -> None:
         self._recorder = recorder
+        # Called where what DDP wraps is called without it, as evaluations do.
+        self._on_inner_call = on_inner_call
+        self._is_called = False
         self._synced = [
             module for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]
@@ -207,11 +216,15 @@ class CommBoundary:
         self._handles.clear()
 
     def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
+        self._is_called = True
         # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
         if module.will_sync_module_buffers():
             self._recorder.wait_begins()
 
-    def _leave_sync(self, *values: Any) -> None:
+    def _leave_sync(self, module: nn.Module, *_: Any) -> None:
+        if not self._is_called:
+            self._on_inner_call(module)
+        self._is_called = False
         self._recorder.wait_ends()
 
     def _queue(self, _: Tensor) -> None:

@@ -111,6 +111,11 @@ class ForwardBoundary:
         """Note that the model is trained: what is in eval mode without grad is an evaluation."""
         self.has_trained, self._pause_evaluation = True, self._may_train
 
+    def on_inner_call(self, module: nn.Module) -> None:
+        """Note a call of what DDP wraps, but not by DDP: it may be an evaluation."""
+        if self._pause_evaluation and _is_evaluation(module) and not self._running:
+            self._evaluation.on_call_start()
+
     def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
         """Find out which of the candidates a backward of some tensors shows to be losses.
 

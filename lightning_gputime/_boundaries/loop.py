@@ -58,9 +58,11 @@ class Loop:
 
 
 def is_training(model: nn.Module) -> bool:
-    """Return whether a model is in training mode; of a container, whether any model inside is."""
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        return any(map(is_training, model.children()))
+    """Return whether a model is in training mode; of a container or wrapper, any model inside."""
+    # A wrapper has one child, as DDP's, whose mode may be set past it.
+    inside = [*model.children()]
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) or len(inside) == 1:
+        return any(map(is_training, inside))
     return model.training
 
 

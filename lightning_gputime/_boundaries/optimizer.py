@@ -73,11 +73,11 @@ class OptimizerBoundary:
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         for one in alone:
             attachments.add(patch_function(one, "step", Calls(self._call_begins, self._end)))
-        # What an update does around the one inside, as DeepSpeed's gathers weights, is its, too.
+        # What an update does around the one inside, such as gather or average weights, is its, too.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for one in loop.optimizers:
-            if not isinstance(one, Optimizer):
+            if not isinstance(one, Optimizer) or hasattr(one, "averager"):
                 attachments.add(patch_function(one, "step", calls))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
