@@ -36,6 +36,11 @@ _NOT_SET_UP = (
 )
 
 _RAW = "optimizers must be what fabric.setup_optimizers(...) returns: it tells of updates, got {}"
+_MANY = 10  # Steps without a loader. A prefetcher has a few at the end of an epoch.
+_NO_LOADER = (
+    "Steps end where no loader is read: with the update of the optimizer that was seen last. What"
+    " is between two of them is `data`, an evaluation too. Write `for x in timer.steps(loader)`."
+)
 
 
 @takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
@@ -89,8 +94,8 @@ class PhaseTimeCallback(Timer):
         self._step = 0
         # Whether the open step has an update, and whether it has any batch.
         self._has_updated = self._has_batches = False
-        # How many loaders of training batches are read now.
-        self._loaders = 0
+        # How many loaders of training batches are read now, and the steps since there was one.
+        self._loaders = self._alone = 0
         # Whether the newest update was one of models in eval mode, as with frozen batch norms.
         self._trains_in_eval = False
         # The training loader that was read last, by its id.
@@ -173,6 +178,9 @@ class PhaseTimeCallback(Timer):
         if not self._loaders and optimizer is self._updated[-1]:
             self._end_step()
             self._session.update_has_ended_step()
+            self._alone += 1
+            if self._alone == _MANY:
+                self._warn_once(_NO_LOADER)
 
     # For users
 
@@ -227,6 +235,7 @@ class PhaseTimeCallback(Timer):
             self._trained_on = id(loader)
             self._begin_epoch(loader)
             self._loaders += 1
+            self._alone = 0
         return trains
 
     @never_raises
@@ -280,6 +289,9 @@ class PhaseTimeCallback(Timer):
             if self._has_updated and self._session.is_left(self._step):
                 self._step += 1
                 self._has_updated = self._has_batches = False
+            elif self._session.is_attached and not (self._loaders or self._updated):
+                self._has_batches = False
+                self._session.begin(0)  # What was only read belongs to no step.
             self._session.compare_ranks()
 
     def _trains(self) -> bool:

@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Generator, Iterable, Sequence
+from enum import Enum
 from functools import partial
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import torch
@@ -26,12 +26,22 @@ from lightning_gputime._options import (
     check_int,
     takes_options,
 )
-from lightning_gputime._phases import DATA, EVALUATES, OTHER
+from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import check_device, clock_for, device_of
 from lightning_gputime._results.means import MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._timer import Steps, Timer
 
 T = TypeVar("T")
+
+
+class _Seen(Enum):
+    """What a loop over `steps` has done with its batches."""
+
+    NOTHING = 0
+    AHEAD = 1  # Nothing on the first one before the next: the work comes behind.
+    EVALUATION = 2  # Nothing else, as far as it was timed: a body may decide whether to train.
+    TRAINING = 3
+
 
 _NO_OPTIMIZER = (
     "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
@@ -45,6 +55,18 @@ _IN_TURNS = "several threads train in turn, and a timer times one: give one thre
 _UNTOLD = (
     "The last %d updates are in no step: call step() after each, or iterate over steps() itself,"
     " timer.steps(itertools.cycle(loader)) in place of itertools.cycle(timer.steps(loader))."
+)
+
+_LEFT_OVER = (
+    "A loop ends with %d of %d micro-batches, which are in no step: with"
+    ' accumulate_grad_batches="auto" a step ends with its update, in whichever loop that is.'
+)
+
+_MANY = 20  # Of fewer batches that were passed over nothing is said.
+_UNSEEN = (
+    "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
+    " they train in a way that is not seen, such as by a graph that was captured before attach(),"
+    " call step() at the end of the body."
 )
 
 
@@ -160,7 +182,7 @@ class GPUPhaseHooks(Timer):
     def remove(self) -> None:
         """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
         if self._session.is_attached:
-            self._leave_body()
+            self._leave_loop()
             # Of a step that was left there are a few, if there are several optimizers.
             if (untold := self._session.updates) > 2 * (1 + len(self._loop.optimizers)):
                 messages.warning(_UNTOLD, untold)
@@ -174,13 +196,8 @@ class GPUPhaseHooks(Timer):
     def __enter__(self) -> Self:
         return self.attach()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is None:
             self.remove()
         else:
             self._abort()
@@ -219,7 +236,7 @@ class GPUPhaseHooks(Timer):
         self._begin("steps()")
         self._session.analyzer.set_loader(iterable, in_data=True)
         self._know_batch(iterable)
-        is_first, is_ahead, evaluates, batch = True, False, True, self._loop.batch
+        seen, batch = _Seen.NOTHING, self._loop.batch
         batch.is_fetched = True
         for item in iterable:
             batch.is_fetched = False
@@ -236,32 +253,40 @@ class GPUPhaseHooks(Timer):
                 if self._body is body:
                     self._leave_body()
                 raise
-            # Another one, where the body has removed or attached the timer.
-            session = self._session
-            is_ours = self._body is body or self._body is None
-            label = session.recorder.label
-            is_odd = is_first or not is_ours or (label == OTHER and self._body is body)
-            if is_odd and session.has_idled(surely=is_first or is_ours, is_first=is_first):
-                # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over:
-                # it belongs to the next step.
-                is_ahead = is_first or (is_ahead and is_ours)
-                session.batch_ends()
-            else:
-                body, self._body = self._body, None
-                # A loop that decides in its body whether to train, or to evaluate.
-                is_evaluation = label in EVALUATES and session.has_evaluated
-                if is_evaluation and evaluates:
-                    session.begin(self._step)
-                elif body == (self._step, self._micro_batches) and session.is_attached:
+            # Of another session, where the body has removed or attached the timer.
+            label = self._session.recorder.label
+            is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
+            if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                self._body = None
+                if body == (self._step, self._micro_batches) and self._session.is_attached:
                     self.step()
-                evaluates = evaluates and (is_evaluation or label is None)
-            is_first, batch.is_fetched = False, True
+            else:
+                seen = self._end_odd_body(seen)
+            batch.is_fetched = True
         batch.is_fetched = False
-        if is_ahead and self._body is None:
+        if seen is _Seen.AHEAD and self._body is None:
             # The work on the last one is still to come.
             self._body = self._step, self._micro_batches
             self._session.batch_begins()
         self._session.loop_ends(accumulates=self._micro_batches > 0)
+
+    def _end_odd_body(self, seen: _Seen) -> _Seen:
+        """End the work on a batch, which may be none, or an evaluation. Return what was seen."""
+        session = self._session
+        if session.has_idled(is_first=seen is _Seen.NOTHING):
+            # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
+            # belongs to the next step.
+            session.batch_ends()
+            return _Seen.AHEAD if seen is _Seen.NOTHING else seen
+        body, self._body = self._body, None
+        is_timed, is_evaluation = session.recorder.label is not None, session.has_evaluated
+        if is_evaluation and seen is not _Seen.TRAINING:
+            session.begin(self._step)
+        elif body == (self._step, self._micro_batches) and session.is_attached:
+            self.step()
+        if seen in (_Seen.AHEAD, _Seen.TRAINING):
+            return seen
+        return _Seen.TRAINING if is_timed and not is_evaluation else _Seen.EVALUATION
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which belongs to no step."""
@@ -292,6 +317,18 @@ class GPUPhaseHooks(Timer):
         if is_over and self._session.is_left(self._step):
             self._step += 1
             self._micro_batches = 0
+
+    def _leave_loop(self) -> None:
+        """End a loop with its last step. Micro-batches of a known number go into no other loop."""
+        session = self._session
+        # Each batch has two marks.
+        passed_over = session.recorder.place_before // 2 + 1 if self._body else 0
+        if passed_over >= _MANY and session.has_idled(is_first=True):
+            session.recorder.warn_once(_UNSEEN, passed_over)
+        self._leave_body()
+        if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
+            left, self._micro_batches = self._micro_batches, 0
+            session.recorder.warn_once(_LEFT_OVER, left, self._accumulate_grad_batches)
 
     def step(self) -> None:
         """End a step (or a micro-batch). Call it at the end of the loop's body.
@@ -325,10 +362,9 @@ class GPUPhaseHooks(Timer):
                 f"{call} needs an attached timer: call attach() first, or use"
                 " 'with GPUPhaseHooks(...) as timer:'"
             )
-        self._leave_body()
+        self._leave_loop()
         session = self._session
-        goes_on = self._micro_batches and not 1 < self._accumulate_grad_batches < sys.maxsize
-        if goes_on and session.thread == get_ident():
+        if self._micro_batches and session.thread == get_ident():
             session.loop_goes_on()
         elif session.is_attached:
             session.begin(self._step)

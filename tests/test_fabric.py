@@ -503,3 +503,77 @@ def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
                 model(x)
     timer.remove()
     assert steps(timer) == [STEP] * 9
+
+
+# What is only said
+
+
+def test_a_list_of_a_loaders_batches_is_told_and_reading_it_is_no_step(
+    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric, model, optimizer = new_training(loop, timer)
+    for x in [*new_loader(fabric, loop.gpu, 12)]:
+        train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    # What precedes the call of the model is not told from a fetch.
+    expected = {**STEP, "data": 0.125}
+    del expected["other"]
+    assert [{**one, "other": 0.0} for one in steps(timer)] == [{**expected, "other": 0.0}] * 12
+    assert caplog.text.count("Steps end where no loader is read") == 1
+    assert "Write `for x in timer.steps(loader)`" in caplog.text
+
+
+def test_a_rare_update_without_a_loader_is_told(
+    gpu: FakeGPU, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = new_fabric(timer)
+    layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
+    (model, often), (other, rarely) = (
+        fabric.setup(one, Adder(one.parameters(), gpu, 2.0)) for one in layers
+    )
+    for number in range(1, 61):
+        fabric.backward(other(model(torch.ones(1, 2))).sum())
+        often.step()
+        if number % 15 == 0:
+            rarely.step()
+    timer.remove()
+    assert [one["optimizer"] for one in steps(timer)][:17] == [*[2.0] * 16, 32.0]
+    assert caplog.text.count("with the update of the optimizer that was seen last") == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_a_loader_that_is_read_ahead_is_told_nothing(
+    loop: Loop, timer: PhaseTimeCallback, ahead: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric, model, optimizer = new_training(loop, timer)
+    loader = new_loader(fabric, loop.gpu, 12)
+    for _ in range(3):
+        queue: list[Tensor] = []
+        for x in loader:
+            queue.append(x)
+            if len(queue) > ahead:
+                train(fabric, loop.gpu, model, optimizer, queue.pop(0))
+        for x in queue:
+            train(fabric, loop.gpu, model, optimizer, x)
+    timer.remove()
+    assert len(steps(timer)) == 36
+    assert "no loader" not in caplog.text
+
+
+def test_a_method_of_the_model_itself_is_told(
+    gpu: FakeGPU, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Encoder(Layer):
+        def encode(self, x: Tensor) -> Tensor:
+            return work(self.linear(x), gpu, 4.0, 7.75)
+
+    net = Encoder(gpu, 4.0, 7.75)
+    fabric = new_fabric(timer)
+    model, optimizer = fabric.setup(net, Adder(net.parameters(), gpu, 2.0))
+    model.mark_forward_method("encode")
+    for x in new_loader(fabric, gpu, 30):
+        fabric.backward(model.encode(x).sum())
+        optimizer.step()
+    timer.remove()
+    assert caplog.text.count("`loss` is 4 ms a step, and `forward` little beside") == 1
+    assert 'phase("forward")' in caplog.text

@@ -340,6 +340,8 @@ def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
                     ema(torch.ones(1, 2))
     text = str(timer.summary())
     assert "put what is no step, such as a validation, into `with timer.paused()`" in text
+    assert text.startswith("uneven: ")
+    assert "`data`, most of it in few steps" in text
 
 
 def test_a_method_of_a_child(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
@@ -507,3 +509,213 @@ def test_threads_that_train_in_turn_are_told(loop: Loop, caplog: pytest.LogCaptu
         for one in threads:
             one.join()
     assert "several threads train in turn" in caplog.text
+
+
+# Steps that are not alike: said once, or in the summary
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def no_grad_calls(loop: Loop, n: int, *, grad: bool = False) -> None:
+    with torch.set_grad_enabled(grad):
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("how", ["passed over", "evaluation", "step first"])
+def test_steps_before_the_first_training_are_told(
+    loop: Loop, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        if how == "evaluation":
+            loop.model.eval()
+            with torch.no_grad():
+                for x in timer.steps(loop.batches(3)):
+                    loop.model(x)
+            loop.model.train()
+        loader = loop.batches(40)
+        for number, x in enumerate(loader if how == "step first" else timer.steps(loader)):
+            if how == "step first":
+                timer.step()
+            if how != "passed over" or number > 3:
+                loop.train(x)
+    [message] = said(caplog)
+    n = 1 if how == "step first" else 3
+    assert message.startswith(f"The first {n} timed steps have no backward: call step() last in")
+
+
+def test_batches_that_are_left_out_inside_of_steps_are_no_steps(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(itertools.islice(loop.batches(40), 4, None)):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "data": 5.0}, *[STEP_MS] * 35]
+    assert not said(caplog)
+
+
+def test_an_evaluation_before_the_training_can_be_paused(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        with timer.paused():
+            for x in timer.steps(loop.batches(3)):
+                loop.model(x)
+        for x in timer.steps(loop.batches(30)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 30
+    assert not said(caplog)
+
+
+def test_batches_that_are_passed_over_beside_compiled_code_are_told(
+    loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40))):
+            if number % 4 != 3:
+                loop.train(x)
+    [message] = said(caplog)
+    assert message.startswith("10 of 40 steps have no call of the model: is step() called more")
+    assert "leave batches out inside of it" in message
+
+
+def test_the_training_of_another_model_is_told(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for one in (loop, Loop(loop.gpu), Loop(loop.gpu)):
+            for x in timer.steps(loop.batches(24)):
+                one.train(x)
+    [message] = said(caplog)
+    assert message.startswith("48 of 72 steps have a backward and no call of the model: another")
+    assert "Give each model a timer of its own" in message
+
+
+def test_rollouts_in_training_mode_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(30)):
+            no_grad_calls(loop, 9)
+            loop.train(x)
+    [message] = said(caplog)
+    assert message.startswith("The model is called 10 times for each backward")
+    assert 'phase("rollout")' in message
+
+
+@pytest.mark.parametrize("how", ["named", "paused", "accumulated", "two models"])
+def test_calls_that_a_backward_follows_or_that_are_named_are_told_nothing(
+    loop: Loop, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop, accumulate_grad_batches="auto") as timer:
+        for number, x in enumerate(timer.steps(loop.batches(96))):
+            if how in ("named", "paused"):
+                with timer.phase("rollout") if how == "named" else timer.paused():
+                    no_grad_calls(loop, 9)
+            if how == "two models":
+                loop.model(x).sum().backward()
+            loop.micro_batch(x)
+            if how != "accumulated" or number % 4 == 3:
+                loop.update()
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_an_evaluation_in_training_mode_is_told(loop: Loop, how: str, grad: bool) -> None:
+    with hooks(loop) as timer:
+        loader = loop.batches(100)
+        for number, x in enumerate(loader if how == "step" else timer.steps(loader), 1):
+            loop.train(x)
+            if how == "step":
+                timer.step()
+            if number % 40 == 0:
+                no_grad_calls(loop, 60, grad=grad)
+    assert ms(timer, "forward").count(4.0) == 98
+    advice = "`forward` is long in few steps: put what is no step, such as a validation, into `with"
+    assert advice in str(timer.summary())
+
+
+def test_batches_that_are_longer_in_all_phases_are_told_nothing(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(100)), 1):
+            for _ in range(30 if number % 25 == 0 else 1):
+                loop.micro_batch(x)
+            loop.update()
+    assert "few steps" not in str(timer.summary())
+
+
+def test_work_between_two_steps_is_told(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(loop.batches(60), 1):
+            loop.train(x)
+            timer.step()
+            if number % 20 == 0:
+                loop.gpu.work(200.0)
+    assert "`data` is long in few steps: put what is no step" in str(timer.summary())
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_batches_left_over_of_a_number_of_micro_batches_are_told(
+    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop, accumulate_grad_batches=4, every_n_steps=every) as timer:
+        for _ in range(20):
+            for number, x in enumerate(timer.steps(loop.batches(10)), 1):
+                loop.micro_batch(x)
+                if number % 4 == 0:
+                    loop.update()
+    assert len(steps(timer)) == 40 // every
+    [message] = said(caplog)
+    assert message.startswith("A loop ends with 2 of 4 micro-batches, which are in no step: with")
+
+
+@pytest.mark.parametrize("eager", [3, 10])
+def test_replays_of_a_graph_of_before_among_other_steps_are_told(
+    loop: Loop, eager: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(300))):
+            if number % eager:
+                replay()
+            else:
+                loop.train(x)
+    assert len(steps(timer)) == 300 // eager
+    [message] = said(caplog)
+    assert message.startswith("Batches on which the model is not called take ")
+    assert "call step() at the end of the body" in message
+
+
+def test_replays_of_a_graph_of_before_after_other_steps_are_told(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(53))):
+            if number >= 3:
+                replay()
+            else:
+                loop.train(x)
+    assert steps(timer) == [STEP_MS] * 3
+    [message] = said(caplog)
+    assert message.startswith("50 batches in a row have neither a call of the model nor an update")
+
+
+def test_replays_whose_bodies_call_step_are_steps(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(60))):
+            if number % 2:
+                replay()
+                timer.step()
+            else:
+                loop.train(x)
+    assert total(timer) == [sum(STEP_MS.values()), 15.0] * 30

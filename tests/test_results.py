@@ -12,6 +12,7 @@ from fake_gpu import raw
 
 from lightning_gputime import Environment, Run, load
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
 from lightning_gputime._saved_runs import saved
@@ -206,14 +207,18 @@ def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
 
 
 def test_one_long_fetch_makes_no_training_input_bound() -> None:
-    def verdict(stalls: int) -> str:
+    def verdict(stalls: int, *, has_loader: bool = True) -> str:
         results = Results(100, 0)
+        results.setup = TrainingSetup(has_loader=has_loader)
         fetches = [500.0] * stalls + [0.5] * (55 - stalls)
         results.add([raw(i, data=ms, forward=10.0) for i, ms in enumerate(fetches)])
         return results.summary().verdict
 
     assert verdict(1).startswith("launch-bound")
     assert verdict(2) == "input-bound: 65% of the step is `data`"
+    # Between two steps of an ordinary loop other code may run, such as a validation.
+    few = "uneven: 65% of the step is `data`, most of it in few steps"
+    assert verdict(2, has_loader=False) == few
 
 
 def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> None:

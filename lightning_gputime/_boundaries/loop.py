@@ -23,33 +23,24 @@ class Batch:
 class Loop:
     """What a loop runs, as far as it can be seen from outside.
 
-    Attributes:
-        model: Its calls are `forward`, and those of the modules inside where it is not called
-            itself.
-        optimizers: Their updates end `optimizer`.
-        optimizer_wrappers: What the loop calls `zero_grad` on, where that is not the optimizers.
-        wrapper: What the trainer calls in place of `model` to run the training step (DDP), if so.
-        compiled_step: Whether the model's `training_step` is compiled as a whole.
-        pause_evaluation: Whether calls of the model in eval mode without grad are no `forward`;
-            with None where a backward was seen.
-        submodules: The modules that are sub-phases, by name.
-        wrap_backward: Whether to stand in for what runs the autograd engine.
-        batch: Whether a batch is at work, which the loop keeps up to date.
-        waits_before_batch: Whether the host waits for the device before each batch.
-        needs_updates: Whether only the updates of optimizers tell where steps end.
+    The calls of `model` are `forward`, and those of the modules inside where it is not called
+    itself. The updates of `optimizers` end `optimizer`.
     """
 
     model: nn.Module
     optimizers: Sequence[Any] = ()
+    # What the loop calls `zero_grad` on, where that is not the optimizers.
     optimizer_wrappers: Sequence[Any] = ()
+    # What the trainer calls in place of `model` to run the training step (DDP), if so.
     wrapper: nn.Module | None = None
-    compiled_step: bool = False
+    compiled_step: bool = False  # The model's `training_step` is compiled as a whole.
+    # Calls in eval mode without grad are no `forward`; with None where a backward was seen.
     pause_evaluation: bool | None = False
-    submodules: Mapping[str, nn.Module] = field(default_factory=dict)
-    wrap_backward: bool = True
-    batch: Batch = field(default_factory=Batch)
-    waits_before_batch: bool = False
-    needs_updates: bool = False
+    submodules: Mapping[str, nn.Module] = field(default_factory=dict)  # By name.
+    wrap_backward: bool = True  # Stand in for what runs the autograd engine.
+    batch: Batch = field(default_factory=Batch)  # The loop keeps it up to date.
+    waits_before_batch: bool = False  # The host waits for the device before each batch.
+    needs_updates: bool = False  # Only updates of optimizers tell where steps end.
 
     @property
     def called(self) -> nn.Module:

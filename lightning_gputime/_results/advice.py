@@ -20,6 +20,8 @@ from lightning_gputime._results.table import duration
 _WORTH_IT = 0.1  # From this fraction of the step on, something is worth an advice.
 _PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
+_ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
+_ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class TrainingSetup:
 def advise(summary: PhaseSummary, setup: TrainingSetup) -> tuple[str, ...]:
     """Return what to do next, the most promising first; nothing where nothing is known to help."""
     helps = _BY_BOUND.get(summary._judged.bound, _nothing)
-    advice = [*_leave_out(summary), *helps(summary, setup)]
+    advice = [*_leave_out(summary, setup), *helps(summary, setup)]
     if summary.gap_share is not None and summary.gap_share >= verdict.MANY_GAPS:
         advice += _fewer_launches(summary, setup)
     return tuple(dict.fromkeys(advice))
@@ -55,11 +57,23 @@ def _nothing(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
     yield from ()
 
 
-def _leave_out(summary: PhaseSummary) -> Iterator[str]:
-    row, n = summary.rows.get(OTHER), summary.step.n
-    is_long = row is not None and n >= 20 and row.share >= _WORTH_IT
-    if row is not None and is_long and (2 * row.n < n or row.p95_ms > 3 * row.p50_ms):
-        yield f"`{OTHER}` is long in few steps: {_PAUSE}"
+def _leave_out(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+    if summary.step.n < _ENOUGH or BACKWARD not in summary.rows:
+        return
+    # Longer batches are longer in backward, too.
+    least = _WORTH_IT + max(_excess(summary, BACKWARD), 0.0)
+    knows_fetch = setup.has_loader or FETCH in summary.rows
+    for name in (OTHER, FORWARD) if knows_fetch else (DATA, OTHER, FORWARD):
+        if _excess(summary, name) >= least:
+            yield f"`{name}` is long in few steps: {_PAUSE}"
+
+
+def _excess(summary: PhaseSummary, name: str) -> float:
+    """Return the fraction of the step by which the mean of a phase exceeds its median."""
+    row, step = summary.rows.get(name), summary.step
+    if row is None:
+        return 0.0
+    return row.share - (row.p50_ms / step.mean_ms if 2 * row.n >= step.n else 0.0)
 
 
 def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
@@ -70,15 +84,13 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
     workers, cores, ahead = setup.num_workers, setup.cores, setup.prefetch_factor
     # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
-    is_uneven = bool(fetches and fetches.p50_ms < 0.5 * fetches.mean_ms)
+    is_uneven = fetches is not None and fetches.is_uneven
     apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
     now = f"num_workers is {workers}{'' if cores is None else f', of {cores} CPU cores'}"
     if workers is None:
         # Without parts nothing says that it is the loader.
         if not setup.has_loader and summary._judged.phases == (DATA,):
-            if is_uneven:
-                yield _PAUSE
-            yield "iterate over timer.steps(loader), so that `data` is the loader's time alone"
+            yield _ITERATE
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         yield f"num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
@@ -181,6 +193,7 @@ def _share(summary: PhaseSummary, name: str) -> float:
 
 _BY_BOUND: Mapping[str, Callable[[PhaseSummary, TrainingSetup], Iterator[str]]] = {
     verdict.INPUT: _load_faster,
+    verdict.UNEVEN: lambda *_: iter([_ITERATE]),
     verdict.COPIES: _copy_faster,
     verdict.CALLBACK: _call_back_less,
     verdict.RANK: _meet_the_ranks,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._memory import PhaseMemory
-from lightning_gputime._phases import StepTimes, in_order
+from lightning_gputime._phases import DATA, StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup, advise
 from lightning_gputime._results.history import (
@@ -186,6 +186,7 @@ class Results:
             warmup_steps=0,
             host_wait_mean_ms=sums.wait_ms / sums.step.n if sums.step.n else math.nan,
             on_host_clock=self.on_host_clock,
+            is_uneven=not self.setup.has_loader and DATA in rows and rows[DATA].is_uneven,
             probed_steps=busy.step.n,
         )
 

@@ -39,6 +39,11 @@ class PhaseStats:
     peak_mb: float | None = None
     tflops: float | None = None
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether few steps hold most of it."""
+        return self.p50_ms < 0.5 * self.mean_ms
+
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
     """Yield the name, the title and the statistics of each row of the table.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_gputime._memory import MemorySummary
@@ -15,6 +15,8 @@ from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.table import Section, Table, Tabular, unit_of
 from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.verdict import (
+    INPUT,
+    UNEVEN,
     Verdict,
     advice_sentence,
     judge,
@@ -56,6 +58,8 @@ class PhaseSummary(Tabular):
         ledger: Where the whole of a fit went, where a trainer tells it.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
+        is_uneven: Whether few steps hold most of `data`, and no loader is known, so that it may be
+            other code between two steps.
         advice: What to do next, the most promising first; nothing where no number backs it.
         work: Work per second, and what it is of the GPU's peak.
         sections: What other observers add.
@@ -80,6 +84,7 @@ class PhaseSummary(Tabular):
     ledger: Ledger | None = None
     memory: MemorySummary | None = None
     stage: str = ""
+    is_uneven: bool = False
     advice: tuple[str, ...] = ()
     work: WorkSummary | None = None
     sections: tuple[Section, ...] = ()
@@ -105,7 +110,10 @@ class PhaseSummary(Tabular):
         if not self.steps or not self.step.mean_ms:
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
-        return judge(self.rows, self.step, host_wait_ms, self.gap_share)
+        found = judge(self.rows, self.step, host_wait_ms, self.gap_share)
+        if self.is_uneven and found.bound == INPUT:
+            return replace(found, bound=UNEVEN, grounds=f"{found.grounds}, most of it in few steps")
+        return found
 
     @property
     def gap_share(self) -> float | None:
@@ -129,6 +137,8 @@ class PhaseSummary(Tabular):
         found: dict[str, Any] = plain({**asdict(self), "verdict": self.verdict})
         if not self.sections:
             del found["sections"]
+        if not self.is_uneven:
+            del found["is_uneven"]
         return found
 
     def _table(self) -> Table:

@@ -12,6 +12,7 @@ Rows = Mapping[str, PhaseStats]
 INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "rank-bound"
 COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
 LONGEST = "longest phase"  # The verdict without a device.
+UNEVEN = "uneven"  # Where few steps hold most of what may be no fetch at all.
 # The verdict by the part of `data` in which a training waits.
 _HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
 _HELD_UP = 0.3  # From this fraction of a step on something holds it up.

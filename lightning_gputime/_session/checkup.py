@@ -2,9 +2,22 @@
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import BACKWARD, FORWARD, LOSS, OPTIMIZER, OTHER, PHASES
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BACKWARD,
+    DATA,
+    FORWARD,
+    GRAD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+)
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
 
 Row = tuple[bool, str, tuple[float | str, ...]]
@@ -44,10 +57,29 @@ _UPDATED_ELSEWHERE = (
 )
 _TWICE = (
     "%d of %d steps have no call of the model: is step() called more than once in a batch? Call it"
-    " once, at the end of the loop's body, or only iterate over steps()."
+    " once, at the end of the loop's body, or only iterate over steps(); and leave batches out"
+    " inside of it, as in timer.steps(filter(is_good, loader))."
+)
+_EARLY = (
+    "The first %d timed steps have no backward: call step() last in the loop's body, leave batches"
+    " out inside of steps(), as in timer.steps(filter(is_good, loader)), and put an evaluation"
+    " before the training into `with timer.paused()`."
+)
+_ANOTHER_MODEL = (
+    "%d of %d steps have a backward and no call of the model: another one is trained there, whose"
+    " forward is `other`. Give each model a timer of its own."
+)
+_ROLLOUT = (
+    "The model is called %.3g times for each backward, and all calls are `forward`: name those that"
+    ' no backward follows, `with phase("rollout")`, or leave them out, `with timer.paused()`.'
+)
+_UNSEEN = (
+    "Batches on which the model is not called take %.3g ms of `other` a step: if they train in a"
+    " way that is not seen, such as by a graph that was captured before attach(), call step() at"
+    " the end of the body."
 )
 _METHOD = (
-    "`other` is %.3g ms a step, and `forward` little beside `backward`: where the loop calls a"
+    "`%s` is %.3g ms a step, and `forward` little beside `backward`: where the loop calls a"
     " method of a module, such as model.features(x), and not the module, name its time:"
     ' `with phase("forward")`.'
 )
@@ -64,28 +96,47 @@ class LoopDiagnostics:
         results: Have the sums.
         boundaries: Have seen the loop.
         recorder: Knows of other threads.
-        accumulates: Whether the user has said that gradients accumulate.
+        loop: What is timed.
     """
 
     def __init__(
-        self, results: Results, boundaries: Boundaries, recorder: Recorder, *, accumulates: bool
+        self, results: Results, boundaries: Boundaries, recorder: Recorder, loop: Loop
     ) -> None:
-        self._results, self._accumulates = results, accumulates
-        self._boundaries, self._recorder = boundaries, recorder
+        self._results, self._boundaries, self._recorder = results, boundaries, recorder
+        # Whether gradients accumulate, as the user has said, and whether the loop is one's own.
+        self._accumulates = loop.needs_updates
+        self._is_own = loop.pause_evaluation is not False
         self._is_over = False
+        # Until it is over: steps before the first backward, calls of the model, and backwards.
+        self._early = self._calls = self._backwards = 0
+        self._has_trained = False
+        # What batches take on which nothing was seen to be done, and which so end no step.
+        self._idle_ms = 0.0
 
-    def steps_read(self, _: object) -> None:
+    def steps_read(self, steps: ReadSteps) -> None:
         """Judge once, when there are enough steps."""
-        if not self._is_over and self._results.sums.step.n >= ENOUGH:
+        if self._is_over:
+            return
+        for step in steps:
+            labels = step.labels
+            follows = zip(labels, labels[1:], step.device_ms, strict=False)
+            self._idle_ms += sum(ms for *both, ms in follows if both == [OTHER, DATA])
+            self._calls += labels.count(AFTER_FORWARD)
+            self._backwards += labels.count(AFTER_BACKWARD)
+            self._has_trained |= BACKWARD in labels or GRAD in labels
+            self._early += not self._has_trained
+        if self._results.sums.step.n >= ENOUGH:
             self._is_over = True
-            _tell(self._of_ranks(), self._of_forward(), *self._of_many_steps())
+            _tell(self._of_ranks(), self._of_forward(), *self._of_many_steps(), self._of_start())
 
     def end(self) -> None:
         """Judge at the end: say of few steps only what is certain."""
         ran = self._results.sums.phases
         if not self._is_over:
             trains = BACKWARD in ran and OPTIMIZER in ran
-            _tell(self._of_ranks(), *([self._of_forward()] if trains else []))
+            _tell(self._of_ranks(), *([self._of_forward(), self._of_start()] if trains else []))
+        elif self._is_own and BACKWARD in ran and FORWARD in ran:
+            _tell(*self._of_steps_without_calls())
 
     def _of_ranks(self) -> Row:
         return is_distributed() and not self._boundaries.sees_waits, _TOO_EARLY, ()
@@ -102,8 +153,12 @@ class LoopDiagnostics:
         # The number of steps may be odd.
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
         # A backward takes twice as long as its forward and loss, or three times with checkpoints.
-        is_hidden = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
+        is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
+        is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
+        place = OTHER if is_in_other else LOSS
         is_twice = 2 * (with_forward - 1) <= n - 1
+        calls, backwards = self._calls, self._backwards
+        is_rollout = calls >= 3 * backwards > 0 and ms[FORWARD] > ms[BACKWARD]
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
         ends = '"auto": a step ends with the update'
         if not self._accumulates:
@@ -111,11 +166,30 @@ class LoopDiagnostics:
         return [
             (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
             (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
-            (trains and is_hidden, _METHOD, (ms[OTHER] / n,)),
+            (trains and (is_in_other or is_in_loss), _METHOD, (place, ms[place] / n)),
+            (
+                self._is_own and 10 * self._idle_ms > sums.step.device_ms,
+                _UNSEEN,
+                (self._idle_ms / n,),
+            ),
+            (is_rollout, _ROLLOUT, (calls / max(backwards, 1),)),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),
             (trains and OPTIMIZER not in ran and skipped < n, _UPDATED_ELSEWHERE, ()),
             (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
+        ]
+
+    def _of_start(self) -> Row:
+        return self._is_own and self._has_trained and self._early > 0, _EARLY, (self._early,)
+
+    def _of_steps_without_calls(self) -> list[Row]:
+        ran, n = self._results.sums.phases, self._results.sums.step.n
+        without, strange = n - ran[FORWARD].n, ran[BACKWARD].n - ran[FORWARD].n
+        # Where the loop calls another part of the model, the first of these steps has no `forward`.
+        is_strange, is_many = 10 * strange >= n, 20 * (without - self._early) >= n
+        return [
+            (is_strange, _ANOTHER_MODEL, (strange, n)),
+            (is_many and not is_strange and 2 * without < n, _TWICE, (without, n)),
         ]
 
 

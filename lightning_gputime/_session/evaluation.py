@@ -59,14 +59,7 @@ class Evaluations:
     ) -> None:
         """Start to time a loop, in place of the one that runs.
 
-        Args:
-            stage: Name of the loop, such as "val".
-            clock: Where events and host times come from.
-            loop: What is hooked.
-            means: Logs the steps; nothing must be due before the end.
-            number: Number to log the means under.
-            items: Items per batch, as in the options.
-            setup: How the loop is set up, for advice.
+        The means are logged under `number`, and nothing of them must be due before the end.
         """
         self.abort()
         results = Results(self._options.history, 0, isinstance(clock, HostClock))

@@ -137,9 +137,7 @@ class Session:
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison.boundaries = self._boundaries
-        self._checkup = LoopDiagnostics(
-            results, self._boundaries, self.recorder, accumulates=loop.needs_updates
-        )
+        self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
         memory = []
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
@@ -210,22 +208,25 @@ class Session:
         """Whether an optimizer has run, or tried, its update in the open step."""
         return self._tried_update or self._boundaries.has_updated
 
-    def has_idled(self, *, surely: bool, is_first: bool) -> bool:
+    def has_idled(self, *, is_first: bool) -> bool:
         """Return whether nothing was done in the open step but to fetch.
 
-        With `surely` only where all that a training does would have been seen; and beside the first
+        It says so only where all that a training does would have been seen; and beside the first
         batch of a loop, where some training was.
         """
-        is_seen = self.sees_updates and not (has_compiled() or self.recorder.pending.graphs)
-        is_seen &= (is_first or self.has_trained) and not self.recorder.was_elsewhere
-        if self.is_off or (surely and not is_seen):
+        recorder = self.recorder
+        is_blind = self.is_off or has_compiled() or bool(recorder.pending.graphs)
+        if is_blind or recorder.was_elsewhere or not self.sees_updates:
             return False
-        return not self._boundaries.has_worked and self.recorder.phases <= {DATA, OTHER}
+        is_known = is_first or self.has_trained
+        return is_known and not self._boundaries.has_worked and recorder.phases <= {DATA, OTHER}
 
     @property
     def has_evaluated(self) -> bool:
         """Whether nothing was done in the open step but to evaluate a model that was trained."""
-        is_idle = self.has_trained and not self._boundaries.has_worked
+        if self.recorder.label not in EVALUATES or not self.has_trained:
+            return False
+        is_idle = not self._boundaries.has_worked
         return is_idle and self.recorder.phases <= {DATA, OTHER, *EVALUATES}
 
     def stay_on(self) -> None:
