@@ -3,7 +3,7 @@
     python benchmarks/foreign lightning_suite CHECKOUT --scratch DIR --out FILE
 
 Lightning adds the callbacks of the entry point `lightning.pytorch.callbacks_factory` to each
-Trainer. What fails with the timer runs twice more, and has failed where it failed each time; beside
+Trainer. What fails with the timer runs once more, and has failed where it failed both times; beside
 it with a callback that does nothing, and with one that logs as many keys.
 
 What DIR has of a run before, `WAY-FOLDER.xml`, is taken as it is.
@@ -11,6 +11,7 @@ What DIR has of a run before, `WAY-FOLDER.xml`, is taken as it is.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,10 +25,18 @@ PACKAGES = ("lightning", "torchmetrics", "pytest", "numpy", "matplotlib")
 HOOKED = ("loops", "trainer", "callbacks", "loggers", "profilers")
 """The folders whose tests run the most hooks."""
 
-FOLDERS = (*HOOKED, "tuner", "core", "checkpointing", "utilities", "overrides", "plugins")
+FOLDERS = (
+    *HOOKED,
+    "tuner",
+    "core",
+    "checkpointing",
+    "utilities",
+    "overrides",
+    "plugins",
+)
 
-WAYS = {"default": FOLDERS, "all": HOOKED, "every_3": HOOKED, "nothing": (), "keys": ()}
-"""Where each callback of `lightning_callbacks` runs; the controls run in what fails."""
+WAYS = ("default", "all", "every_3", "nothing", "keys")
+"""The callbacks of `lightning_callbacks`. The last two run in what fails with the others."""
 
 Outcomes = dict[str, str]
 """By test, how it failed; "" where it passed, and "skipped"."""
@@ -57,9 +66,14 @@ class Suite:
     def run(self, way: str, name: str, tests: Iterable[str]) -> Outcomes:
         """Return the outcomes of tests, folders or single ones, with a callback."""
         file = self._scratch / f"{way}-{name}.xml"
-        if not file.exists() or name.startswith("again"):
+        if not file.exists():
             benchmarks = Path(__file__).resolve().parents[1]
-            path = [self._root / "tests", self._scratch / "entry", benchmarks, benchmarks.parent]
+            path = [
+                self._root / "tests",
+                self._scratch / "entry",
+                benchmarks,
+                benchmarks.parent,
+            ]
             environment = {
                 **os.environ,
                 "FOREIGN_CALLBACK": way,
@@ -99,7 +113,8 @@ def _outcomes(file: Path, root: Path) -> Iterable[tuple[str, str]]:
         failed = case.find("error") if failed is None else failed
         if failed is not None:
             # Of a test and its teardown the first.
-            outcomes[test] = outcomes.get(test) or failed.get("message", "failed")[:300]
+            message = re.sub(r"#x1B\[\d+m", "", failed.get("message", "failed"))
+            outcomes[test] = outcomes.get(test) or message[:150]
         else:
             skipped = "skipped" if case.find("skipped") is not None else ""
             outcomes.setdefault(test, skipped)
@@ -114,24 +129,28 @@ def measure(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the tests that fail with each callback, and not with the one that does nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, required=True, help="a folder for what is made")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
-    parser.add_argument("--folders", nargs="+", default=[*FOLDERS], choices=FOLDERS)
+    parser.add_argument("--folders", nargs="*", default=[*FOLDERS], choices=FOLDERS)
+    parser.add_argument("--hooked", nargs="*", default=[*HOOKED], choices=FOLDERS)
     parser.add_argument("--timeout", type=int, default=120, help="of one test, in seconds")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args(arguments)
     suite = Suite(checkout, options.scratch.resolve(), options.timeout, options.workers)
     found: dict[str, Outcomes] = {way: {} for way in WAYS}
-    for way in options.ways:
-        for folder in [one for one in options.folders if one in WAYS[way]]:
+    folders = {
+        "default": options.folders,
+        "all": options.hooked,
+        "every_3": options.hooked,
+    }
+    for way, several in folders.items():
+        for folder in several:
             found[way] |= suite.run(way, folder, [f"tests/tests_pytorch/{folder}"])
             print(f"{way} {folder}: {len(found[way])}, {len(_failed(found[way]))} failed")
     suspects = sorted(set[str]().union(*map(_failed, found.values())))
     for way, outcomes in found.items():
-        tests = [test for test in suspects if test in outcomes or not WAYS[way]]
-        for again in ("again_1", "again_2") if tests else ():
-            for test, outcome in suite.run(way, again, tests).items():
-                if outcome in ("", "skipped") or test not in outcomes:
-                    outcomes[test] = outcome
+        tests = [test for test in suspects if test in outcomes or way not in folders]
+        for test, outcome in suite.run(way, "again", tests).items() if tests else ():
+            if outcome in ("", "skipped") or test not in outcomes:
+                outcomes[test] = outcome
     failed = sorted(set[str]().union(*map(_failed, found.values())))
     return {
         "ways": {
@@ -142,8 +161,8 @@ def measure(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
             }
             for way, outcomes in found.items()
         },
-        "folders": options.folders,
-        "fail_with_nothing": sorted(_failed(found["nothing"])),
+        "folders": folders,
+        "failed_with_nothing": sorted(_failed(found["nothing"])),
         "differ": {
             test: {
                 way: outcomes[test] or "passed"
