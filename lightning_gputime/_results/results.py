@@ -67,6 +67,7 @@ class Results:
         # With `every_n_steps="auto"`, see `PhaseSummary`.
         self.timed_every_n_steps = 1
         self.timing_share: float | None = None
+        self.each_timed_for = ""
         self.observers: Sequence[Any] = ()  # Those of the user.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,6 +166,7 @@ class Results:
             probe_failure=self.probe_failure,
             timed_every_n_steps=self.timed_every_n_steps,
             timing_share=self.timing_share,
+            each_timed_for=self.each_timed_for,
             sections=sections_of(self.observers),
             slow=self.slow.summary(summary.steps, sums.step.device_ms),
             work=self.throughput.summary(sums, summary.rows, summary.step, busy.step.n > 0),

@@ -30,6 +30,11 @@ _PEAK = "peak MiB"
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
 
 
+_BOUNDARY_MS, _DEAR = 0.02, 0.01
+"""What a boundary takes the host where its code is cold, see `benchmarks/README.md`; and from which
+fraction of a step on that is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseSummary(Tabular):
     """Statistics of a run; `print` shows them as a table.
@@ -52,6 +57,7 @@ class PhaseSummary(Tabular):
         timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
         timing_share: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
+        each_timed_for: With `every_n_steps="auto"`: what looks at each step, so that each is timed.
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
@@ -78,6 +84,7 @@ class PhaseSummary(Tabular):
     probe_failure: str = ""
     timed_every_n_steps: int = 1
     timing_share: float | None = None
+    each_timed_for: str = ""
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
@@ -214,6 +221,13 @@ class PhaseSummary(Tabular):
         n, cost = self.timed_every_n_steps, self.timing_share
         if n > 1 and cost is not None:
             yield f"timed 1 in {n} steps: timing each would take {cost:.0%} of a step of {step}"
+        timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
+        is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)
+        if self.each_timed_for and is_dear and not self.on_host_clock:
+            yield (
+                f"each step is timed because of {self.each_timed_for}: that takes the host about"
+                f" {unit.of(timing_ms)} of {step}; leave it out to time fewer"
+            )
         for later in (self.slow, self.ranks):
             yield from later.sentences if later is not None else ()
         if self.ledger is not None:

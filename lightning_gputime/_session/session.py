@@ -91,6 +91,8 @@ class Session:
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         self._schedule = Schedule.of(options)
         self._auto = _auto_schedule(options, means, number)
+        if options.every_n_steps == AUTO:
+            results.each_timed_for = _who_looks_at_each(options, means)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
@@ -594,11 +596,21 @@ class Session:
 
 def _auto_schedule(options: Options, means: MeanLog, number: int) -> AutoSchedule | None:
     """Return what decides how many steps are timed; None where each of them is looked at."""
-    looks_at_each = options.on_step is not None or options.annotate or options.lag == 0
-    looks_at_each |= options.probe_every_n_steps > 0 or means.every_n_steps == 1
-    if options.every_n_steps != AUTO or looks_at_each:
+    if options.every_n_steps != AUTO or _who_looks_at_each(options, means):
         return None
     return AutoSchedule(means.every_n_steps or 50, number)
+
+
+def _who_looks_at_each(options: Options, means: MeanLog) -> str:
+    """Return for what each step must be timed; empty for nothing."""
+    looks = {
+        "on_step=": options.on_step is not None,
+        "annotate=True": options.annotate,
+        "lag=0": options.lag == 0,
+        "probe_every_n_steps=": options.probe_every_n_steps > 0,
+        "a log at each step": means.every_n_steps == 1,
+    }
+    return next((who for who, is_so in looks.items() if is_so), "")
 
 
 class _NoSession:
