@@ -142,10 +142,9 @@ class PhaseSummary(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
         found: dict[str, Any] = plain({**asdict(self), "verdict": self.verdict})
-        if not self.sections:
-            del found["sections"]
-        if not self.is_uneven:
-            del found["is_uneven"]
+        for name in ("sections", "is_uneven", "each_timed_for"):
+            if not found[name]:
+                del found[name]
         return found
 
     def _table(self) -> Table:
