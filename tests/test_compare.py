@@ -292,10 +292,15 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return paths
 
 
-def test_the_console_script_is_the_command_line() -> None:
+def test_the_console_script_is_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     module, _, name = project["project"]["scripts"]["lightning-gputime"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main
+    script = getattr(importlib.import_module(module), name)
+    monkeypatch.setattr("sys.argv", ["lightning-gputime", "show", "missing.json"])
+    assert script() == main(["show", "missing.json"]) == 2
+    assert capsys.readouterr().err.count("missing.json") >= 2
 
 
 def test_the_command_prints_the_table_and_exits_above_the_bound(

@@ -138,12 +138,15 @@ class PendingSteps:
         self.free.extend(events)
 
     def forget(self) -> None:
-        """Forget all steps that are not read, all events, and who takes the steps."""
-        # Who does has this, and what is hooked: that shall go with its last user, at once.
-        self._emit, self._on_reading_start = lambda _: None, None
+        """Forget all steps that are not read, and all events."""
         self._pending.clear()
         self._finished = []
         self.free.clear()
+
+    def end(self) -> None:
+        """Forget all, and who takes the steps: that holds the model, which is to be freed."""
+        self.forget()
+        self._emit, self._on_reading_start = lambda _: None, None
 
     def give_up(self, error: Exception) -> None:
         """Forget the pending steps, whose events cannot be trusted; what is finished is read."""

@@ -576,7 +576,7 @@ class Session:
             self._means.log_means()
             self._checkup.end()
             self._dispatcher.remove()
-            self.recorder.pending.forget()
+            self.recorder.pending.end()
 
     def abandon(self) -> None:
         """End all timing in a process that was forked off; leave hooks that do nothing."""
