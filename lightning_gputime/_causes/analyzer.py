@@ -31,7 +31,7 @@ _WORTH_MS = 2.0
 
 @skip_compile
 class SlowStepAnalyzer:
-    """Judges each step by a baseline of those before, and explains the slow ones, for a log.
+    """Judge each step by a baseline of those before, and explain the slow ones, for a log.
 
     Nothing here raises: after an error no detector is asked any more.
     """

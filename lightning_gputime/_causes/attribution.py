@@ -150,7 +150,7 @@ class PartExcess:
 
 
 class ExcessAttribution:
-    """Attributes the excess of a slow step to causes, one detector after the other.
+    """Attribute the excess of a slow step to causes, one detector after the other.
 
     A host delay reaches the device between the same two marks, or never: the device ran ahead of it
     by what was queued. So the part that reached it is the device's excess there, at most the delay.

@@ -111,7 +111,7 @@ class HostSpans:
 
 @skip_compile
 class Loader:
-    """Sees fetches that took long."""
+    """Detect fetches that took long."""
 
     def __init__(self) -> None:
         self._loops_ns: deque[int] = deque(maxlen=100)
@@ -166,7 +166,7 @@ def attribute(one: object, name: str) -> Any:
 
 @skip_compile
 class Preemption:
-    """Sees when the loop's thread was off the CPU for longer than it usually is (on Linux).
+    """Detect when the loop's thread was off the CPU for longer than it usually is (on Linux).
 
     At the end of each step it asks how long the thread has run, and how often it gave the processor
     up, or lost it.
@@ -241,7 +241,7 @@ _COUNTERS: Mapping[str, str] = {
 
 
 class Allocator:
-    """Takes what no other detector explains, where the counters of the device's allocator grew."""
+    """Explain what no other detector does, where the counters of the device's allocator grew."""
 
     def __init__(self, read: Callable[[], Counts]) -> None:
         self._read: Callable[[], Counts] | None = read

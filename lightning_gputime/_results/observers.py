@@ -12,8 +12,6 @@ from lightning_gputime._results.table import Section
 class ReadSteps:
     """Steps that were read together, in order. Iterate for all, those of the warm-up first."""
 
-    __slots__ = ("_sums", "records", "warmup")
-
     def __init__(self, records: Sequence[StepRecord], warmup: int) -> None:
         self.records, self.warmup = records, warmup
         self._sums: Sums | None = None

@@ -226,8 +226,10 @@ def compare(
     phases = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     names = in_order([name for name in phases if not of_one_callback(name)])
     times = [[_times(run, names) for run in side] for side in sides]
-    step, *rows = [Difference(*row) for row in statistics.typical_difference(*times).tolist()]
-    [mean] = statistics.mean_difference(*([one[:, :1] for one in side] for side in times)).tolist()
+    found = statistics.difference(*times, how=statistics.TYPICAL)
+    step, *rows = [Difference(*row) for row in found.tolist()]
+    wholes = [[one[:, :1] for one in side] for side in times]
+    [mean] = statistics.difference(*wholes, how=statistics.MEAN).tolist()
     return RunComparison(
         rows=dict(zip(names, rows, strict=True)),
         step=step,

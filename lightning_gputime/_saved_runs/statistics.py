@@ -86,41 +86,31 @@ def _variance_of(influence: Floats, block: int) -> Floats:
     return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
 
 
-def typical_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
-    """Return by how much typical steps differ, with intervals of 95 %.
+# How to estimate, the variance of that, and the confidence of its interval.
+TYPICAL = (typical, variance, 0.95)
+MEAN = (mean, _variance_of_mean, 0.995)
+
+
+def difference(
+    before: Sequence[Floats],
+    after: Sequence[Floats],
+    *,
+    how: tuple[Callable[[Floats], Estimate], Callable[[Floats], Floats], float],
+) -> Floats:
+    """Return by how much the steps of two sides differ.
 
     The times of each run have shape (steps, columns). Of each column it returns the estimates
     before and after, half the width of the interval of their difference, and that of the difference
     as a fraction of the time before (NaN if that is 0).
     """
-    return _difference(_side(before, typical, variance), _side(after, typical, variance), 0.95)
-
-
-def mean_difference(before: Sequence[Floats], after: Sequence[Floats]) -> Floats:
-    """As `typical_difference`, for the means over all steps, with intervals of 99.5 %."""
-    first, second = (_side(runs, mean, _variance_of_mean) for runs in (before, after))
-    return _difference(first, second, 0.995)
-
-
-# Of several runs: their number; for each column the mean of their estimates, its variance by the
-# noise of the steps, and the squared distances of the runs from their mean, added up.
-_Side = tuple[int, Floats, Floats, Floats]
-
-
-def _side(
-    runs: Sequence[Floats],
-    estimate: Callable[[Floats], Estimate],
-    variance_of: Callable[[Floats], Floats],
-) -> _Side:
-    values, influences = zip(*map(estimate, runs), strict=True)
-    of_mean = np.sum([variance_of(one) for one in influences], axis=0) / len(runs) ** 2
-    center = np.mean(values, axis=0)
-    return len(runs), center, of_mean, ((values - center) ** 2).sum(axis=0)
-
-
-def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
-    n_before, before_ms, before_noise, before_squares = before
-    n_after, after_ms, after_noise, after_squares = after
+    estimate, variance_of, confidence = how
+    means_ms, noise, squares = [], [], []
+    for runs in (before, after):
+        values, influences = zip(*map(estimate, runs), strict=True)
+        means_ms.append(np.mean(values, axis=0))
+        noise.append(np.sum([variance_of(one) for one in influences], axis=0) / len(runs) ** 2)
+        squares.append(((values - means_ms[-1]) ** 2).sum(axis=0))
+    before_ms, after_ms = means_ms
     none = np.full_like(before_ms, math.nan)
     is_there = before_ms > 0
     ratio = np.divide(after_ms, before_ms, out=np.zeros_like(none), where=is_there)
@@ -130,12 +120,12 @@ def _difference(before: _Side, after: _Side, confidence: float) -> Floats:
         # The second: the error of the quotient, times the time before.
         return width * np.sqrt([of_before + of_after, of_before * ratio**2 + of_after])
 
-    freedom = (_BLOCKS - 1) * min(n_before, n_after)
-    error, of_ratio = errors(before_noise, after_noise, freedom)
-    if freedom := n_before + n_after - 2:
+    freedom = (_BLOCKS - 1) * min(len(before), len(after))
+    error, of_ratio = errors(noise[0], noise[1], freedom)
+    if freedom := len(before) + len(after) - 2:
         # Never narrower than the spread between runs says.
-        pooled = (before_squares + after_squares) / freedom
-        spread = errors(pooled / n_before, pooled / n_after, freedom)
+        pooled = sum(squares) / freedom
+        spread = errors(pooled / len(before), pooled / len(after), freedom)
         error, of_ratio = np.maximum((error, of_ratio), spread)
     error_ratio = np.divide(of_ratio, before_ms, out=none, where=is_there)
     return np.stack((before_ms, after_ms, error, error_ratio), axis=1)
