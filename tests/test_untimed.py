@@ -270,8 +270,17 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     train(bare_longer := DearGPU(0.0), 4000)
     with_timer, without = longer_gpu.now - first[0], bare_longer.now - first[1]
     assert 0.003 < with_timer / without - 1 < 0.01
-    assert "timed 1 in " in str(longer.summary())
+    said = str(longer.summary())
+    assert "timed 1 in " in said
+    assert "log_every_n_steps" not in said
     assert "timing each would take" in str(longer.summary())
+
+
+def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
+    timer = train(DearGPU(40.0), 1000, host_ms=0.2)
+    assert timer.summary().timed_every_n_steps == 50
+    said = "of a step of 0.48 ms; a larger log_every_n_steps times fewer"
+    assert said in str(timer.summary())
 
 
 @pytest.mark.parametrize("window", [10, 50, 400])

@@ -219,7 +219,12 @@ class PhaseSummary(Tabular):
             yield from feature.sentences if feature is not None else ()
         n, cost = self.timed_every_n_steps, self.timing_share
         if n > 1 and cost is not None:
-            yield f"timed 1 in {n} steps: timing each would take {cost:.0%} of a step of {step}"
+            # As many as fit a window between two logs, of which each has a timed step.
+            fewer = "; a larger log_every_n_steps times fewer" if cost > n * _DEAR else ""
+            yield (
+                f"timed 1 in {n} steps: timing each would take {cost:.0%} of a step of"
+                f" {step}{fewer}"
+            )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)
         if self.each_timed_for and is_dear and not self.on_host_clock:
