@@ -1,7 +1,9 @@
 """`lightning_gputime run`: scripts without a timer, each in a process of its own."""
 
 import inspect
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +11,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ENVIRONMENT, PACKAGE
 
 from lightning_gputime import GPUPhaseTimer, TimerOptions, load
+from lightning_gputime._auto_instrumentation import VARIABLE, adding, command, options
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
+from lightning_gputime._auto_instrumentation.plain import _models_of
 
 GROUPS = {
     "lightning.pytorch.callbacks_factory": "trainer_callbacks",
@@ -40,6 +45,18 @@ for _ in range(30):
     two(one(torch.ones(2, 4))).square().mean().backward()
     optimizer.step()
 """
+THEN_ANOTHER_LOOP = """
+import gc, weakref
+models = [weakref.ref(one), weakref.ref(two)]
+del one, two, optimizer
+net = nn.Linear(4, 4)
+other = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(60):
+    net(torch.ones(2, 4)).square().mean().backward()
+    other.step()
+gc.collect()
+assert [one() for one in models] == [None, None]
+"""
 UNSEEN = """
 import torch
 weight = torch.ones(4, requires_grad=True)
@@ -48,11 +65,16 @@ for _ in range(30):
     weight.square().mean().backward()
     optimizer.step()
 """
-OWN_TIMER = PLAIN.replace(
-    "for _ in range(30):",
-    "from lightning_gputime import GPUPhaseHooks\n"
-    "for _ in GPUPhaseHooks(net, optimizer).attach().steps([0] * 30):",
+OWN_TIMER = "from lightning_gputime import GPUPhaseHooks\n" + PLAIN.replace(
+    "for _ in range(30):", "for _ in GPUPhaseHooks(net, optimizer).attach().steps([0] * 30):"
 )
+FORK = """
+import os
+sys.stdout.flush()
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+"""
 LIGHTNING = """
 import torch
 import lightning.pytorch as pl
@@ -146,6 +168,71 @@ def test_a_command_line_has_the_options_that_all_timers_have() -> None:
     assert {*SWITCHES, *VALUES} <= {*inspect.signature(GPUPhaseTimer).parameters}
 
 
+def test_the_command_passes_a_script_and_its_arguments_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchrun").mkdir()  # Not the command of that name.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    started = []
+    for name in ("execv", "execvp"):
+        monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
+    command.main(["--save", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    assert started[0] == ["torchrun", "--", "--lag", "-m"]
+    assert json.loads(os.environ[VARIABLE])["save"] == str(tmp_path / "1,2.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", {}), ("true", {}), ('{"lag": 0}', {"lag": 0}), ("0", None), ('{"lag":', None)],
+)
+def test_what_the_variable_says(
+    text: str,
+    expected: dict[str, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    assert options() == expected
+    assert ("as JSON; no timer is added" in caplog.text) == (text == '{"lag":')
+
+
+@pytest.mark.parametrize(("wanted", "told"), [("lagg", "no option lagg"), ("modules", "no module")])
+def test_an_option_that_a_trainer_refuses_is_said_and_the_training_goes_on(
+    wanted: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    adder = "__import__('lightning_gputime._auto_instrumentation.lightning', fromlist='x')"
+    callback = f"CALLBACKS = [{adder}.TrainerAdder({{'{wanted}': 'missing'}})]"
+    known: dict[str, object] = {}
+    exec(LIGHTNING.replace("CALLBACKS = []", callback), known)
+    assert known["trainer"].global_step == 30  # type: ignore[attr-defined]
+    assert told in caplog.text
+
+
+def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(adding, "Finalize", lambda *call, **_: found.extend(call[2]))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    adding.show_at_exit("timer", {"save": "run.json"})
+    assert found == ["timer", None, False]
+
+
+def test_models_are_found_beside_odd_modules() -> None:
+    class WithoutInit(torch.nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    class Tree(torch.nn.Linear):
+        children = parameters = None  # type: ignore[assignment]  # names of its own
+
+    kept = [WithoutInit(), tree := Tree(4, 4)]
+    assert _models_of(torch.optim.SGD([tree.weight])) == kept[1:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(7)", 7), ("raise ValueError('of the script')", 1)]
@@ -153,14 +240,20 @@ def test_a_command_line_has_the_options_that_all_timers_have() -> None:
 def test_a_script_ends_as_without(
     end: str, code: int, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    script, own = f"{PLAIN}\n{end}\n", ("train.py", "--lag", "a")
+    script, own = f"{PLAIN}\n{FORK}\n{end}\n", ("train.py", "--lag", "a")
+    # An own one of the user, which fails.
+    (tmp_path / "sitecustomize.py").write_text("import missing")
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     alone = run(script, tmp_path, environment, *own)
     timed = run(script, tmp_path, environment, *RUN, "--memory", "--lag", "0", *own)
     assert alone[0] == timed[0] == code
     assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
     assert timed[1].startswith(alone[1])
-    assert alone[2] in timed[2]
-    assert "over 23 steps" in timed[1]
+    assert "No module named 'missing'" in alone[2]
+    error, _, rest = alone[2].partition("Traceback")
+    assert error in timed[2]
+    assert rest in timed[2]
+    assert timed[1].count("over 23 steps") == 1
 
 
 @pytest.mark.slow
@@ -168,9 +261,9 @@ def test_a_script_ends_as_without(
     ("script", "steps", "told"),
     [
         pytest.param(PLAIN, 28, "trains Sequential: a step is one update of its SGD", id="plain"),
-        pytest.param(TWO_MODELS, 28, "trains Linear", id="two models"),
+        pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 28, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
-        pytest.param(OWN_TIMER, 0, "", id="own timer"),
+        pytest.param(OWN_TIMER, 0, "has a timer of its own", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(FABRIC, 30, "", id="Fabric"),
         pytest.param(TRANSFORMERS, 30, "", id="transformers"),
@@ -185,6 +278,7 @@ def test_a_script_gets_one_timer(
     code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
     assert code == 0, said
     assert told in said
+    assert "has not ended" not in said
     assert printed.count("Time per step") == (steps > 0)
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)

@@ -5,16 +5,21 @@ their documentation. For the Trainer of transformers, and a plain loop, `run` pu
 on Python's path, whose `sitecustomize` calls `watch_imports` when Python starts.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lightning_gputime._messages import WarnOnce
+
 VARIABLE = "LIGHTNING_GPUTIME"
 """The environment variable: unset, empty or "0" for no timer, "1", or options as JSON."""
+
+tell_once = WarnOnce()
 
 
 def options() -> dict[str, Any] | None:
@@ -25,8 +30,20 @@ def options() -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+        found = None
+    if found == 1 or isinstance(found, dict):
+        return {} if found == 1 else found
+    tell_once("%s must be 1, or options as JSON; no timer is added for %r", VARIABLE, text)
+    return None
+
+
+@contextlib.contextmanager
+def tells_errors() -> Iterator[None]:
+    """Say an error, and go on: the script runs without a timer."""
+    try:
+        yield
+    except Exception as error:
+        tell_once("No timer is added, because this failed: %r", error)
 
 
 # Called in each Trainer and each Fabric, wanted or not: nothing is imported without need.
@@ -77,7 +94,8 @@ class _AfterImport:
 
             def execute_and_call(module: Any) -> None:
                 execute(module)
-                call()
+                with tells_errors():
+                    call()
 
             vars(spec.loader)["exec_module"] = execute_and_call
         return spec

@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in SWITCHES:
             parser.add_argument(flag, action="store_true", default=None, help="see TimerOptions")
         else:
-            parser.add_argument(flag, type=_value, metavar="VALUE", help="see TimerOptions")
+            kind = str if name in ("prefix", "save") else _value
+            parser.add_argument(flag, type=kind, metavar="VALUE", help="see TimerOptions")
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="the script or command, and its arguments"
@@ -86,13 +88,14 @@ def run(args: argparse.Namespace) -> int:
         except TypeError as error:
             raise ValueError(error) from None
     if "save" in wanted:
-        wanted["save"] = os.path.abspath(os.path.expanduser(str(wanted["save"])))
+        wanted["save"] = os.path.abspath(os.path.expanduser(wanted["save"]))
     os.environ[VARIABLE] = json.dumps(wanted)
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # In place of this process: its signals, exit code and tracebacks are those of the script.
     first = args.script[0]
-    if not args.is_module and not os.path.exists(first) and shutil.which(first):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As without Python, which ignores it.
+    if not args.is_module and not os.path.isfile(first) and shutil.which(first):
         os.execvp(first, args.script)
     os.execv(sys.executable, [sys.executable, *["-m"][: args.is_module], *args.script])
 

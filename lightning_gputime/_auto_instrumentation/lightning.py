@@ -4,11 +4,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gputime._auto_instrumentation.adding import (
-    options_of_all,
-    show_at_exit,
-    take_place,
-)
+from lightning_gputime._auto_instrumentation import adding, tells_errors
+from lightning_gputime._boundaries.patching import do_nothing
 from lightning_gputime.callback import GPUPhaseTimer
 from lightning_gputime.fabric import PhaseTimeCallback
 
@@ -19,10 +16,13 @@ class TrainerAdder(pl.Callback):
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
 
+    @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add the timer."""
         timer = GPUPhaseTimer(**self._wanted)
-        if take_place(trainer.callbacks, self, timer):  # type: ignore[attr-defined]  # has no hint
+        # It raises where a name is wrong, which `on_train_start` says.
+        vars(timer)["on_fit_start"] = do_nothing
+        if adding.take_place(trainer.callbacks, self, timer):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
 
 
@@ -32,9 +32,11 @@ class FabricAdder:
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
 
+    @tells_errors()
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Add the timer."""
-        timer = PhaseTimeCallback(**options_of_all(self._wanted))
-        if take_place(fabric._callbacks, self, timer):
+        timer = PhaseTimeCallback(**adding.options_of_all(self._wanted))
+        timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
+        if adding.take_place(fabric._callbacks, self, timer):
             timer.on_after_setup(fabric, module)
-            show_at_exit(timer, self._wanted)
+            adding.show_at_exit(timer, self._wanted)

@@ -8,13 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_gputime._auto_instrumentation.adding import options_of_all, show_at_exit
-from lightning_gputime._boundaries.backward import ENGINE
-from lightning_gputime._boundaries.patching import Calls, patch_function
+from lightning_gputime._auto_instrumentation import tell_once, tells_errors
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import messages
-from lightning_gputime._session import lifetimes
-from lightning_gputime.hooks import GPUPhaseHooks
+
+# No more: the script may be importing the package now, which imports torch; and a process that
+# updates nothing, such as a loader's worker, needs no timer.
 
 _FOUND = (
     "Timing the loop that trains %s: a step is one update of its %s. Other models and optimizers"
@@ -25,6 +24,8 @@ _NOT_FOUND = (
     " timer = GPUPhaseHooks(model, optimizer).attach() before the loop, and timer.step() at the end"
     " of its body."
 )
+_MAX_UPDATES = 50
+"""The loop is over when others have updated so often since its last update."""
 
 
 @skip_compile
@@ -34,25 +35,43 @@ class PlainLoop:
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
         self._optimizer: Optimizer | None = None
-        self._timer: GPUPhaseHooks | None = None
-        self._handle = register_optimizer_step_post_hook(self._first_update)
+        self._timer: Any = None
+        self._updates = 0
+        self._handle = register_optimizer_step_post_hook(self._update_ends)
 
-    def _first_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._optimizer is None:
+    def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        self._updates += 1
+        if self._updates == 1:
+            self._optimizer = optimizer
+        if self._updates == 1 or (self._updates == _MAX_UPDATES and self._timer is not None):
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
-            self._optimizer = optimizer
+            from lightning_gputime._boundaries.backward import ENGINE
+            from lightning_gputime._boundaries.patching import Calls, patch_function
+
             calls = Calls(self._next_backward)
             self._subscription = patch_function(torch.autograd, ENGINE, calls)
 
     def _next_backward(self, *_: Any, **__: Any) -> bool:
         self._subscription.remove()
-        self._handle.remove()
-        if self._optimizer is not None and not lifetimes.is_any_attached():
+        if self._timer is not None:
+            self._let_go()
+        elif self._optimizer is not None:
             self._attach(self._optimizer)
+        if self._timer is None:
+            self._handle.remove()
         return False
 
+    @tells_errors()
     def _attach(self, optimizer: Optimizer) -> None:
+        from lightning_gputime._auto_instrumentation import adding
+        from lightning_gputime._timer import Timer
+        from lightning_gputime.hooks import GPUPhaseHooks
+
+        if _instances_of(Timer):
+            if not adding.added:
+                tell_once(adding.HAS_ONE)
+            return
         models = _models_of(optimizer)
         kind = type(optimizer).__name__
         names = " and ".join(sorted({type(one).__name__ for one in models}))
@@ -61,32 +80,46 @@ class PlainLoop:
             messages.warning(_NOT_FOUND, kind, why)
             return
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        timer = GPUPhaseHooks(model, optimizer, **options_of_all(self._wanted)).attach()
+        timer = GPUPhaseHooks(model, optimizer, **adding.options_of_all(self._wanted)).attach()
         optimizer.register_step_post_hook(self._step_ends)
         self._timer = timer
-        show_at_exit(timer, self._wanted)
+        adding.show_at_exit(timer, self._wanted)
         messages.warning(_FOUND, names, kind)
 
     def _step_ends(self, *_: Any) -> None:
-        timer = self._timer
-        if timer is None:
-            return
-        if self._optimizer is not None:
+        self._updates = 1
+        if self._timer is not None and self._optimizer is None:
+            self._timer.step()
+        elif self._timer is not None:
             # The step in which the timer was attached has no beginning.
             self._optimizer = None
-            timer._session.begin(0)
-        else:
-            timer.step()
+            self._timer._session.begin(0)
+
+    def _let_go(self) -> None:
+        """End the timing where another loop runs: the script may need this one's model no more."""
+        self._timer._finish()
+        del self._timer._loop
+        self._optimizer = self._timer = None
 
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost modules that have parameters of an optimizer."""
     own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    # Not by `isinstance`, which a proxy may answer by an error.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    inner = {id(child) for one in modules for child in one.children()}
+    modules = [*filter(_is_model, _instances_of(nn.Module))]
+    # By methods of the base class: others may give these names to their own things.
+    inner = {id(child) for one in modules for child in nn.Module.children(one)}
     outermost = [one for one in modules if id(one) not in inner]
-    return [one for one in outermost if any(id(each) in own for each in one.parameters())]
+    return [one for one in outermost if any(id(p) in own for p in nn.Module.parameters(one))]
+
+
+def _is_model(module: nn.Module) -> bool:
+    # Not if its `__init__` has not run, nor the graph of a compiled optimizer.
+    return "_modules" in vars(module) and "compile_subgraph_reason" not in vars(module)
+
+
+def _instances_of(kind: type) -> list[Any]:
+    # Not by `isinstance`, which a proxy may answer by an error.
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _share_parameters(models: list[nn.Module]) -> bool:

@@ -10,11 +10,13 @@ _folder = __file__.rpartition("sitecustomize")[0].rstrip("/\\")
 sys.path[:] = [path for path in sys.path if path.rstrip("/\\") != _folder]
 try:
     importlib.import_module(__name__)
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != __name__:
+        raise
     sys.modules[__name__] = _own
+finally:
+    # A child may run by a Python that has no such package.
+    with contextlib.suppress(ImportError):
+        from lightning_gputime._auto_instrumentation import watch_imports
 
-# A child may run by a Python that has no such package.
-with contextlib.suppress(ImportError):
-    from lightning_gputime._auto_instrumentation import watch_imports
-
-    watch_imports()
+        watch_imports()
