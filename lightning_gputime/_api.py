@@ -1,45 +1,31 @@
-"""The public names that need torch, and neither Lightning nor torchmetrics."""
+"""The public names that need torch, and no Lightning: those that `__init__` lists."""
 
-from lightning_gputime._boundaries.named import phase
-from lightning_gputime._memory import MemorySummary
-from lightning_gputime._options import TimerOptions
-from lightning_gputime._phases import StepTimes
-from lightning_gputime._record.clock import Clock, TimingEvent
-from lightning_gputime._results.ledger import Ledger
-from lightning_gputime._results.means import MetricsLogger
-from lightning_gputime._results.observers import StepObserver
-from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.slow import Cause, SlowStep
-from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Section
-from lightning_gputime._saved_runs.compare import Difference, RunComparison, compare
-from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.saved import Run, load
-from lightning_gputime.hooks import GPUPhaseHooks
-
-__all__ = [
-    "Cause",
-    "Clock",
-    "Difference",
-    "Environment",
-    "GPUPhaseHooks",
-    "Ledger",
-    "MemorySummary",
-    "MetricsLogger",
-    "PhaseStats",
-    "PhaseSummary",
-    "RankStats",
-    "RankSummary",
-    "Run",
-    "RunComparison",
-    "Section",
-    "SlowStep",
-    "StepObserver",
-    "StepTimes",
-    "TimerOptions",
-    "TimingEvent",
-    "compare",
-    "load",
-    "phase",
-]
+from lightning_gputime._boundaries.named import phase as phase
+from lightning_gputime._memory import MemorySummary as MemorySummary
+from lightning_gputime._options import TimerOptions as TimerOptions
+from lightning_gputime._phases import StepTimes as StepTimes
+from lightning_gputime._record.clock import Clock as Clock
+from lightning_gputime._record.clock import TimingEvent as TimingEvent
+from lightning_gputime._results.ledger import Ledger as Ledger
+from lightning_gputime._results.means import MetricsLogger as MetricsLogger
+from lightning_gputime._results.observers import StepObserver as StepObserver
+from lightning_gputime._results.ranks import RankStats as RankStats
+from lightning_gputime._results.ranks import RankSummary as RankSummary
+from lightning_gputime._results.slow import Cause as Cause
+from lightning_gputime._results.slow import SlowStep as SlowStep
+from lightning_gputime._results.stats import PhaseStats as PhaseStats
+from lightning_gputime._results.summary import PhaseSummary as PhaseSummary
+from lightning_gputime._results.table import Section as Section
+from lightning_gputime._saved_runs.compare import (
+    Difference as Difference,
+)
+from lightning_gputime._saved_runs.compare import (
+    RunComparison as RunComparison,
+)
+from lightning_gputime._saved_runs.compare import (
+    compare as compare,
+)
+from lightning_gputime._saved_runs.environment import Environment as Environment
+from lightning_gputime._saved_runs.saved import Run as Run
+from lightning_gputime._saved_runs.saved import load as load
+from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
