@@ -37,6 +37,11 @@ def options() -> dict[str, Any] | None:
     return None
 
 
+def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that all timers have."""
+    return {name: value for name, value in wanted.items() if name != "save"}
+
+
 @contextlib.contextmanager
 def tells_errors() -> Iterator[None]:
     """Say an error, and go on: the script runs without a timer."""

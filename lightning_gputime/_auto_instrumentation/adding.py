@@ -17,11 +17,6 @@ HAS_ONE = "The script has a timer of its own: no other is added, and options of 
 added = WeakSet[Timer]()  # To trainers.
 
 
-def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that all timers have."""
-    return {name: value for name, value in wanted.items() if name != "save"}
-
-
 def take_place(callbacks: list[Any], adder: object, timer: Timer) -> bool:
     """Put a timer in the place of what adds it. Return False where there is another timer."""
     if any(isinstance(one, Timer) for one in callbacks):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_gputime._auto_instrumentation import VARIABLE
+from lightning_gputime._auto_instrumentation import VARIABLE, options_of_all
 
 ABOUT = """\
 Run a script with a timer that it has not: in the Trainer of Lightning or transformers, in a Fabric,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
-    if alone := {name: value for name, value in wanted.items() if name != "save"}:
+    if alone := options_of_all(wanted):
         from lightning_gputime._options import Options  # Imports torch.
 
         try:

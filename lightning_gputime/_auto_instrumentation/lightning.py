@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gputime._auto_instrumentation import adding, tells_errors
+from lightning_gputime._auto_instrumentation import adding, options_of_all, tells_errors
 from lightning_gputime._boundaries.patching import do_nothing
 from lightning_gputime.callback import GPUPhaseTimer
 from lightning_gputime.fabric import PhaseTimeCallback
@@ -35,7 +35,7 @@ class FabricAdder:
     @tells_errors()
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Add the timer."""
-        timer = PhaseTimeCallback(**adding.options_of_all(self._wanted))
+        timer = PhaseTimeCallback(**options_of_all(self._wanted))
         timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
         if adding.take_place(fabric._callbacks, self, timer):
             timer.on_after_setup(fabric, module)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_gputime._auto_instrumentation import tell_once, tells_errors
+from lightning_gputime._auto_instrumentation import options_of_all, tell_once, tells_errors
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import messages
 
@@ -80,7 +80,7 @@ class PlainLoop:
             messages.warning(_NOT_FOUND, kind, why)
             return
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        timer = GPUPhaseHooks(model, optimizer, **adding.options_of_all(self._wanted)).attach()
+        timer = GPUPhaseHooks(model, optimizer, **options_of_all(self._wanted)).attach()
         optimizer.register_step_post_hook(self._step_ends)
         self._timer = timer
         adding.show_at_exit(timer, self._wanted)

@@ -4,7 +4,7 @@ from typing import Any
 
 import transformers
 
-from lightning_gputime._auto_instrumentation import tells_errors
+from lightning_gputime._auto_instrumentation import options_of_all, tells_errors
 
 
 def watch(wanted: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ def watch(wanted: dict[str, Any]) -> None:
             from lightning_gputime._auto_instrumentation import adding
             from lightning_gputime.huggingface import PhaseTimeCallback, find_trainer
 
-            timer = PhaseTimeCallback(**adding.options_of_all(wanted))
+            timer = PhaseTimeCallback(**options_of_all(wanted))
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
             if trainer and adding.take_place(trainer.callback_handler.callbacks, self, timer):
