@@ -139,10 +139,6 @@ class Boundaries:
             self._submodules.step_ended()
         return optimizer.has_any and not has_updated
 
-    def update_has_ended_step(self) -> None:
-        """Note that the step has ended where its update did: what clears gradients is no mark."""
-        self.optimizer.ended_early = True
-
     def forget_updates(self) -> None:
         """Forget the updates of the open step, where it ends while suspended."""
         self.optimizer.updates = self.optimizer.depth = 0

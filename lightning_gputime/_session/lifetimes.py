@@ -22,11 +22,6 @@ def attached(session: Any) -> None:
     _attached.add(session)
 
 
-def is_any_attached() -> bool:
-    """Return whether a session is attached."""
-    return len(_attached) > 0
-
-
 def is_alone() -> bool:
     """Return whether one session at most is attached."""
     return len(_attached) <= 1

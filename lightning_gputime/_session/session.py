@@ -90,9 +90,11 @@ class Session:
         self._tried_update = False
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         self._schedule = Schedule.of(options)
-        self._auto = _auto_schedule(options, means, number)
+        self._auto: AutoSchedule | None = None
         if options.every_n_steps == AUTO:
             results.each_timed_for = _who_looks_at_each(options, means)
+            if not results.each_timed_for:
+                self._auto = AutoSchedule(means.every_n_steps or 50, number)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
@@ -297,7 +299,8 @@ class Session:
 
     def update_has_ended_step(self) -> None:
         """Note that no loader, but the update, has ended the step: what follows is the fetch."""
-        self._boundaries.update_has_ended_step()
+        # What clears gradients is no mark then.
+        self._boundaries.optimizer.ended_early = True
 
     def is_left(self, number: int) -> bool:
         """Handle an exit inside a step. Return whether that had ended, under `number`.
@@ -592,13 +595,6 @@ class Session:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
         self.abandon()
         lifetimes.lost(self)
-
-
-def _auto_schedule(options: Options, means: MeanLog, number: int) -> AutoSchedule | None:
-    """Return what decides how many steps are timed; None where each of them is looked at."""
-    if options.every_n_steps != AUTO or _who_looks_at_each(options, means):
-        return None
-    return AutoSchedule(means.every_n_steps or 50, number)
 
 
 def _who_looks_at_each(options: Options, means: MeanLog) -> str:
