@@ -1,0 +1,80 @@
+"""The package as it is built and installed."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import lightning_gputime
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("dist")
+    where = {"GITHUB_REPOSITORY": "someone/timer", "GITHUB_REF_NAME": "v1.2.3"}
+    # By way of the source archive, as a release is built.
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [one for one in archive.namelist() if one.endswith("dist-info/METADATA")]
+        return message_from_bytes(archive.read(name))
+
+
+def test_it_has_all_modules_and_the_mark_of_types(wheel: Path) -> None:
+    source = ROOT / "lightning_gputime"
+    modules = {str(path.relative_to(ROOT)) for path in source.rglob("*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        assert modules | {"lightning_gputime/py.typed"} <= set(archive.namelist())
+
+
+def test_a_release_knows_its_address_and_links_to_it(metadata: Message) -> None:
+    urls = dict(one.split(", ") for one in metadata.get_all("Project-URL", []))
+    assert urls["Source"] == "https://github.com/someone/timer"
+    text = str(metadata.get_payload())
+    assert "](https://github.com/someone/timer/raw/v1.2.3/examples/images/hero.png)" in text
+    assert "](https://github.com/someone/timer/blob/v1.2.3/CHANGELOG.md)" in text
+    links = [one.split(")")[0] for one in text.split("](")[1:]]
+    assert not [one for one in links if not one.startswith(("https://", "#"))]
+
+
+def test_it_works_as_installed_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "env"
+    venv.create(home, with_pip=True)
+    python = home / ("Scripts" if os.name == "nt" else "bin") / "python"
+    run = {"cwd": tmp_path, "capture_output": True, "text": True}
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    done = subprocess.run(install, **run)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    # The packages that it needs are those of these tests, the editable clone left out: what stands
+    # in a path file is not read for path files.
+    [packages] = home.glob("lib/*/site-packages")
+    (packages / "rest.pth").write_text(sysconfig.get_paths()["purelib"])
+    script = tmp_path / "quickstart.py"
+    script.write_text((ROOT / "examples" / "quickstart.py").read_text())
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    told = "import lightning_gputime as one; print(one.__file__)"
+    place = subprocess.run([python, "-c", told], env=clean, **run)  # type: ignore[call-overload]
+    assert Path(place.stdout.strip()).is_relative_to(packages)
+    done = subprocess.run([python, script], env=clean, **run)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert "forward" in done.stdout
+    done = subprocess.run([python.parent / "lightning-gputime", "--version"], env=clean, **run)  # type: ignore[call-overload]
+    assert done.stdout.split()[-1] == lightning_gputime.__version__
