@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from lightning_gputime.huggingface import PhaseTimeCallback
 
-PHASES = ("data", "forward", "loss", "backward", "optimizer", "other")
+PHASES = ("data", "callbacks", "forward", "loss", "backward", "optimizer", "other")
 SETTLE, EVERY = 20, 10
 """Steps that are in no figure, and steps in one log."""
 

@@ -42,14 +42,14 @@ EXPECTED = {
     "third layer": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
-    "callback": "data",
+    "callback": "callbacks",
 }
 """For each case the phase in which the slow rank must be named."""
 
 WARMUP, SETTLE = 5, 3
 PHASES_IN = {
     "step": ("forward", "loss", "backward", "optimizer"),
-    "data": ("data", "other"),
+    "data": ("data", "callbacks", "other"),
 }
 """The phases in a window of the trace, where it is not the one of its name."""
 

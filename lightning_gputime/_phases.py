@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 DATA = "data"
+CALLBACKS = "callbacks"
 FORWARD = "forward"
 LOSS = "loss"
 BACKWARD = "backward"
@@ -16,12 +17,14 @@ OTHER = "other"
 TRAINING_STEP = "training_step"
 # The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`.
 COMM = "comm"
+# The parts of `data`, where a trainer tells them: the next batch from the loader, its copy to the
+# device, and the wait for the other ranks.
 FETCH = "data/fetch"
 COPY = "data/copy"
-CALLBACKS = "data/callbacks"
-# The parts of `data`, where a trainer tells them: the next batch from the loader, its way to the
-# device, callbacks with logging and checkpoints, and the wait for the other ranks.
 WAIT = "data/comm"
+CALLBACK_WAIT = "callbacks/comm"
+BETWEEN_BATCHES = (DATA, CALLBACKS)
+"""The phases in which the device has no work of the step to wait for."""
 # Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
 # cannot be named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"
@@ -46,6 +49,7 @@ INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
 # apart.
 COLOURS = {
     DATA: "#E69F00",
+    CALLBACKS: "#D55E00",
     FORWARD: "#0072B2",
     LOSS: "#CC79A7",
     BACKWARD: "#56B4E9",
@@ -55,7 +59,7 @@ COLOURS = {
 
 PHASES = tuple(COLOURS)
 # The sub-phases that any loop may have; modules and a user's own are not known beforehand.
-SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY, CALLBACKS)
+SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY)
 # What the code after a phase is, where the phase was named by hand.
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 
@@ -183,7 +187,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
             following = BACKWARD if phase == LOSS else GRAD
         elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
-        elif top_level == DATA:
+        elif top_level in BETWEEN_BATCHES:
             following = None  # What follows is another micro-batch.
     return phases[::-1]
 
@@ -210,11 +214,12 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def of_one_callback(name: str) -> str:
-    """Return the callback, and its hook, that a part of `data/callbacks` is; empty if it is none.
+    """Return the callback, and its hook, that a part of `callbacks` is; empty if it is none.
 
     These parts are for the verdict and for `history`: neither logged nor in the table.
     """
-    return name.partition(f"{CALLBACKS}/")[2]
+    top, _, one = name.partition("/")
+    return one if top == CALLBACKS and name != CALLBACK_WAIT else ""
 
 
 def check_name(name: str) -> str:

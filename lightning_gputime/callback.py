@@ -98,7 +98,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ============================ ==================================================================
     key                          time (in milliseconds)
     ============================ ==================================================================
-    `phase_time/data_ms`         end of the last step to the batch on the device
+    `phase_time/data_ms`         fetch of the batch, and its copy to the device
+    `phase_time/callbacks_ms`    callbacks, logging and checkpoints between two batches
     `phase_time/forward_ms`      first call of the model to the end of the last one
     `phase_time/loss_ms`         from there to zero_grad or backward
     `phase_time/backward_ms`     the call of backward

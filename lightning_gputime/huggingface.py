@@ -72,7 +72,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     `train` and `evaluate` return, have none.
 
     `data/fetch` is the fetch of all micro-batches of a step, and their copy to the device, which
-    accelerate makes in one; `data/callbacks` is what callbacks, logging and checkpoints take.
+    accelerate makes in one; `callbacks` is what callbacks, logging and checkpoints take.
 
     Args:
         summary: Whether to print the table of the summary when training ends.

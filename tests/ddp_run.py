@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed
-from fake_gpu import FakeGPU, batches, parts_of_data, steps
+from fake_gpu import FakeGPU, batches, between_batches, steps
 from fake_lightning import Loader, Model, trainer
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class Writer(pl.Callback):
             "sentence": None if ranks is None else ranks.sentence,
             "logged": self.logger.metrics,
             "steps": steps(self.timer),
-            "parts of data": parts_of_data(self.timer),
+            "parts of data": between_batches(self.timer),
             "hooks": sum(len(module._forward_hooks) for module in pl_module.modules()),
             "wrapped": trainer.strategy.model is not pl_module,
         }

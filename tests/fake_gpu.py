@@ -271,14 +271,18 @@ STEP_MS = {
 def steps(timer: Timer) -> list[dict[str, float]]:
     """The phases of each step in a timer's history, those that did not run left out.
 
-    So are the parts of `data`; `parts_of_data` has them.
+    So are the parts of `data` and `callbacks`, which `between_batches` has, and `callbacks` that
+    take no time: under Lightning each step has that phase.
     """
-    return [_without(row, lambda name: name.startswith("data/")) for row in _rows(timer)]
+    parts = ("data/", "callbacks/")
+    found = [_without(row, lambda name: name.startswith(parts)) for row in _rows(timer)]
+    return [{name: ms for name, ms in row.items() if name != "callbacks" or ms} for row in found]
 
 
-def parts_of_data(timer: Timer) -> list[dict[str, float]]:
-    """The parts of `data` in each step, and `data` itself."""
-    return [_without(row, lambda name: not name.startswith("data")) for row in _rows(timer)]
+def between_batches(timer: Timer) -> list[dict[str, float]]:
+    """`data` and `callbacks` in each step, and their parts."""
+    names = ("data", "callbacks")
+    return [_without(row, lambda name: not name.startswith(names)) for row in _rows(timer)]
 
 
 def _without(row: dict[str, float], is_left_out: Callable[[str], bool]) -> dict[str, float]:

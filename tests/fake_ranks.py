@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps, work
+from fake_gpu import STEP_MS, FakeGPU, between_batches, steps, work
 from fake_loop import Loop, hooks
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
@@ -189,7 +189,7 @@ def from_module(name: str) -> Any:
 def phases(timer: Timer) -> list[dict[str, float]]:
     """The phases of each step, those that did not run left out, those of `data` with its wait."""
     # `strict`: both are of the same history.
-    pairs = zip(steps(timer), parts_of_data(timer), strict=True)
+    pairs = zip(steps(timer), between_batches(timer), strict=True)
     return [{**step, **parts} for step, parts in pairs]
 
 

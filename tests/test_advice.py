@@ -90,12 +90,12 @@ def fetching(**phases: float) -> dict[str, float]:
         ),
         (
             WORKERS,
-            {"data/callbacks": 2.0, "data/callbacks/Save.on_train_batch_end": 6.0, "forward": 8.0},
+            {"callbacks": 2.0, "callbacks/Save.on_train_batch_end": 6.0, "forward": 8.0},
             ["run `Save.on_train_batch_end` less often, or make it cheaper (6 ms a step)"],
         ),
         (
             WORKERS,
-            {"data/callbacks": 8.0, "forward": 8.0},
+            {"callbacks": 8.0, "forward": 8.0},
             ["log less often: a larger log_every_n_steps"],
         ),
     ],

@@ -207,7 +207,7 @@ def test_slow_steps_at_a_fixed_distance_make_no_difference(
 
 
 def test_a_module_inside_another_is_compared_and_named_and_a_single_callback_is_not() -> None:
-    names = ("forward/body", "forward/body/body.mlp", "data/callbacks/Bar.on_train_batch_end")
+    names = ("forward/body", "forward/body/body.mlp", "callbacks/Bar.on_train_batch_end")
     results = Results(200, 0), Results(200, 0)
     for one, ms in zip(results, (2.0, 3.0), strict=True):
         more = dict(zip(names, (1.0, ms, 1.0), strict=True))
@@ -216,7 +216,7 @@ def test_a_module_inside_another_is_compared_and_named_and_a_single_callback_is_
         Run(Environment(), *one.history_and_warmup(), one.summary()) for one in results
     )
     found = compare(before, after)
-    assert [*found.rows] == ["data", "data/callbacks", "forward", *names[:2]]
+    assert [*found.rows] == ["data", "callbacks", "forward", *names[:2]]
     assert found.rows[names[1]].change_ms == pytest.approx(1.0)
     assert found.sentence.endswith("slower: forward/body/body.mlp explains 100 %")
 

@@ -28,13 +28,14 @@ def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
     printed, _, ledger = str(timer.summary()).rpartition("\n\n")
     assert ledger.startswith("steps were ")
     assert printed in capsys.readouterr().out
-    keys = [f"phase_time/{name}_ms" for name in (*PHASES, "step")]
+    phases = (*PHASES, "callbacks")
+    keys = [f"phase_time/{name}_ms" for name in (*phases, "step")]
 
     [path] = tmp_path.glob("csv/*/metrics.csv")
     rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row[keys[0]]]
     assert [int(row["step"]) for row in rows] == [9, 19, 29, 39, 47]
     for row in rows:
-        total = sum(float(row[f"phase_time/{name}_ms"]) for name in PHASES)
+        total = sum(float(row[f"phase_time/{name}_ms"]) for name in phases)
         assert total == pytest.approx(float(row["phase_time/step_ms"]), abs=0.008)
 
     [directory] = tmp_path.glob("tensorboard/*")

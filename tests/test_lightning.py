@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, parts_of_data, steps
+from fake_gpu import STEP_MS, FakeGPU, between_batches, steps
 from fake_lightning import Loader, MemoryLogger, Model, trainer
 from torch import Tensor
 
@@ -131,7 +131,7 @@ def test_what_hooks_and_loggers_take_before_a_validation_belongs_to_the_step(gpu
     trainer(timer, **options).fit(Long(gpu), Loader(gpu, 6))
     # With the log of the model, and the timer's own, but where a validation begins with that.
     callbacks = [1.25, 0.75, 1.25, 0.75]
-    assert timer.history()["data/callbacks_ms"].tolist()[2:] == callbacks
+    assert timer.history()["callbacks_ms"].tolist()[2:] == callbacks
     step_ms = [sum(STEP_MS.values()) + ms for ms in callbacks]
     assert timer.history()["step_ms"].tolist()[2:] == step_ms
 
@@ -150,7 +150,7 @@ def test_what_hooks_take_before_a_validation_inside_an_accumulation_belongs_to_t
     trainer(timer, **options).fit(Long(gpu), Loader(gpu, 12), Loader(gpu, 2))
     # What follows the last batch of a step is of the next one.
     callbacks = [0.25 * (accumulate - 1), *[0.25 * accumulate] * (12 // accumulate - 1)]
-    assert timer.history()["data/callbacks_ms"].tolist() == callbacks
+    assert timer.history()["callbacks_ms"].tolist() == callbacks
     step_ms = [sum(STEP_MS.values()) * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
     assert timer.history()["step_ms"].tolist() == step_ms
 
@@ -213,11 +213,9 @@ def test_calls_of_the_model_by_other_callbacks_are_no_forward(
 ) -> None:
     timer, samples = timer_of(gpu), Samples(hook)
     trainer(*([samples, timer] if first else [timer, samples])).fit(Model(gpu), Loader(gpu, 3))
-    took = 4.0 + 7.75
+    took = {**STEP_MS, "callbacks": 4.0 + 7.75}
     is_later = hook == "on_train_batch_end" and not first  # Then it is the next step's.
-    assert steps(timer) == [
-        {**STEP_MS, "data": STEP_MS["data"] + took * (i > 0 or not is_later)} for i in range(3)
-    ]
+    assert steps(timer) == [STEP_MS if is_later else took, took, took]
 
 
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
@@ -273,11 +271,11 @@ def test_data_is_split_into_what_the_trainer_does_there(gpu: FakeGPU, first: boo
     timer, slow = timer_of(gpu), Slow(gpu)
     trainer(*([slow, timer] if first else [timer, slow])).fit(Transfers(gpu), Loader(gpu, 3))
     parts = {"data/fetch": 1.0, "data/copy": 2.0}
-    slow_ms = {"data/callbacks": 10.0, "data/callbacks/Slow.on_train_batch_end": 10.0}
-    split = {"data": 16.0, **parts, **slow_ms}
-    none_yet = {"data": 6.0, **parts, "data/callbacks": 0.0}
-    assert parts_of_data(timer) == [split if first else none_yet, split, split]
-    assert steps(timer)[1] == {**STEP_MS, "data": 16.0}
+    slow_ms = {"callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
+    split = {"data": 6.0, **parts, **slow_ms}
+    none_yet = {"data": 6.0, **parts, "callbacks": 0.0}
+    assert between_batches(timer) == [split if first else none_yet, split, split]
+    assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
 
 
 def test_the_start_of_the_loaders_workers_is_the_fetch(gpu: FakeGPU) -> None:
@@ -289,22 +287,27 @@ def test_the_start_of_the_loaders_workers_is_the_fetch(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     trainer(timer, max_epochs=2).fit(Model(gpu), Starts(gpu, 2))
     # The first epoch's are started before training.
-    assert [step["data/fetch"] for step in parts_of_data(timer)] == [1.0, 1.0, 33.0, 1.0]
+    assert [step["data/fetch"] for step in between_batches(timer)] == [1.0, 1.0, 33.0, 1.0]
 
 
 def test_parts_of_data_in_accumulated_micro_batches_add_up(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     runner = trainer(timer, Slow(gpu), accumulate_grad_batches=2)
     runner.fit(Transfers(gpu), Loader(gpu, 4))
-    slow_ms = {"data/callbacks": 20.0, "data/callbacks/Slow.on_train_batch_end": 20.0}
-    assert parts_of_data(timer)[1] == {"data": 32.0, "data/fetch": 2.0, "data/copy": 4.0, **slow_ms}
+    slow_ms = {"callbacks": 20.0, "callbacks/Slow.on_train_batch_end": 20.0}
+    assert between_batches(timer)[1] == {
+        "data": 12.0,
+        "data/fetch": 2.0,
+        "data/copy": 4.0,
+        **slow_ms,
+    }
 
 
 def test_a_callback_that_takes_long_is_named_and_is_no_input(gpu: FakeGPU) -> None:
     timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
     trainer(timer, Slow(gpu), logger=logger).fit(Model(gpu), Loader(gpu, 3))
     summary = timer.summary()
-    assert summary.verdict == "callback-bound: 39% of the step is `data/callbacks`"
+    assert summary.verdict == "callback-bound: 39% of the step is `callbacks`"
     table = str(summary)
     assert "another callback takes 10 of 25.6 ms: `Slow.on_train_batch_end`" in table
     assert "callbacks/" not in table
@@ -344,7 +347,7 @@ def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
     runner = trainer(timer)
     runner.fit(Model(gpu), Loader(gpu, 3))
     parts = {"data": 33.0, "data/fetch": 1.0, "data/copy": 0.0, "data/comm": 32.0}
-    assert parts_of_data(timer) == [{**parts, "data/callbacks": 0.0}] * 3
+    assert between_batches(timer) == [{**parts, "callbacks": 0.0}] * 3
     assert timer.summary().verdict == "rank-bound: 67% of the step is `data/comm`"
     assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
 
@@ -583,7 +586,7 @@ def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
     runner.fit(Model(gpu), Loader(gpu, 3))
     printed = capsys.readouterr().out
     assert "Time per step in ms over 1 step, which is warm-up: no other was timed" in printed
-    assert "forward       4.000   25.6%" in printed
+    assert "forward     4.000   25.6%" in printed
     assert "bound" not in printed  # A warm-up says nothing about the training.
     assert timer.summary().steps == 0
 

@@ -116,7 +116,7 @@ def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
     }
     assert category.title == "phase_time"
     assert {name: {*tags} for name, tags in shown.items()} == {
-        "phases (ms)": {f"phase_time/{name}_ms" for name in STEP_MS},
+        "phases (ms)": {f"phase_time/{name}_ms" for name in (*STEP_MS, "callbacks")},
         "step (ms)": {"phase_time/step_ms"},
     }
 
@@ -134,7 +134,7 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
     for tag in read_tags(logger, "scalars"):
         group, _, name = tag.partition("/")
         groups[group].add(name)
-    assert groups["phase_time"] == {f"{name}_ms" for name in (*STEP_MS, "step")}
+    assert groups["phase_time"] == {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")}
     assert groups["phase_time_val"] >= {"data_ms", "forward_ms", "host_wait_ms"}
     assert groups["phase_time_host"] == {"host_wait_ms"}
     assert groups["phase_time_parts"] >= {"data/fetch_ms", "forward/net_ms", "backward/net_ms"}

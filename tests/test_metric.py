@@ -63,7 +63,7 @@ def test_the_bounds_over_ranks_and_the_slowest() -> None:
     assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
     assert values["slowest"] == 1  # by 1.5 ms of 12: the median of the others lies between them
     # The states are this rank's own again.
-    assert zero.counts.shape == (17,)
+    assert zero.counts.shape == (18,)
     zero.update(times(1.0, 11.0, 3.5))
     assert zero.compute()["forward_ms"].item() == pytest.approx(23 / 8)
 
@@ -109,7 +109,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     resumed.update(times(5.0))
     assert resumed.compute()["forward_ms"].item() == 4.0
     assert metric.compute()["forward_ms"].item() == 3.0
-    with pytest.raises(ValueError, match="the checkpoint has 15 phases, and the metric 1"):
+    with pytest.raises(ValueError, match="the checkpoint has 16 phases, and the metric 1"):
         PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 
 

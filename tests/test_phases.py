@@ -48,9 +48,10 @@ def test_time_after_backward_is_optimizer_if_an_update_follows() -> None:
 
 
 def test_time_after_backward_is_other_before_the_next_micro_batch() -> None:
-    labels = ("backward", AFTER_BACKWARD, "data", "forward", "backward", AFTER_BACKWARD)
-    assert phases(*labels, AFTER_UPDATE)[1] == "other"
-    assert phases(*labels, AFTER_UPDATE)[5] == "optimizer"
+    for between in ("data", "callbacks", "callbacks/Saves.on_train_batch_end"):
+        labels = ("backward", AFTER_BACKWARD, between, "forward", "backward", AFTER_BACKWARD)
+        assert phases(*labels, AFTER_UPDATE)[1] == "other"
+        assert phases(*labels, AFTER_UPDATE)[5] == "optimizer"
 
 
 def test_a_phase_by_hand_does_not_hide_what_follows() -> None:
@@ -75,8 +76,9 @@ def test_excluded_time_counts_for_nothing() -> None:
 
 
 def test_phases_sort_as_a_step_runs_them() -> None:
-    names = ["augment", "backward/comm", "other", "backward", "data"]
-    assert in_order(names) == ["data", "backward", "backward/comm", "other", "augment"]
+    names = ["augment", "backward/comm", "other", "backward", "callbacks", "data/copy", "data"]
+    data = ["data", "data/copy", "callbacks"]
+    assert in_order(names) == [*data, "backward", "backward/comm", "other", "augment"]
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,10 @@ def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
         own = {**totals().phases, "data": (10 * (fetch + copy) + 5.0, 10), **data}
         return of({**own, "step": (own["step"][0] + own["data"][0] - 10.0, 10)})
 
-    for late, phase in ((rank(5.0, 0.5), "data/fetch"), (rank(3.0, 2.9), "data/copy")):
+    own = totals().phases
+    saves = {**own, "callbacks": (50.0, 10), "step": (own["step"][0] + 50.0, 10)}
+    cases = {"data/fetch": rank(5.0, 0.5), "data/copy": rank(3.0, 2.9), "callbacks": of(saves)}
+    for phase, late in cases.items():
         ranks = compare({0: rank(0.5, 0.25), 1: late})
         assert ranks is not None
         assert ranks.slowest == 1

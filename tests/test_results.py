@@ -160,6 +160,23 @@ def test_the_verdict_says_what_bounds_the_training_and_why(
     assert filled(step).summary().verdict.startswith(verdict)
 
 
+@pytest.mark.parametrize(
+    ("phases", "verdict"),
+    [
+        ({"data": 9.0, "callbacks": 1.0}, "input-bound: 45% of the step is `data`"),
+        ({"data/fetch": 1.0, "callbacks": 9.0}, "callback-bound: 45% of the step is `callbacks`"),
+        (
+            {"data/fetch": 1.0, "callbacks": 1.0, "callbacks/comm": 8.0},
+            "rank-bound: 40% of the step is `callbacks/comm`",
+        ),
+    ],
+)
+def test_callbacks_are_told_from_the_loader_and_from_the_ranks_that_they_wait_for(
+    phases: dict[str, float], verdict: str
+) -> None:
+    assert filled(raw(0, forward=10.0, **phases)).summary().verdict == verdict
+
+
 def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}

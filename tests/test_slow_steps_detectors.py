@@ -356,7 +356,7 @@ def test_lightnings_callbacks_are_named(gpu: FakeGPU) -> None:
     fit(gpu, Model(gpu), 60, timer=timer, callbacks=[Slow(gpu)])
     [slow] = told
     # It follows the end of its batch, and so it is part of the next step.
-    assert (slow.step, slow.phase) == (SLOW + 1, "data/callbacks")
+    assert (slow.step, slow.phase) == (SLOW + 1, "callbacks")
     name = "Slow.on_train_batch_end"
     assert slow.causes == (Cause("callback", 40.0, 40.0 - 15.625, name),)
     assert slow.unexplained_ms == 0.0

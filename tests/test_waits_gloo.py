@@ -18,13 +18,13 @@ SCRIPT = Path(__file__).parent / "wait_run.py"
 RANKS = range(2)
 LATE_IN = {
     "third layer": "forward",
-    "callback": "data",
+    "callback": "callbacks",
     "loader": "data",
 }
 """The phase of each place, where it is not called so."""
 
 
-SAID = {"callback": "data/callbacks", "loader": "data/fetch"}
+SAID = {"callback": "callbacks", "loader": "data/fetch"}
 """And what of it is told."""
 
 

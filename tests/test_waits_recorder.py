@@ -143,6 +143,14 @@ def test_what_is_found_to_be_an_evaluation_is_left_out_with_its_waits(
     assert run.end() == {"data": 5.0, "data/comm": 3.0, "forward": 4.0}
 
 
+def test_a_wait_inside_a_callback_is_its_own_and_none_of_the_loader(run: Recorded) -> None:
+    run.run("callbacks/Saves.on_train_batch_end", 1.0)
+    run.wait()
+    run.run("data/fetch", 2.0)
+    saves = {"callbacks": 4.0, "callbacks/Saves.on_train_batch_end": 1.0, "callbacks/comm": 3.0}
+    assert run.end() == {**saves, "data": 2.0, "data/fetch": 2.0}
+
+
 def test_only_what_comes_after_the_work_is_left_out(run: Recorded) -> None:
     run.run("forward", 4.0)
     run.wait()

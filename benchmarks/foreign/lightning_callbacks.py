@@ -10,7 +10,8 @@ import torch
 
 from lightning_gputime import GPUPhaseTimer
 
-_KEYS = ("data_ms", "forward_ms", "loss_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
+_PHASES = ("data", "callbacks", "forward", "loss", "backward", "optimizer", "other")
+_KEYS = tuple(f"{name}_ms" for name in (*_PHASES, "step"))
 _FIT_KEYS = ("fit/set_up", "fit/steps", "fit/rest")
 
 

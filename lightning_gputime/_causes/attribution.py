@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
-from lightning_gputime._phases import of_one_callback, resolve_labels
+from lightning_gputime._phases import CALLBACKS, of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import Cause, CauseKind
 
@@ -191,8 +191,7 @@ class ExcessAttribution:
     def phase(self) -> str:
         """The part with the largest excess on the device."""
         name = max(self._parts.values(), key=lambda part: part.device_excess_ms).name
-        one = of_one_callback(name)
-        return name.removesuffix(f"/{one}") if one else name
+        return CALLBACKS if of_one_callback(name) else name
 
     @property
     def unexplained_ms(self) -> float:

@@ -23,9 +23,9 @@ class Ledger:
     Attributes:
         entries_s: Host time of each entry that there was (in seconds): `set-up` until the first
             batch is fetched, the `sanity check` left out; the `first step`, with what is compiled
-            and allocated in it; all other `steps`, with their `data`; `validation`; `checkpoints`,
-            wherever they are saved; `epoch ends`, the hooks at the start and end of epochs; `the
-            rest`, such as the tear-down.
+            and allocated in it; all other `steps`, with their `data` and `callbacks`; `validation`;
+            `checkpoints`, wherever they are saved; `epoch ends`, the hooks at the start and end of
+            epochs; `the rest`, such as the tear-down.
     """
 
     entries_s: Mapping[str, float]

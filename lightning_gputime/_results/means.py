@@ -7,13 +7,21 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning_gputime._messages import format_value, messages
-from lightning_gputime._phases import CALLBACKS, COMM, DATA, WAIT, StepTimes, is_wait
+from lightning_gputime._phases import (
+    BETWEEN_BATCHES,
+    CALLBACK_WAIT,
+    CALLBACKS,
+    COMM,
+    StepTimes,
+    is_wait,
+)
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 
-_ONE_CALLBACK = f"{CALLBACKS}/"  # What parts of `data/callbacks` begin with: they are not logged.
+# What single callbacks begin with, which are not logged. Each log asks: no call of a function.
+_ONE_CALLBACK = f"{CALLBACKS}/"
 
 # By the name of a value, its group where that is not the one of the phases.
 _GROUPS = (
@@ -138,7 +146,11 @@ class MeanLog:
                     means |= _busy_means(means, results.newest_probed.times())
                 means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
                 work = results.throughput.metrics(sums)
-            values = {f"{name}_ms": ms for name, ms in means.items() if _ONE_CALLBACK not in name}
+            values = {
+                f"{name}_ms": ms
+                for name, ms in means.items()
+                if not name.startswith(_ONE_CALLBACK) or name == CALLBACK_WAIT
+            }
             values |= work
             if self.observers:
                 values |= metrics_of(self.observers, self.newest, keep=only_publish)
@@ -171,9 +183,12 @@ class MeanLog:
 def _busy_means(means: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
     """Return the times of a step that was probed, and how long the device waits for launches."""
     busy = {**probed.phase_ms, "step": probed.step_ms}
-    # What the device waits for in `data` is the loader's, in `comm` the other ranks'.
-    as_run_ms, busy_ms = (of["step"] - of.get(DATA, 0.0) for of in (means, busy))
-    comm_ms = sum(ms for name, ms in means.items() if is_wait(name) and name != WAIT)
+    # Between batches the device waits for the loader or for callbacks, in `comm` for other ranks.
+    as_run_ms, busy_ms = (
+        of["step"] - sum(of.get(name, 0.0) for name in BETWEEN_BATCHES) for of in (means, busy)
+    )
+    waits = (name for name in means if is_wait(name))
+    comm_ms = sum(means[name] for name in waits if name.partition("/")[0] not in BETWEEN_BATCHES)
     gap_ms = max(as_run_ms - comm_ms - busy_ms, 0.0)
     return {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}
 

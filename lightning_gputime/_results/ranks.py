@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_gputime._phases import COMM, DATA, in_order, is_wait, of_one_callback, resolve_labels
+from lightning_gputime._phases import (
+    BETWEEN_BATCHES,
+    COMM,
+    DATA,
+    in_order,
+    is_wait,
+    of_one_callback,
+    resolve_labels,
+)
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import duration
@@ -303,7 +311,7 @@ def _named(slow: tuple[int, ...]) -> str:
 def _where(
     phase: str, totals: RankTotals, own_ms: Mapping[str, float], rows: Mapping[str, RankStats]
 ) -> str:
-    if phase.startswith(DATA):
+    if phase.partition("/")[0] in BETWEEN_BATCHES:
         return phase
     host_ms = totals.host_ms.get(phase, 0.0) / totals.steps
     if host_ms >= _HOST_BOUND * own_ms.get(phase, math.inf):

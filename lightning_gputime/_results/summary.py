@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_gputime._memory import MemorySummary
-from lightning_gputime._phases import DATA, WAIT, is_wait
+from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
@@ -126,16 +126,18 @@ class PhaseSummary(Tabular):
     def gap_share(self) -> float | None:
         """The fraction of the step in which the device waits for launches, from 0 to 1.
 
-        Waits in `data`, which are the loader's, and in `backward/comm`, which are the other ranks',
-        are not counted. None if no step was probed.
+        Waits in `data` for the loader, in `callbacks`, and in `backward/comm` for other ranks are
+        not counted. None if no step was probed.
         """
         if not self.probed_steps or not self.steps or not self.step.mean_ms:
             return None
         gaps_ms = 0.0
         for name, row in self.rows.items():
-            if is_wait(name) and name != WAIT:
+            if name.partition("/")[0] in BETWEEN_BATCHES:
+                continue
+            if is_wait(name):
                 gaps_ms -= row.n / self.steps * row.mean_ms
-            elif "/" not in name and name != DATA and row.busy_mean_ms is not None:
+            elif "/" not in name and row.busy_mean_ms is not None:
                 gaps_ms += row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
         return max(gaps_ms / self.step.mean_ms, 0.0)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import (
     BACKWARD,
-    DATA,
+    BETWEEN_BATCHES,
     FORWARD,
     OPTIMIZER,
     OTHER,
@@ -112,7 +112,7 @@ def _percent(share: float) -> str:
 def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]:
     """Return what the rest of the peak is lost to; with `mfu` it adds up to 1, else it is empty."""
     whole_ms = step.n * step.mean_ms
-    lost = dict.fromkeys((GAPS, DATA, COMMUNICATION, OPTIMIZER, OTHER), 0.0)
+    lost = dict.fromkeys((GAPS, *BETWEEN_BATCHES, COMMUNICATION, OPTIMIZER, OTHER), 0.0)
     waits = dict.fromkeys(rows, 0.0)
     for name, row in rows.items():
         if is_wait(name):
@@ -122,8 +122,8 @@ def break_down_mfu(mfu: float, rows: Rows, step: PhaseStats) -> dict[str, float]
         if "/" in name:
             continue
         own_ms = row.n * row.mean_ms - waits[name]
-        if name == DATA:
-            lost[DATA] += own_ms
+        if name in BETWEEN_BATCHES:
+            lost[name] += own_ms
             continue
         # What a probe has not seen is taken for work.
         busy_ms = own_ms if row.busy_mean_ms is None else row.n * row.busy_mean_ms

@@ -3,7 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, WAIT, is_wait, of_one_callback
+from lightning_gputime._phases import (
+    CALLBACK_WAIT,
+    CALLBACKS,
+    COPY,
+    DATA,
+    FETCH,
+    WAIT,
+    is_wait,
+    of_one_callback,
+)
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.table import unit_of
 
@@ -13,8 +22,9 @@ INPUT, COPIES, CALLBACK, RANK = "input-bound", "copy-bound", "callback-bound", "
 COMMUNICATION, GPU, LAUNCH, MIXED = "communication-bound", "GPU-bound", "launch-bound", "mixed"
 LONGEST = "longest phase"  # The verdict without a device.
 UNEVEN = "uneven"  # Where few steps hold most of what may be no fetch at all.
-# The verdict by the part of `data` in which a training waits.
-_HOLDS_UP = {DATA: INPUT, FETCH: INPUT, COPY: COPIES, CALLBACKS: CALLBACK, WAIT: RANK}
+_OF_DATA = {FETCH: INPUT, COPY: COPIES, WAIT: RANK}
+# The verdict by where a training waits between two batches.
+_HOLDS_UP = {DATA: INPUT, **_OF_DATA, CALLBACKS: CALLBACK, CALLBACK_WAIT: RANK}
 _HELD_UP = 0.3  # From this fraction of a step on something holds it up.
 _LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
 _LONG_WAITS = 0.05  # From this fraction of a step on, waits for other ranks are told.
@@ -50,11 +60,14 @@ def judge(
 
 
 def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:
-    """Name the part of `data` that is 30 % of the step or more, or `data` itself."""
-    # Where the parts are known, the whole says nothing about the loader.
+    """Name what is 30 % of the step or more: `callbacks`, a part of `data`, or `data` itself."""
     shares = {name: row.share for name, row in rows.items() if name in _HOLDS_UP}
-    if len(shares) > 1:
+    # Where the parts are known, the whole says nothing about the loader.
+    if not _OF_DATA.keys().isdisjoint(shares):
         shares.pop(DATA, None)
+    # A callback that waits for other ranks is not long itself.
+    if CALLBACK_WAIT in shares:
+        shares[CALLBACKS] -= shares[CALLBACK_WAIT]
     name = max(shares, key=shares.__getitem__, default=DATA)
     share = shares.get(name, 0.0)
     if share < _HELD_UP or _is_of_one_step(rows[name], step):
@@ -120,7 +133,7 @@ def _pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | 
 
 def _part(name: str, rows: Rows) -> str:
     """Return the part of `data` in which the host was for most of it; else the name."""
-    parts = [part for part in rows if name == DATA and part in _HOLDS_UP and part != DATA]
+    parts = [part for part in rows if name == DATA and part in _OF_DATA]
     took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
     most = max(took, key=took.__getitem__, default=name)
     return most if 2 * took.get(most, 0.0) >= rows[name].n * rows[name].host_mean_ms else name

@@ -19,6 +19,7 @@ from lightning_gputime._phases import (
     AFTER_UPDATE,
     BACKWARD,
     BETWEEN,
+    BETWEEN_BATCHES,
     DATA,
     EVALUATES,
     OPTIMIZER,
@@ -223,7 +224,11 @@ class Session:
         if is_blind or recorder.was_elsewhere or not self.sees_updates:
             return False
         is_known = is_first or self.has_trained
-        return is_known and not self._boundaries.has_worked and recorder.phases <= {DATA, OTHER}
+        return (
+            is_known
+            and not self._boundaries.has_worked
+            and recorder.phases <= {*BETWEEN_BATCHES, OTHER}
+        )
 
     @property
     def has_evaluated(self) -> bool:
@@ -231,7 +236,7 @@ class Session:
         if self.recorder.label not in EVALUATES or not self.has_trained:
             return False
         is_idle = not self._boundaries.has_worked
-        return is_idle and self.recorder.phases <= {DATA, OTHER, *EVALUATES}
+        return is_idle and self.recorder.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
 
     def stay_on(self) -> None:
         """Keep the hooks on in untimed steps, too, as `has_idled` needs them."""
