@@ -38,8 +38,6 @@ class NoClock:
     def is_capturing(self) -> bool:
         return False
 
-    def for_graphs(self) -> None: ...
-
 
 def new_clock(cuda: bool) -> Clock:
     """Returns the clock of the GPU, or one whose events do nothing."""

@@ -40,10 +40,6 @@ _OTHERS_RESET = (
     "memory=True: other code resets the peak counters. Sampled steps where this is detected have no"
     " peaks."
 )
-_GRAPHS = (
-    "memory=True: a captured graph has its own memory, allocated once. Steps that replay it have no"
-    " peaks."
-)
 
 
 def torch_counters(device: torch.device) -> Any:
@@ -182,9 +178,6 @@ class PhaseMemory:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        if len(step.memory) != len(step.labels) + 1:
-            self._warn_once(_GRAPHS)
-            return
         (_, *peaks), allocated = zip(*step.memory, strict=True)
         if any(peak < before for peak, before in zip(peaks, allocated, strict=False)):
             self._warn_once(_OTHERS_RESET)

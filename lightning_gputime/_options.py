@@ -230,7 +230,7 @@ _INTEGERS = {
     "probe_every_n_steps": (0, _PROBES),
 }
 
-_OF_CLOCK = ("event", "host_ns", "is_capturing", "for_graphs")
+_OF_CLOCK = ("event", "host_ns", "is_capturing")
 
 
 def _is_clock(value: Any) -> bool:

@@ -31,7 +31,7 @@ class FakeGPU:
         self.read_ms = 0.0  # what it costs the host to read the time between two events
         self.capturing = False
         self.capture_broken = False
-        self.graph: list[float | FakeEvent] = []
+        self.graph: list[float] = []
         self.streams: Any = None  # or `FakeStreams`, which put themselves here
         self.device: torch.device | None = None
         self.allocator: Any = None  # or a `FakeAllocator`, which puts itself here
@@ -43,11 +43,8 @@ class FakeGPU:
         graph = self.graph
 
         def replay() -> None:
-            for node in graph:
-                if isinstance(node, FakeEvent):
-                    node.record()
-                else:
-                    self.work(node)
+            for device_ms in graph:
+                self.work(device_ms)
 
         yield replay
         self.capturing = False
@@ -80,9 +77,6 @@ class FakeGPU:
 
     def is_capturing(self) -> bool:
         return self.capturing
-
-    def for_graphs(self) -> "FakeGraphClock":
-        return FakeGraphClock(self)
 
     def touch(self) -> None:
         if self.capturing:
@@ -130,31 +124,12 @@ class FakeAllocator:
         self.peak = self.allocated
 
 
-class FakeGraphClock:
-    """The clock of the events that may be recorded in a graph, and not mixed with others."""
-
+class FakeEvent:
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
-        self.host_ns, self.is_capturing = gpu.host_ns, gpu.is_capturing
-
-    def event(self) -> "FakeEvent":
-        self._gpu.created += 1
-        return FakeEvent(self._gpu, external=True)
-
-    def for_graphs(self) -> "FakeGraphClock":
-        return self
-
-
-class FakeEvent:
-    def __init__(self, gpu: FakeGPU, external: bool = False) -> None:
-        self._gpu = gpu
-        self._external = external
         self._at: int | None = None
 
     def record(self) -> None:
-        if self._gpu.capturing and self._external:
-            self._gpu.graph.append(self)
-            return
         self._gpu.touch()
         self._at = max(self._gpu.free_at, self._gpu.now)
 
@@ -169,7 +144,6 @@ class FakeEvent:
         self._gpu.waits.append((self._gpu.now - start) / MS)
 
     def elapsed_time(self, end_event: "FakeEvent", /) -> float:
-        assert self._external == end_event._external, "events of two classes"
         if self._at is None or end_event._at is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self.query() and end_event.query()):

@@ -642,16 +642,14 @@ def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_pat
     assert timer.summary().warmup_steps == 1
 
 
-def test_a_timer_at_rest_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
+def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
     class Captures(Model):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             with gpu.capture():
                 super().validation_step(batch, batch_idx)
 
-    def events_in_a_graph(**options: Any) -> int:
-        timer = GPUPhaseTimer(clock=gpu, summary=False, **options)
+    for every_n_steps in (1, 10):
+        timer = GPUPhaseTimer(clock=gpu, summary=False, every_n_steps=every_n_steps)
         trainer(timer, val_check_interval=15).fit(Captures(gpu), Loader(gpu, 30), Loader(gpu, 1))
-        return sum(not isinstance(node, float) for node in gpu.graph)
-
-    # Where forward begins and ends.
-    assert events_in_a_graph(every_n_steps=10) == events_in_a_graph() == 2
+        assert not gpu.capture_broken
+        assert timer.summary().steps

@@ -12,7 +12,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
 from torch.utils.data import DataLoader
 
-from lightning_gputime import Clock, GPUPhaseTimer, PhaseTimeMetric, StepTimes, TimingEvent
+from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes, TimingEvent
 from lightning_gputime._record.clock import HostClock
 
 pytest.importorskip("jsonargparse")
@@ -48,9 +48,6 @@ class WallClock:
 
     def is_capturing(self) -> bool:
         return False
-
-    def for_graphs(self) -> Clock | None:
-        return None
 
 
 VALUES: dict[str, list[tuple[str, Any]]] = {

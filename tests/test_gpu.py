@@ -229,7 +229,7 @@ def test_a_module_captured_with_make_graphed_callables_is_timed() -> None:
         assert graphed[name] == pytest.approx(eager[name], rel=0.15)
 
 
-def test_phases_inside_a_captured_step_are_timed_at_every_replay() -> None:
+def test_a_captured_step_is_timed_as_the_phase_its_replays_are_launched_in() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 4096, device="cuda")
     model = Wide().cuda()
@@ -256,12 +256,12 @@ def test_phases_inside_a_captured_step_are_timed_at_every_replay() -> None:
         timer.step()
         before = next(model.parameters()).detach().clone()
         for _ in range(20):
-            graph.replay()
+            with timer.phase("replay"):
+                graph.replay()
             timer.step()
     assert not torch.equal(before, next(model.parameters()))
-    replayed = rows(timer)
-    for name in ("forward", "backward", "optimizer"):
-        assert replayed[name] == pytest.approx(eager[name], rel=0.15, abs=0.05)
+    work_ms = sum(eager[name] for name in ("forward", "loss", "backward", "optimizer"))
+    assert rows(timer)["replay"] == pytest.approx(work_ms, rel=0.15, abs=0.1)
     assert timer.summary().skipped_updates == 0
     assert len(timer.history()) == 23
 

@@ -671,7 +671,7 @@ def test_with_log_a_graph_may_be_captured_where_the_ranks_are_compared(
             else:
                 loop.train(x)
             timer.step()
-    assert steps(timer)[-1]["backward"] == STEP_MS["backward"]
+    assert not gpu.capture_broken
     assert len(exchange.sent) >= 3
 
 

@@ -41,7 +41,7 @@ KINDS = {
         "mark_instead",
         "mark_in_backward",
     ],
-    "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay", "start_in_capture"],
+    "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay"],
     "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "mark_instead", "fail"],
 }
 """The operations that a sequence of each kind is drawn from, as often as they stand here."""
@@ -53,8 +53,8 @@ NEXT_STATE: Mapping[str, Mapping[str, str]] = {
     "end_step": {"PAUSED": "OPEN", "LOST": "OPEN"},
     "rest": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "AT_REST"),
 }
-"""The state that an operation leads to from another. All else leaves the state as it is, but a
-capture, which ends a rest where something is recorded in it, and an error, which loses the step."""
+"""The state that an operation leads to from another. All else leaves the state as it is, but an
+error, which loses the step."""
 
 
 def is_in(recorder: Recorder, state: str) -> bool:
@@ -116,13 +116,11 @@ class Played:
         """Calls one operation, and looks what came of it."""
         self.calls.append(operation)
         follow = [NEXT_STATE.get(operation, {}).get(self.state, self.state)]
-        failures, resting = self.gpu.failures, self.recorder.thread == -1
+        failures = self.gpu.failures
         try:
             getattr(self, operation)()
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
-        if resting and self.gpu.capturing and operation in ("enter_phase", "start_in_capture"):
-            follow = ["OPEN"]
         if self.gpu.failures < failures and follow != ["AT_REST"]:
             follow.append("LOST")
         seen = [state for state in reversed(follow) if is_in(self.recorder, state)]
@@ -204,11 +202,6 @@ class Played:
     def replay(self) -> None:
         if self.replays and self.capture is None:
             self.random.choice(self.replays)()
-
-    def start_in_capture(self) -> None:
-        """As a module that is called while its timer rests."""
-        if self.recorder.is_resting_here() and self.recorder.starts_in_capture():
-            self.recorder.mark("forward")
 
 
 @cache

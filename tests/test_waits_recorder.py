@@ -7,7 +7,7 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import RECEIVES, resolve_labels
+from lightning_gputime._phases import resolve_labels
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -224,35 +224,6 @@ def test_the_tail_of_a_backward_is_a_wait_as_it_is(run: Recorded) -> None:
     run.wait()
     assert run.end() == {"backward": 4.0, "backward/comm": 4.0}
     assert len(run.emitted[0].timeline.names) == 2  # type: ignore[union-attr]
-
-
-def test_a_graph_has_its_waits_at_every_replay(run: Recorded, gpu: FakeGPU) -> None:
-    with gpu.capture() as replay:
-        run.run("forward", 4.0)
-        run.wait()
-        gpu.work(1.0)
-        run.run("<after forward>", 0.5)
-        run.wait(2.0, RECEIVES)
-        run.run("backward", 8.0)
-        run.run("<after backward>", 0.0)
-    run.end_step(0)
-    for number in (1, 2, 3):
-        gpu.work(1.0)
-        run.mark("other")
-        replay()
-        run.mark("data")
-        run.end_step(number)
-    run.flush()
-    assert [times.step for times in run.emitted] == [1, 2, 3]
-    for times in run.emitted:
-        assert {name: ms for name, ms in times.phase_ms.items() if ms} == {
-            "data": 1.0,
-            "forward": 8.0,
-            "forward/comm": 3.0,
-            "loss": 0.5,
-            "backward": 10.0,
-            "backward/comm": 2.0,
-        }
 
 
 def test_a_wait_whose_mark_fails_costs_its_step_alone(

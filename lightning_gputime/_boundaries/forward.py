@@ -219,7 +219,8 @@ class ForwardBoundary:
                     if not recorder.is_named:
                         recorder.pause()  # Nothing else tells it of a step that is not timed.
                 return
-            if not recorder.starts_in_capture() and not self._discovers:
+            recorder.note_capture()
+            if not self._discovers:
                 self.calls += 1  # Another timer may ask whose backward follows.
                 return
         # Activation checkpointing runs modules again inside backward; that is backward's time. The

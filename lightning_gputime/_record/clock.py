@@ -53,14 +53,7 @@ class Clock(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph.
 
-        Then no event may be queried, and none recorded but those of `for_graphs`: it would break
-        the capture.
-        """
-
-    def for_graphs(self) -> "Clock | None":
-        """Return a clock whose events can be recorded in a graph, or None if there is none.
-
-        Each replay of the graph records them again.
+        Then no event may be recorded or queried: it would break the capture.
         """
 
 
@@ -158,31 +151,6 @@ class DeviceClock:
         event = torch.Event(device=self.device, enable_timing=True)
         return event if self._is_current else _EventOnOtherDevice(event, self.device)
 
-    def for_graphs(self) -> "Clock | None":
-        """Return the clock of CUDA's events with the flag `external`, from torch 2.8 on."""
-        if self.device.type != "cuda" or not self._is_current:
-            return None
-        try:
-            torch.cuda.Event(enable_timing=True, external=True)
-        except TypeError:
-            return None
-        return _GraphClock(self)
-
-
-@skip_compile
-class _GraphClock:
-    """The clock of a device whose events can be recorded in a CUDA graph, at a higher price."""
-
-    def __init__(self, clock: DeviceClock) -> None:
-        self.host_ns, self.is_capturing = clock.host_ns, clock.is_capturing
-
-    def event(self) -> TimingEvent:
-        # A plain event fails in a capture; these are recorded again at each replay of the graph.
-        return torch.cuda.Event(enable_timing=True, external=True)
-
-    def for_graphs(self) -> Clock:
-        return self
-
 
 @skip_compile
 class _EventOnOtherDevice:
@@ -211,9 +179,6 @@ class HostClock:
 
     def event(self) -> TimingEvent:
         return _HostEvent()
-
-    def for_graphs(self) -> None:
-        pass  # Nothing is captured on the CPU.
 
 
 @skip_compile

@@ -1,10 +1,9 @@
 """The steps that have ended and are not read: the one wait, and the reading."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce
@@ -78,8 +77,6 @@ class PendingSteps:
         self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
         """Events that were read, to be used again. Never replaced: `Recorder` holds it, too."""
-        self.graphs: list[list[Mark]] = []
-        """The marks of each captured graph; any later step may replay one, so they stay."""
         self._pending: deque[PendingStep] = deque()
         self._finished: list[PendingStep] = []
         self.ended = 0
@@ -166,14 +163,12 @@ class PendingSteps:
 
         It counts the steps that have ended, timed or not: so all ranks leave the same ones out.
         """
-        # The next replay records a graph's events again, so they must be read before.
-        due = self.ended if self.graphs else self.ended - lag
-        while self._pending and self._pending[0].ended <= due:
+        while self._pending and self._pending[0].ended <= self.ended - lag:
             step = self._pending[0]
             if not step.marks[-1][1].query():
                 self._wait_for(step)
             self._finished.append(self._pending.popleft())
-        if self._finished and (read or self.graphs or len(self._finished) >= self._batch):
+        if self._finished and (read or len(self._finished) >= self._batch):
             self._read()
 
     def _read_finished(self) -> None:
@@ -213,10 +208,7 @@ class PendingSteps:
             self._emit(records)
 
     def _read_step(self, step: PendingStep) -> StepRecord:
-        marks = step.marks
-        for graph in self.graphs:
-            marks = _with_replay(marks, graph)
-        labels, events, host_ns = zip(*marks, strict=True)
+        labels, events, host_ns = zip(*step.marks, strict=True)
         # Without a loop in Python: this runs at every step.
         elapsed_ms = type(events[0]).elapsed_time
         try:
@@ -226,9 +218,6 @@ class PendingSteps:
             for event in events:
                 event.synchronize()
             device_ms = tuple(map(elapsed_ms, events, events[1:]))
-        if marks is not step.marks:
-            # Those of a graph stay the graph's: its next replay records them again.
-            events = tuple(event for _, event, _ in step.marks)
         # The last event is also the first of the next step, which still needs it.
         self.free.extend(events if step.owns_end else events[:-1])
         return StepRecord(
@@ -250,25 +239,3 @@ class PendingSteps:
 def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels of the first step that had these: the history holds them once."""
     return labels
-
-
-def _with_replay(marks: list[Mark], graph: Sequence[Mark]) -> list[Mark]:
-    """Put the marks of a graph between a step's own, if it was replayed in that step."""
-    events = [event for _, event, _ in marks]
-    replayed = [event for _, event, _ in graph]
-    first, last = replayed[0], replayed[-1]
-    try:
-        lies_inside = (
-            events[0].elapsed_time(first) >= 0
-            and last.elapsed_time(events[-1]) >= 0
-            # Else it is two graphs, replayed in turn.
-            and all(one.elapsed_time(other) >= 0 for one, other in pairwise(replayed))
-        )
-    except (RuntimeError, ValueError):
-        return marks  # Not replayed yet.
-    if not lies_inside:
-        return marks
-    i = sum(event.elapsed_time(first) >= 0 for event in events[:-1])
-    # The host launches a graph as a whole: its phases take none of the host's time.
-    host_ns = marks[i][2]
-    return [*marks[:i], *((label, event, host_ns) for label, event, _ in graph), *marks[i:]]

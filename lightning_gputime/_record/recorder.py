@@ -45,11 +45,20 @@ _NEVER_ENDS = (
     " of an optimizer that configure_optimizers returned."
 )
 
+_CAPTURES = (
+    "No phase is seen inside a captured graph. Its replays count for the phase that they are"
+    ' launched in: name that, as in `with phase("forward"): graph.replay()`.'
+)
+_MEMORY_OF_GRAPHS = (
+    "memory=True: a captured graph has its own memory, allocated once. No step has peaks from here"
+    " on."
+)
+
 
 class State(Enum):
     """What a recorder does with the time."""
 
-    # It belongs to nobody, until `begin` or `starts_in_capture`.
+    # It belongs to nobody, until `begin`.
     AT_REST = 0
     # It belongs to `label`, until `pause`, `enter_pause`, `rest` or an error.
     OPEN = 1
@@ -120,10 +129,9 @@ class Recorder:
         self._may_capture = getattr(clock, "may_capture", clock.is_capturing)
         self.streams: Any = getattr(clock, "streams", None)
         """The `Streams` of the device, if it has some."""
-        # Where events come from: those that a graph holds can be compared with their own kind only.
         self._clock = clock
-        # The marks of the graph that is being captured.
-        self._captured: list[Mark] = []
+        self.has_captured = False
+        """Whether a graph was captured: its replays may run a step without a call that is seen."""
         self.pending = PendingSteps(
             clock,
             lag=lag,
@@ -157,7 +165,7 @@ class Recorder:
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
         # The open step: its place among the timed ones; its marks; what was sampled at these;
-        # whether a mark went into a graph instead; the index of the mark behind a spin.
+        # whether a mark is missing, as a graph was captured; the index of the mark behind a spin.
         self._index = 0
         self._open: list[Mark] = []
         self._samples: list[tuple[int, int]] | None = None
@@ -188,7 +196,7 @@ class Recorder:
             return
         try:
             # What `_record` does in most cases, without another call.
-            is_rare = self._is_watched or self._captured or not self._free
+            is_rare = self._is_watched or not self._free
             if is_rare or (self._may_capture() and self._is_capturing()):
                 self._record(label)
                 return
@@ -241,8 +249,6 @@ class Recorder:
         # What runs inside a backward, as checkpointed code does again, is the backward's.
         if get_ident() != self.home or _current_graph_task_id() != -1:
             return
-        if self.thread == -1:
-            self.starts_in_capture()
         if not self._named:
             self._base = self.label if self.label and self.state is OPEN else DATA
         self._named.append(name)
@@ -343,8 +349,7 @@ class Recorder:
     @property
     def is_waiting(self) -> bool:
         """Whether time goes to a wait that `wait_begins` began."""
-        marks = self._captured or self._open
-        return bool(marks) and marks[-1][0] in (WAITS, RECEIVES)
+        return bool(self._open) and self._open[-1][0] in (WAITS, RECEIVES)
 
     # Threads and captures
 
@@ -361,12 +366,15 @@ class Recorder:
         self.was_elsewhere = True
         return False
 
-    def starts_in_capture(self) -> bool:
-        """End a rest if a graph is captured, whose replays may be timed. Return whether it did."""
-        if not self._is_capturing():
-            return False
-        self.thread, self.state, self._is_spoiled = self.home, OPEN, True
-        return True
+    def note_capture(self) -> None:
+        """Note if a graph is captured now: nothing can be recorded."""
+        if self._is_capturing():
+            self.has_captured = True
+            self.warn_once(_CAPTURES)
+            if self._sample_mark is not None:
+                self._sample_mark = None
+                self._keep_samples(None)
+                self.warn_once(_MEMORY_OF_GRAPHS)
 
     # Steps
 
@@ -407,7 +415,7 @@ class Recorder:
         if self.state is OPEN and not self._is_spoiled:
             self._base = label
             self._record(self._named[-1] if self._named else label)
-        # Once more: that mark may have failed, or gone into a graph.
+        # Once more: that mark may have failed, or a graph may be captured.
         if (self.state is not OPEN or self._is_spoiled) and not self._ends_paused():
             self.begin(label)
             # A step that is dropped has ended all the same: else ranks would compare different
@@ -417,7 +425,7 @@ class Recorder:
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
         # A replay calls no hook of the optimizer.
-        skipped_update = skipped_update and not self.pending.graphs
+        skipped_update = skipped_update and not self.has_captured
         step = PendingStep(marks, number, skipped_update, self.work_counts)
         if self._samples is not None:
             step.memory = self._take_samples() if is_sampled else ()
@@ -453,8 +461,6 @@ class Recorder:
             self._drop()
             self.state, self.thread = AT_REST, -1
             self._show(None)
-            if self._captured and not self._is_capturing():
-                self._end_capture()
 
     def start_probe(self, spin: Callable[[], None]) -> None:
         """Queue `spin`, which keeps the device busy, and exclude the open step's time so far.
@@ -485,11 +491,9 @@ class Recorder:
     def _record(self, label: str, *, annotate: bool = True) -> None:
         try:
             if self._may_capture() and self._is_capturing():
-                self._record_in_graph(label)
+                self.note_capture()
+                self.label, self._is_spoiled = label, True
                 return
-            # No call tells that a capture is over: the first mark after it does.
-            if self._captured:
-                self._end_capture()
             event = self._free.pop() if self._free else self._new_event()
             event.record()
             self._open.append((label, event, self._host_ns()))
@@ -523,31 +527,6 @@ class Recorder:
             self.warn_once(_NEVER_ENDS, self._many, MOST_EVENTS)
         self._look_at += MANY_MARKS
 
-    def _record_in_graph(self, label: str) -> None:
-        """Record a mark into the graph that is being captured. The step itself is not timed."""
-        self._is_spoiled = True
-        self.label = label
-        clock = self._clock.for_graphs()
-        if clock is None:
-            self.warn_once("What runs inside a captured graph is not timed.")
-            return
-        event = new_event(clock)
-        event.record()
-        # No host time: it is not known before a replay.
-        self._captured.append((label, event, 0))
-        self._clock = clock
-
-    def _end_capture(self) -> None:
-        """Keep the marks of a graph for its replays."""
-        # First: from here on events are of the other kind, and cannot be compared with these.
-        captured, self._captured = self._captured, []
-        self.flush()
-        self.pending.graphs.append(captured)
-        self._open = []
-        self._keep_samples(None)
-        self._free.clear()
-        self._events = 0
-
     def _interrupt(self, label: str) -> None:
         interrupted = self.label
         self._record(label, annotate=False)
@@ -556,7 +535,7 @@ class Recorder:
 
     def _relabel(self, label: str) -> None:
         """Give the time since the last mark to `label`, waits inside included."""
-        if self._open:  # Not where recording has started in a capture.
+        if self._open:  # Not where the step has begun in a capture.
             place = self._uninterrupted(len(self._open) - 1)
             self._open[place] = (label, *self._open[place][1:])
         self.label = label

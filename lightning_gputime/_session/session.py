@@ -220,7 +220,7 @@ class Session:
         batch of a loop, where some training was.
         """
         recorder = self.recorder
-        is_blind = self.is_off or has_compiled() or bool(recorder.pending.graphs)
+        is_blind = self.is_off or has_compiled() or recorder.has_captured
         if is_blind or recorder.was_elsewhere or not self.sees_updates:
             return False
         is_known = is_first or self.has_trained
