@@ -166,7 +166,6 @@ class Timer:
         self._session = Session(
             options, clock, loop, self._results, means, [*own, *on_step], number
         )
-        self._session.recorder.expect_batches(self._environment.accumulate_grad_batches or 1)
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""

@@ -13,7 +13,6 @@ from fake_lightning import Loader, MemoryLogger, Model, trainer
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
-from lightning_gputime._record import recorder
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
@@ -824,13 +823,3 @@ def test_a_callback_whose_name_has_a_slash_is_one_part_of_data(gpu: FakeGPU) -> 
     odd = type("Odd/Name", (Slow,), {})
     trainer(timer, odd(gpu)).fit(Model(gpu), Loader(gpu, 8))
     assert "`Odd_Name.on_train_batch_" in str(timer.summary())
-
-
-def test_many_micro_batches_in_a_step_are_not_taken_for_one_that_never_ends(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "MANY_MARKS", 20)
-    timer = timer_of(gpu)
-    trainer(timer, accumulate_grad_batches=50).fit(Model(gpu), Loader(gpu, 100))
-    assert len(steps(timer)) == 2
-    assert "has not ended" not in caplog.text

@@ -278,7 +278,7 @@ def test_a_script_gets_one_timer(
     code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
     assert code == 0, said
     assert told in said
-    assert "has not ended" not in said
+    assert "If no step ends" not in said
     assert printed.count("Time per step") == (steps > 0)
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from enum import Enum
-from itertools import groupby
 from threading import get_ident, local
 from typing import Any
 from weakref import ref
@@ -29,8 +28,8 @@ from lightning_gputime._record.clock import Clock, Mark, TimingEvent, new_event
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
 
-MANY_MARKS = 2_000
-"""The user is told of a step with this many boundaries a batch: perhaps none ever ends."""
+MANY_MARKS = 20_000
+"""The user is told of a step with this many marks: perhaps none ever ends."""
 
 MOST_EVENTS = 100_000
 """A recorder creates at most this many events; a step that would need more is dropped."""
@@ -39,7 +38,7 @@ MOST_EVENTS = 100_000
 _IN_BACKWARD = (BACKWARD, OPTIMIZER)
 
 _NEVER_ENDS = (
-    "A step has %d boundaries and has not ended; with %d it is dropped. If no step ends, call"
+    "A step has %d boundaries, and with %d it is dropped. If no step ends, call"
     " step() at the end of the loop's body or iterate over steps(loader), and remove() a timer"
     " that is not used any more; where Lightning optimizes by hand, a step ends with the update"
     " of an optimizer that configure_optimizers returned."
@@ -173,8 +172,6 @@ class Recorder:
         self._post_spin_index = 0
         # Whether a mark is also shown or sampled.
         self._is_watched = annotate is not None
-        # At this many marks a step is looked at; with this many boundaries the user is told of it.
-        self._look_at = self._many = MANY_MARKS
         # Phases that were named by hand and are not left yet, and what follows the outermost.
         self._named: list[str] = []
         self._base = DATA
@@ -378,10 +375,6 @@ class Recorder:
 
     # Steps
 
-    def expect_batches(self, n: int) -> None:
-        """Let a step have the boundaries of `n` micro-batches before the user is told of it."""
-        self._many = min(MANY_MARKS * n, MOST_EVENTS // 2)
-
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
         if get_ident() != self.home:
@@ -508,8 +501,8 @@ class Recorder:
 
     def _new_event(self) -> TimingEvent:
         """Return a new event; where there are too many, one that the device has reached."""
-        if len(self._open) >= self._look_at:
-            self._look_whether_it_ends()
+        if len(self._open) >= MANY_MARKS:
+            self.warn_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
         if self._events >= MOST_EVENTS:
             # Finished steps hold events, many of them with a large `lag`. Nothing is waited for.
             self.drain()
@@ -518,14 +511,6 @@ class Recorder:
             raise TooManyEventsError(f"it has {len(self._open)} boundaries")
         self._events += 1
         return new_event(self._clock)
-
-    def _look_whether_it_ends(self) -> None:
-        # A step may wait often for other ranks, or have many modules, and end all the same.
-        labels = (label for label, *_ in self._open if label not in INTERRUPTIONS)
-        boundaries = sum(1 for _ in groupby(label.partition("/")[0] for label in labels))
-        if boundaries >= self._many:
-            self.warn_once(_NEVER_ENDS, self._many, MOST_EVENTS)
-        self._look_at += MANY_MARKS
 
     def _interrupt(self, label: str) -> None:
         interrupted = self.label
