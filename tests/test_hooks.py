@@ -586,7 +586,9 @@ def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_batches_that_replay_a_graph_are_steps(loop: Loop, every: int) -> None:
+def test_batches_that_replay_a_graph_are_steps(
+    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with hooks(loop, every_n_steps=every) as timer:
         for number, x in enumerate(timer.steps(loop.batches(60))):
             if number < 3:
@@ -599,6 +601,8 @@ def test_batches_that_replay_a_graph_are_steps(loop: Loop, every: int) -> None:
     # Some have no marks: the one of the capture.
     assert timer.history()["step"].tolist()[-2:] == ([58, 59] if every == 1 else [49, 59])
     assert sum(steps(timer)[-1].values()) == sum(STEP_MS.values())
+    [record] = caplog.records
+    assert record.message.startswith("No phase is seen inside a captured graph.")
 
 
 def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None:

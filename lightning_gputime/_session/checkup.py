@@ -115,7 +115,8 @@ class LoopDiagnostics:
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Judge once, when there are enough steps."""
-        if self._is_over:
+        # Replays of a captured graph show nothing of what they do, which is told already.
+        if self._is_over or self._recorder.has_captured:
             return
         for step in steps:
             labels = step.labels
@@ -132,6 +133,8 @@ class LoopDiagnostics:
     def end(self) -> None:
         """Judge at the end: say of few steps only what is certain."""
         ran = self._results.sums.phases
+        if self._recorder.has_captured:
+            return
         if not self._is_over:
             trains = BACKWARD in ran and OPTIMIZER in ran
             _tell(self._of_ranks(), *([self._of_forward(), self._of_start()] if trains else []))
