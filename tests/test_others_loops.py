@@ -317,14 +317,6 @@ def test_work_before_the_closure_of_an_update_is_optimizer(gpu: FakeGPU) -> None
     assert ms(timer, "other") == [0.5] * 4
 
 
-def test_an_update_in_another_thread_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with hooks(loop) as timer, ThreadPoolExecutor(1) as pool:
-        for x in timer.steps(loop.batches(30)):
-            loop.micro_batch(x)
-            pool.submit(loop.update).result()
-    assert caplog.text.count("The optimizer runs its update in another thread") == 1
-
-
 # What is seen, and told
 
 
@@ -592,33 +584,6 @@ def test_the_training_of_another_model_is_told(
     [message] = said(caplog)
     assert message.startswith("48 of 72 steps have a backward and no call of the model: another")
     assert "Give each model a timer of its own" in message
-
-
-def test_rollouts_in_training_mode_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(30)):
-            no_grad_calls(loop, 9)
-            loop.train(x)
-    [message] = said(caplog)
-    assert message.startswith("The model is called 10 times for each backward")
-    assert 'phase("rollout")' in message
-
-
-@pytest.mark.parametrize("how", ["named", "paused", "accumulated", "two models"])
-def test_calls_that_a_backward_follows_or_that_are_named_are_told_nothing(
-    loop: Loop, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop, accumulate_grad_batches="auto") as timer:
-        for number, x in enumerate(timer.steps(loop.batches(96))):
-            if how in ("named", "paused"):
-                with timer.phase("rollout") if how == "named" else timer.paused():
-                    no_grad_calls(loop, 9)
-            if how == "two models":
-                loop.model(x).sum().backward()
-            loop.micro_batch(x)
-            if how != "accumulated" or number % 4 == 3:
-                loop.update()
-    assert not said(caplog)
 
 
 @pytest.mark.parametrize("grad", [True, False])

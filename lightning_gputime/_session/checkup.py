@@ -5,8 +5,6 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
     BACKWARD,
     DATA,
     FORWARD,
@@ -51,10 +49,6 @@ _ELSEWHERE = (
     "The model is called in another thread than the one that calls step() or iterates over"
     " steps(): only that one is timed, so do both in one."
 )
-_UPDATED_ELSEWHERE = (
-    "The optimizer runs its update in another thread than the loop, which has no phase `optimizer`"
-    ' so: call its step() in that thread, or wait for it inside `with phase("optimizer")`.'
-)
 _TWICE = (
     "%d of %d steps have no call of the model: is step() called more than once in a batch? Call it"
     " once, at the end of the loop's body, or only iterate over steps(); and leave batches out"
@@ -68,10 +62,6 @@ _EARLY = (
 _ANOTHER_MODEL = (
     "%d of %d steps have a backward and no call of the model: another one is trained there, whose"
     " forward is `other`. Give each model a timer of its own."
-)
-_ROLLOUT = (
-    "The model is called %.3g times for each backward, and all calls are `forward`: name those that"
-    ' no backward follows, `with phase("rollout")`, or leave them out, `with timer.paused()`.'
 )
 _UNSEEN = (
     "Batches on which the model is not called take %.3g ms of `other` a step: if they train in a"
@@ -107,8 +97,8 @@ class LoopDiagnostics:
         self._accumulates = loop.needs_updates
         self._is_own = loop.pause_evaluation is not False
         self._is_over = False
-        # Until it is over: steps before the first backward, calls of the model, and backwards.
-        self._early = self._calls = self._backwards = 0
+        # Until it is over: steps before the first backward.
+        self._early = 0
         self._has_trained = False
         # What batches take on which nothing was seen to be done, and which so end no step.
         self._idle_ms = 0.0
@@ -122,8 +112,6 @@ class LoopDiagnostics:
             labels = step.labels
             follows = zip(labels, labels[1:], step.device_ms, strict=False)
             self._idle_ms += sum(ms for *both, ms in follows if both == [OTHER, DATA])
-            self._calls += labels.count(AFTER_FORWARD)
-            self._backwards += labels.count(AFTER_BACKWARD)
             self._has_trained |= BACKWARD in labels or GRAD in labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= ENOUGH:
@@ -160,8 +148,6 @@ class LoopDiagnostics:
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         place = OTHER if is_in_other else LOSS
         is_twice = 2 * (with_forward - 1) <= n - 1
-        calls, backwards = self._calls, self._backwards
-        is_rollout = calls >= 3 * backwards > 0 and ms[FORWARD] > ms[BACKWARD]
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
         ends = '"auto": a step ends with the update'
         if not self._accumulates:
@@ -175,10 +161,8 @@ class LoopDiagnostics:
                 _UNSEEN,
                 (self._idle_ms / n,),
             ),
-            (is_rollout, _ROLLOUT, (calls / max(backwards, 1),)),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),
-            (trains and OPTIMIZER not in ran and skipped < n, _UPDATED_ELSEWHERE, ()),
             (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
         ]
 
