@@ -28,7 +28,7 @@ SIZES = ((8, 1000), (128, 1000), (1024, 1000), (1024, 10**6), (10_000, 1000))
 
 def totals(rank: int, steps: int) -> RankTotals:
     """Return what a rank may have added up."""
-    return RankTotals(dict.fromkeys(PHASES, ((10.0 + rank % 7 / 10) * steps, steps)), {})
+    return RankTotals(dict.fromkeys(PHASES, ((10.0 + rank % 7 / 10) * steps, steps)))
 
 
 def exchanges(world_size: int) -> list[Exchange]:

@@ -100,7 +100,7 @@ class PhaseTimeMetric(Metric):
         totals = {}
         for rank, (ms, n) in enumerate(rows):
             phases = {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}
-            totals[rank] = RankTotals(phases, {}, ms[-1])
+            totals[rank] = RankTotals(phases, ms[-1])
         ranks = compare(totals)
         if ranks is None:
             return {}

@@ -49,7 +49,7 @@ def totals(
 
 
 def of(phases: PhaseTotals, **more: Any) -> RankTotals:
-    return RankTotals(phases, **{"host_ms": {}, **more})
+    return RankTotals(phases, **more)
 
 
 def with_phases(totals: RankTotals, phases: PhaseTotals) -> RankTotals:
@@ -247,32 +247,15 @@ def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
         assert ranks.sentence.endswith(f"slower than the median, in {phase}")
 
 
-@pytest.mark.parametrize(
-    ("host_ms", "where"),
-    [(5.5, "forward compute"), (5.7, "forward, which takes its host as long")],
-)
-def test_a_rank_whose_host_sets_the_pace_does_not_compute(host_ms: float, where: str) -> None:
+def test_a_phase_that_has_waits_is_named_as_compute() -> None:
     def rank(**options: Any) -> RankTotals:
-        host = {"forward": 10 * host_ms, "data": 10.0}
-        return with_phases(totals(**options, host_ms=host), {"forward/comm": (0.0, 10)})
+        return with_phases(totals(**options), {"forward/comm": (0.0, 10)})
 
     # Of 7 ms of its own.
     ranks = compare({0: rank(), 1: rank(late="forward")})
     assert ranks is not None
-    assert ranks.sentence.endswith(f"slower than the median, in {where}")
+    assert ranks.sentence.endswith("slower than the median, in forward compute")
     assert {*ranks.rows} == {*BALANCED, "backward/comm", "forward/comm", "step", "local"}
-
-
-def test_the_hosts_times_are_without_the_waits() -> None:
-    sums = Sums([raw(0, forward=3.0, **{"forward/comm": 2.0}), raw(1, data=1.0, forward=1.0)])
-    found = totals_of(sums, with_host=True)
-    assert found.phases == {
-        "data": (1.0, 1),
-        "forward": (6.0, 2),
-        "forward/comm": (2.0, 1),
-        "step": (7.0, 2),
-    }
-    assert found.host_ms == {"data": 1.0, "forward": 4.0}
 
 
 def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
@@ -301,13 +284,13 @@ def test_a_rank_without_a_step_is_left_out() -> None:
 
 
 def test_a_window_is_the_difference_of_two_totals() -> None:
-    before = totals(steps=4, host_ms={"data": 1.0}, items=4.0, items_ms=60.0)
-    now = totals(steps=10, host_ms={"data": 3.0}, items=10.0, items_ms=150.0)
+    before = totals(steps=4, items=4.0, items_ms=60.0)
+    now = totals(steps=10, items=10.0, items_ms=150.0)
     now = with_phases(now, {"save": (3.0, 1)})
     window = since(now, before)
     assert window.phases["forward"] == (24.0, 6)
     assert window.phases["save"] == (3.0, 1)
-    assert (window.host_ms, window.items, window.items_ms) == ({"data": 2.0}, 6.0, 90.0)
+    assert (window.items, window.items_ms) == (6.0, 90.0)
     assert since(now, now).phases == {}
     assert since(now, None) is now
 

@@ -309,7 +309,7 @@ def test_items_of_all_ranks_are_added_up_where_all_are_known() -> None:
 
     def rank(items: float, **more: Any) -> Any:
         phases = {"forward": (40.0, 4), "step": (40.0, 4)}
-        return RankTotals(phases, {}, items=items, **{"items_ms": 40.0, **more})
+        return RankTotals(phases, items=items, **{"items_ms": 40.0, **more})
 
     both = compare({0: rank(32.0), 1: rank(16.0)})
     assert both is not None

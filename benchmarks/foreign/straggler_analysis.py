@@ -67,4 +67,4 @@ def _totals(ops: Any) -> RankTotals:
     wait_ms = sums["step"] - sum(sums[phase] for phase in _WORK.values())
     sums |= {"backward": sums["backward"] + wait_ms, "backward/comm": wait_ms}
     phases = {name: (ms, steps) for name, ms in sums.items()}
-    return RankTotals(phases, host_ms={}, deviation_ms=local.deviation_ms)
+    return RankTotals(phases, deviation_ms=local.deviation_ms)

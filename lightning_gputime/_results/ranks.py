@@ -34,7 +34,6 @@ class RankTotals:
     """What one rank sends: sums over its steps."""
 
     phases: PhaseTotals
-    host_ms: Mapping[str, float]  # Of top-level phases without waits; empty without a device.
     deviation_ms: float = 0.0  # See `BatchMeans`.
     items: float = 0.0
     items_ms: float = 0.0  # Device time of the steps whose items are known.
@@ -116,26 +115,15 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(i for i, names in enumerate(settled) if names and not is_wait(names[-1]))
 
 
-def totals_of(
-    sums: Sums, deviation_ms: float = 0.0, *, with_host: bool = False, with_items: bool = True
-) -> RankTotals:
+def totals_of(sums: Sums, deviation_ms: float = 0.0, *, with_items: bool = True) -> RankTotals:
     """Return the totals of a rank's steps; without items where ranks work on the same batch."""
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},
-        _host_ms(sums) if with_host else {},
         deviation_ms,
         sums.items if with_items else 0.0,
         sums.items_ms if with_items else 0.0,
     )
-
-
-def _host_ms(sums: Sums) -> dict[str, float]:
-    host_ms = {name: one.host_ms for name, one in sums.phases.items() if "/" not in name}
-    for name, one in sums.phases.items():
-        if is_wait(name):
-            host_ms[name.partition("/")[0]] -= one.host_ms
-    return host_ms
 
 
 def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
@@ -147,9 +135,8 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
         ms_before, n_before = before.phases.get(name, (0.0, 0))
         if n > n_before:
             phases[name] = ms - ms_before, n - n_before
-    host_ms = {name: ms - before.host_ms.get(name, 0.0) for name, ms in now.host_ms.items()}
     items, items_ms = now.items - before.items, now.items_ms - before.items_ms
-    return RankTotals(phases, host_ms, now.deviation_ms, items, items_ms)
+    return RankTotals(phases, now.deviation_ms, items, items_ms)
 
 
 # What is told of all ranks
@@ -157,7 +144,6 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
 # A rank is named if it is slower than the others by this fraction of their step.
 _MIN_BEHIND = 0.05
 _STANDARD_ERRORS = 4.0  # And by this many standard errors of the difference.
-_HOST_BOUND = 0.8  # From this fraction of the device's time on, the host's is as long.
 _MAX_NAMED = 8  # The sentence names no more ranks than this.
 
 
@@ -248,7 +234,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     )
     is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
     phase, rows = _phase_behind(behind_ms), _rows(totals)
-    where = _where(phase, totals[rank], own_ms[rank], rows)
+    has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
+    where = f"{phase} compute" if has_waits else phase
     nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
     slow = tuple(one for one in totals if is_slow and own_ms[one][LOCAL] >= nearer_ms)
     behind = f"{duration(local_ms)} a step slower than the median, in {where}"
@@ -306,17 +293,6 @@ def _named(slow: tuple[int, ...]) -> str:
         return f"rank {slow[0]} is"
     more = f" and {len(slow) - _MAX_NAMED} more" if len(slow) > _MAX_NAMED else ""
     return f"ranks {', '.join(map(str, slow[:_MAX_NAMED]))}{more} are up to"
-
-
-def _where(
-    phase: str, totals: RankTotals, own_ms: Mapping[str, float], rows: Mapping[str, RankStats]
-) -> str:
-    if phase.partition("/")[0] in BETWEEN_BATCHES:
-        return phase
-    host_ms = totals.host_ms.get(phase, 0.0) / totals.steps
-    if host_ms >= _HOST_BOUND * own_ms.get(phase, math.inf):
-        return f"{phase}, which takes its host as long"
-    return f"{phase} compute" if f"{phase}/{COMM}" in rows else phase
 
 
 def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:

@@ -127,7 +127,6 @@ class RankComparer:
         return totals_of(
             sums,
             self._local.deviation_ms,
-            with_host=not self._results.on_host_clock,
             # They would be counted once per rank.
             with_items=boundaries is None or not boundaries.shares_batches,
         )
