@@ -2,17 +2,7 @@
 
 import sys
 
-
-def main() -> int:
-    """Run a command by the arguments of the process; return the exit code."""
-    if sys.argv[1:2] == ["run"]:
-        from lightning_gputime._auto_instrumentation import command
-
-        return command.main(sys.argv[2:])
-    from lightning_gputime import _cli
-
-    return _cli.main()
-
+from lightning_gputime._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

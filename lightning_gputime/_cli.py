@@ -10,13 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import lightning_gputime as package  # Imports torch where a name is asked for.
 from lightning_gputime._auto_instrumentation import command
-from lightning_gputime._results import files
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Tabular, show
-from lightning_gputime._saved_runs.compare import RunComparison, compare
-from lightning_gputime._saved_runs.page import page
-from lightning_gputime._saved_runs.saved import Run, load
 
 GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
@@ -78,8 +73,8 @@ def _new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning_gputime", description=_ABOUT, formatter_class=_RAW
     )
-    version = sys.modules["lightning_gputime"].__version__
-    parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
+    version = f"{parser.prog} {package.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     new = partial(commands.add_parser, formatter_class=_RAW)
 
@@ -120,7 +115,7 @@ def _percentage(text: str) -> float:
 
 
 def _show(args: argparse.Namespace) -> int:
-    run = load(args.run)
+    run = package.load(args.run)
     if args.json:
         _print(_json(run.summary))
         return GOOD
@@ -131,7 +126,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     before, after = _sides(args)
-    found = compare(before, after, anyway=args.anyway)
+    found = package.compare(before, after, anyway=args.anyway)
     _print(_json(found) if args.json else found)
     if args.fail_above is None or not found.is_above(args.fail_above):
         return GOOD
@@ -140,10 +135,13 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from lightning_gputime._results import files
+    from lightning_gputime._saved_runs.page import page
+
     if len(args.runs) > 2:
         raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
-    runs = [load(path) for path in args.runs]
-    found = compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
+    runs = [package.load(path) for path in args.runs]
+    found = package.compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
     text = page(runs, found)
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
     files.write(args.out, text, kept="")
@@ -162,8 +160,10 @@ def _sides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     )
 
 
-def _print(*parts: Tabular | str) -> None:
+def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
     """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
+    from lightning_gputime._results.table import show
+
     try:
         for one in parts:
             if isinstance(one, str):
@@ -176,11 +176,11 @@ def _print(*parts: Tabular | str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _json(found: PhaseSummary | RunComparison) -> str:
+def _json(found: "package.PhaseSummary | package.RunComparison") -> str:
     return json.dumps(found.to_dict(), indent=2, allow_nan=False)
 
 
-def _about(run: Run) -> str:
+def _about(run: "package.Run") -> str:
     """Return a line on what a run ran on."""
     on = run.environment
     device = f"{on.world_size} x {on.device}" if on.world_size > 1 else on.device

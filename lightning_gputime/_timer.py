@@ -23,6 +23,7 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.table import show
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import (
     Environment,
@@ -114,6 +115,7 @@ class Timer:
     """
 
     _USE = "The timer was never attached."
+    _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -351,6 +353,9 @@ class Timer:
             slow_steps=[one.to_dict() for one in results.slow.slowest(100)],
             evaluations=[*self._evaluated],
         )
+
+    def _print_table(self) -> None:
+        show(self._read().summary_to_print(), on_stderr=self._prints_on_stderr)
 
     def _read(self) -> Results:
         """Read what the device has finished, without a wait; not from another thread."""

@@ -29,7 +29,6 @@ from lightning_gputime._results.ledger import (
 from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import show
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
@@ -385,7 +384,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             return
         try:
             if self._prints_table:
-                show(self._read().summary_to_print())
+                self._print_table()
             if self._logs_figure and self.last is not None:
                 figure, _ = self.plot(ax=new_axes())
                 tag = f"{self._options.prefix}/steps"

@@ -25,7 +25,6 @@ from lightning_gputime._options import Options, TimerOptions, check_bools, takes
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.table import show
 from lightning_gputime._session import lifetimes
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
@@ -396,7 +395,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             others = [one for one in handler.callbacks if one not in (self, self._behind)]
             handler.callbacks = [*before, *others]
         if self._owes_table and self._prints_table:
-            show(self._read().summary_to_print())
+            self._print_table()
         self._owes_table = False
 
 

@@ -377,7 +377,7 @@ def test_an_error_that_nobody_expects_exits_with_two(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("lightning_gputime._cli.compare", fail)
+    monkeypatch.setattr("lightning_gputime.compare", fail)
     assert main(["compare", *files, "--fail-above", "1%"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")

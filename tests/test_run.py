@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from processes import ENVIRONMENT, PACKAGE
 
-from lightning_gputime import GPUPhaseTimer, TimerOptions, load
-from lightning_gputime._auto_instrumentation import VARIABLE, adding, command, options
+from lightning_gputime import GPUPhaseTimer, TimerOptions, _cli, load
+from lightning_gputime._auto_instrumentation import VARIABLE, adding, options
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 
@@ -65,6 +66,8 @@ for _ in range(30):
     weight.square().mean().backward()
     optimizer.step()
 """
+NO_UPDATE = "import torch"
+ONE_UPDATE = PLAIN.replace("range(30)", "range(1)")
 OWN_TIMER = "from lightning_gputime import GPUPhaseHooks\n" + PLAIN.replace(
     "for _ in range(30):", "for _ in GPUPhaseHooks(net, optimizer).attach().steps([0] * 30):"
 )
@@ -180,7 +183,7 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     for name in ("execv", "execvp"):
         monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
-    command.main(["--save", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    _cli.main(["run", "--save", "1,2.json", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
     assert json.loads(os.environ[VARIABLE])["save"] == str(tmp_path / "1,2.json")
 
@@ -217,8 +220,24 @@ def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(adding, "Finalize", lambda *call, **_: found.extend(call[2]))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    adding.show_at_exit("timer", {"save": "run.json"})
-    assert found == ["timer", None, False]
+    timer = GPUPhaseTimer()
+    assert not adding.show_at_exit(timer, {"save": "run.json"})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert adding.show_at_exit(timer, {"save": "run.json"})
+    assert found == [timer, "run.json", True]
+
+
+def test_each_timer_of_a_script_saves_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adding, "_numbers", count(1))
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    wanted = {"save": "runs.d/run.json.gz"}
+    assert adding.path_to_save({}) is None
+    assert adding.path_to_save(wanted) == "runs.d/run.json.gz"
+    assert adding.path_to_save(wanted) == "runs.d/run-2.json.gz"
+    monkeypatch.setattr(adding, "parent_process", lambda: "one")
+    assert adding.path_to_save(wanted) == "runs.d/run-7-3.json.gz"
+    monkeypatch.setenv("RANK", "0")
+    assert adding.path_to_save(wanted) == "runs.d/run-4.json.gz"
 
 
 def test_models_are_found_beside_odd_modules() -> None:
@@ -248,12 +267,12 @@ def test_a_script_ends_as_without(
     timed = run(script, tmp_path, environment, *RUN, "--memory", "--lag", "0", *own)
     assert alone[0] == timed[0] == code
     assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
-    assert timed[1].startswith(alone[1])
+    assert timed[1] == alone[1]
     assert "No module named 'missing'" in alone[2]
     error, _, rest = alone[2].partition("Traceback")
     assert error in timed[2]
     assert rest in timed[2]
-    assert timed[1].count("over 23 steps") == 1
+    assert timed[2].count("over 23 steps") == 1
 
 
 @pytest.mark.slow
@@ -263,6 +282,8 @@ def test_a_script_ends_as_without(
         pytest.param(PLAIN, 28, "trains Sequential: a step is one update of its SGD", id="plain"),
         pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 28, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
+        pytest.param(NO_UPDATE, 0, "no update by an optimizer of torch's was seen", id="no update"),
+        pytest.param(ONE_UPDATE, 0, "no second update by an optimizer", id="one update"),
         pytest.param(OWN_TIMER, 0, "has a timer of its own", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(FABRIC, 30, "", id="Fabric"),
@@ -279,7 +300,9 @@ def test_a_script_gets_one_timer(
     assert code == 0, said
     assert told in said
     assert "If no step ends" not in said
-    assert printed.count("Time per step") == (steps > 0)
+    assert "Time per step" not in printed
+    assert said.count("Time per step") == (steps > 0)
+    assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)
     if steps:
@@ -317,7 +340,7 @@ def test_a_variable_is_enough_for_lightning(
     environment["LIGHTNING_GPUTIME"] = value
     code, printed, said = run(script, tmp_path, environment, "train.py")
     assert code == 0, said
-    assert printed.count("Time per step") == int(value)
+    assert said.count("Time per step") == int(value)
     # Without a timer no more than the entry point is imported.
     assert printed.endswith(f"{value == '1'}\n")
 
@@ -332,8 +355,9 @@ def test_an_interrupt_is_the_scripts(tmp_path: Path, environment: dict[str, str]
     process.send_signal(signal.SIGINT)
     printed, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert "over 23 steps" in printed
+    assert "\nKeyboardInterrupt\n" in said
+    assert not printed
+    assert "over 23 steps" in said
 
 
 @pytest.mark.slow
@@ -341,10 +365,10 @@ def test_children_have_a_timer_each_and_the_first_rank_prints(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    code, printed, said = run(PLAIN, tmp_path, environment, *RUN, "-m", *launcher)
+    code, _, said = run(PLAIN, tmp_path, environment, *RUN, "-m", *launcher)
     assert code == 0, said
-    assert printed.count("Time per step") == 1
-    assert said.count("Timing the loop") == 2
+    assert said.count("Time per step") == said.count("Timing the loop") == 1
+    assert "No step is timed" not in said
 
 
 @pytest.mark.slow

@@ -113,6 +113,24 @@ def _watch_updates(wanted: dict[str, Any]) -> None:
 
 
 def _watch_trainers(wanted: dict[str, Any]) -> None:
-    from lightning_gputime._auto_instrumentation.transformers import watch
+    import transformers
 
-    watch(wanted)
+    class TrainerAdder(transformers.TrainerCallback):
+        """A callback whose place a `PhaseTimeCallback` takes when training begins."""
+
+        @tells_errors()
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            """Add the timer."""
+            # Not above: a script may be importing it now, which imports the Trainer.
+            from lightning_gputime._auto_instrumentation import adding
+            from lightning_gputime.huggingface import PhaseTimeCallback, find_trainer
+
+            timer = PhaseTimeCallback(**options_of_all(wanted))
+            timer._submodules(known["model"])  # Raises if a name is wrong.
+            trainer = find_trainer(self)
+            if trainer and adding.take_place(self, trainer.callback_handler.callbacks, timer):
+                timer.on_train_begin(args, state, control, **known)
+                adding.show_at_exit(timer, wanted, prints=False)
+
+    defaults: list[Any] = transformers.trainer.DEFAULT_CALLBACKS
+    defaults.append(TrainerAdder)

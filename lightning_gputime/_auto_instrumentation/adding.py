@@ -1,41 +1,59 @@
 """What the timers have in common that are added to a script that has none."""
 
 import os
+from itertools import count
+from multiprocessing import parent_process
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from torch import distributed
 
 from lightning_gputime._auto_instrumentation import tell_once
 from lightning_gputime._messages import messages
-from lightning_gputime._results.table import show
 from lightning_gputime._timer import Timer
 
 HAS_ONE = "The script has a timer of its own: no other is added, and options of `run` are not used."
 
-added = WeakSet[Timer]()  # To trainers.
 
-
-def take_place(callbacks: list[Any], adder: object, timer: Timer) -> bool:
+def take_place(adder: object, callbacks: list[Any], timer: Timer) -> bool:
     """Put a timer in the place of what adds it. Return False where there is another timer."""
     if any(isinstance(one, Timer) for one in callbacks):
         tell_once(HAS_ONE)
         return False
     # In the list that is being gone through: no other callback may be left out.
     callbacks[callbacks.index(adder)] = timer
-    added.add(timer)
+    timer._prints_on_stderr = True
     return True
 
 
-def show_at_exit(timer: Any, wanted: dict[str, Any], *, prints: bool = True) -> None:
-    """When Python exits, end a measurement, print its table on rank zero, and save it."""
-    # The process group may be gone by then.
-    has_group = distributed.is_available() and distributed.is_initialized()
-    is_zero = str(distributed.get_rank() if has_group else os.environ.get("RANK", 0)) == "0"
-    path = wanted.get("save") if is_zero else None
+def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> bool:
+    """When Python exits, print a table on rank zero, and save it. Return whether this is done."""
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
-    Finalize(None, _end, (timer, path, is_zero and prints), exitpriority=0)
+    if is_zero := _rank() in (None, "0"):
+        timer._prints_on_stderr = True
+        Finalize(None, _end, (timer, path_to_save(wanted), prints), exitpriority=0)
+    return is_zero
+
+
+def _rank() -> str | None:
+    # The process group may be gone when Python exits.
+    if distributed.is_available() and distributed.is_initialized():
+        return str(distributed.get_rank())
+    return os.environ.get("RANK")
+
+
+_numbers = count(1)
+
+
+def path_to_save(wanted: dict[str, Any]) -> str | None:
+    """Return where a timer saves: no other of the script does, nor one of its children."""
+    if (path := wanted.get("save")) is None:
+        return None
+    number, is_child = next(_numbers), _rank() is None and parent_process() is not None
+    name, dot, endings = Path(path).name.partition(".")
+    parts = [name, *[str(os.getpid())][:is_child], *[str(number)][: number > 1]]
+    return str(Path(path).with_name("-".join(parts) + dot + endings))
 
 
 def _end(timer: Any, path: str | None, prints: bool) -> None:
@@ -43,7 +61,7 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
         if hasattr(timer, "remove"):
             timer.remove()
         if prints and timer.last is not None:
-            show(timer.summary())
+            timer._print_table()
         if path is not None and timer.last is not None:
             timer.save(path)
     except Exception as error:

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_gputime._auto_instrumentation import VARIABLE, options_of_all
@@ -40,27 +40,10 @@ VALUES = (
 """Options of all timers that a command line can give; each is described at `TimerOptions`."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a script by the arguments of the command; return the exit code of what is wrong."""
-    # Not the parser of all commands, which brings torch: the script imports it again.
-    name = "lightning_gputime run"
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except (OSError, ValueError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Let the parser of the command take its arguments."""
     parser.set_defaults(command=run)
+    parser.allow_abbrev = False  # What it does not know may be the script's.
     for name in (*SWITCHES, *VALUES):
         flag = f"--{name.replace('_', '-')}"
         if name in SWITCHES:
@@ -79,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise ValueError("Python's flags -E, -I and -S keep the timer out: leave them out")
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     if alone := options_of_all(wanted):
         from lightning_gputime._options import Options  # Imports torch.
@@ -97,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As without Python, which ignores it.
     if not args.is_module and not os.path.isfile(first) and shutil.which(first):
         os.execvp(first, args.script)
-    os.execv(sys.executable, [sys.executable, *["-m"][: args.is_module], *args.script])
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execv(sys.executable, [sys.executable, *flags, *["-m"][: args.is_module], *args.script])
 
 
 def _value(text: str) -> Any:

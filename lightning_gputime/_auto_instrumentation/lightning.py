@@ -19,10 +19,10 @@ class TrainerAdder(pl.Callback):
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add the timer."""
-        timer = GPUPhaseTimer(**self._wanted)
+        timer = GPUPhaseTimer(**{**self._wanted, "save": adding.path_to_save(self._wanted)})
         # It raises where a name is wrong, which `on_train_start` says.
         vars(timer)["on_fit_start"] = do_nothing
-        if adding.take_place(trainer.callbacks, self, timer):  # type: ignore[attr-defined]
+        if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
 
 
@@ -37,6 +37,6 @@ class FabricAdder:
         """Add the timer."""
         timer = PhaseTimeCallback(**options_of_all(self._wanted))
         timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
-        if adding.take_place(fabric._callbacks, self, timer):
+        if adding.take_place(self, fabric._callbacks, timer):
             timer.on_after_setup(fabric, module)
             adding.show_at_exit(timer, self._wanted)

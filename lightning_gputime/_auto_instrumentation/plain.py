@@ -1,6 +1,9 @@
 """A timer for a plain loop that has none: the loop is found by its first update."""
 
 import gc
+import os
+import sys
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -20,9 +23,8 @@ _FOUND = (
     " are not seen; for these write GPUPhaseHooks(model, optimizers) into the script."
 )
 _NOT_FOUND = (
-    "No step is timed: of the parameters that %s updates %s. Write"
-    " timer = GPUPhaseHooks(model, optimizer).attach() before the loop, and timer.step() at the end"
-    " of its body."
+    "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
+    " timer.step() at the end of its body."
 )
 _MAX_UPDATES = 50
 """The loop is over when others have updated so often since its last update."""
@@ -38,6 +40,9 @@ class PlainLoop:
         self._timer: Any = None
         self._updates = 0
         self._handle = register_optimizer_step_post_hook(self._update_ends)
+        # Its children have it from this one: what trains may be any of them.
+        if os.environ.setdefault("LIGHTNING_GPUTIME_PROCESS", str(os.getpid())) == str(os.getpid()):
+            Finalize(None, self._tell_if_no_update, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
         self._updates += 1
@@ -68,8 +73,8 @@ class PlainLoop:
         from lightning_gputime._timer import Timer
         from lightning_gputime.hooks import GPUPhaseHooks
 
-        if _instances_of(Timer):
-            if not adding.added:
+        if timers := _instances_of(Timer):
+            if not any(one._prints_on_stderr for one in timers):
                 tell_once(adding.HAS_ONE)
             return
         models = _models_of(optimizer)
@@ -77,14 +82,15 @@ class PlainLoop:
         names = " and ".join(sorted({type(one).__name__ for one in models}))
         if not models or _share_parameters(models):
             why = f"several modules have some, {names}" if models else "no module has any"
-            messages.warning(_NOT_FOUND, kind, why)
+            why = f"of the parameters that {kind} updates {why}"
+            messages.warning(_NOT_FOUND, why, "model, optimizer")
             return
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         timer = GPUPhaseHooks(model, optimizer, **options_of_all(self._wanted)).attach()
         optimizer.register_step_post_hook(self._step_ends)
         self._timer = timer
-        adding.show_at_exit(timer, self._wanted)
-        messages.warning(_FOUND, names, kind)
+        if adding.show_at_exit(timer, self._wanted):
+            messages.warning(_FOUND, names, kind)
 
     def _step_ends(self, *_: Any) -> None:
         self._updates = 1
@@ -94,6 +100,13 @@ class PlainLoop:
             # The step in which the timer was attached has no beginning.
             self._optimizer = None
             self._timer._session.begin(0)
+
+    def _tell_if_no_update(self) -> None:
+        has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.
+        has_timer = "lightning_gputime._timer" in sys.modules
+        if not (has_children or has_timer or hasattr(sys, "last_value")):
+            why = "no second update" if self._updates else "no update"
+            messages.warning(_NOT_FOUND, f"{why} by an optimizer of torch's was seen", "model")
 
     def _let_go(self) -> None:
         """End the timing where another loop runs: the script may need this one's model no more."""

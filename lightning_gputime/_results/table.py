@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
 
 _BETWEEN = "  "  # What separates the columns of plain text.
@@ -179,17 +179,18 @@ def _wrapped(sentence: str, width: int | None) -> str:
     return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
 
 
-def show(table: Tabular) -> None:
+def show(table: Tabular, *, on_stderr: bool = False) -> None:
     """Show a table: in a notebook, through rich on a terminal if it is installed, or as text."""
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
-    if sys.stdout is None:
+    stream = sys.stderr if on_stderr else sys.stdout
+    if stream is None:
         return  # As where a process has no standard output.
-    with _below_bars():
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    with _below_bars(stream):
+        width = shutil.get_terminal_size().columns if stream.isatty() else None
         try:
-            if width is not None:
+            if width is not None and not on_stderr:
                 from rich import get_console
 
                 # Live displays such as rich's progress bar are on this console: another one would
@@ -198,10 +199,10 @@ def show(table: Tabular) -> None:
                 return
         except (ImportError, UnicodeEncodeError):
             pass
-        # With escapes in place of what standard output has no bytes for.
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        # With escapes in place of what the stream has no bytes for.
+        encoding = getattr(stream, "encoding", None) or "utf-8"
         text = table._table().text(width).encode(encoding, "backslashreplace")
-        print(text.decode(encoding))
+        print(text.decode(encoding), file=stream)
 
 
 def in_notebook() -> bool:
@@ -215,8 +216,8 @@ def in_notebook() -> bool:
         return False
 
 
-def _below_bars() -> AbstractContextManager[Any]:
+def _below_bars(stream: TextIO) -> AbstractContextManager[Any]:
     """Clear tqdm's progress bars while something is printed, and draw them again below."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     above: Any = getattr(bars, "external_write_mode", None)
-    return nullcontext() if above is None else above(file=sys.stdout)
+    return nullcontext() if above is None else above(file=stream)
