@@ -62,12 +62,7 @@ class Traced(GPUPhaseHooks):
             point(f"step {self._step + 1}")
         super().step()
         if self._step == self.first:
-            self.profiler = profile(
-                activities=supported_activities(),
-                experimental_config=torch._C._profiler._ExperimentalConfig(
-                    enable_cuda_sync_events=True
-                ),
-            )
+            self.profiler = profile(activities=supported_activities())
             self.profiler.start()
         elif self._step == self.until:
             self.end_trace()
@@ -121,14 +116,15 @@ def shown(module: nn.Module) -> list[Any]:
 
 
 def show_backward() -> None:
-    """Leave a range in the trace for each `Tensor.backward`."""
-    backward: Any = torch.Tensor.backward
+    """Leave a range in the trace for each run of autograd's engine, where `backward` begins."""
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
 
-    def in_range(*args: Any, **options: Any) -> None:
+    def in_range(*args: Any, **options: Any) -> Any:
         with record_function("foreign/backward"):
-            backward(*args, **options)
+            return engine(*args, **options)
 
-    torch.Tensor.backward = in_range  # type: ignore[method-assign]
+    autograd._engine_run_backward = in_range
 
 
 class Made(Dataset[Any]):
@@ -204,6 +200,10 @@ def main() -> None:
     lightning_gputime.GPUPhaseHooks = Traced  # type: ignore[misc]
     if Traced.first >= 0:
         show_backward()
+    if "FOREIGN_DETERMINISTIC" in os.environ:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # A script may set it to True: then the kernels are those that were the fastest this time.
+        type(torch.backends.cudnn).benchmark = False  # type: ignore[attr-defined]
     updates: list[int] = []
     register_optimizer_step_post_hook(lambda *_: updates.append(time.perf_counter_ns()))
     sys.argv = [script, *arguments]
@@ -217,8 +217,9 @@ def main() -> None:
         result |= {"summary": timer.summary().to_dict(), "table": str(timer.summary())}
         if Traced.trace.exists():
             events = json.loads(Traced.trace.read_text())["traceEvents"]
+            marked = phases_in_trace(events, marked=True)
             result["steps"] = {
-                step: {"timer": timer.found[step], "trace": phases}
+                step: {"timer": timer.found[step], "trace": phases, "marked": marked[step]}
                 for step, phases in phases_in_trace(events).items()
                 if step in timer.found
             }

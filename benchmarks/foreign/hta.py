@@ -5,6 +5,7 @@ launch gaps by probes (the step without `gpu busy`), on two GPUs its exposed com
 `comm`. Both must agree within 2 % of the step.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -77,11 +78,25 @@ def kernel_ms(trace: Path) -> dict[str, float]:
     """Return for how long anything ran in a step, in whole nanoseconds, and how many kernels."""
     events: list[Event] = json.loads(trace.read_text())["traceEvents"]
     kernels = of_categories(events, "kernel", "gpu_memcpy", "gpu_memset")
+    comm = [one for one in kernels if "nccl" in one["name"].lower()]
+    rest = [one for one in kernels if "nccl" not in one["name"].lower()]
+    found = {
+        "busy_ms": union_us(kernels),
+        "collectives_ms": union_us(comm),
+        # Of these, while nothing else ran.
+        "exposed_ms": union_us(kernels) - union_us(rest),
+    }
+    found = {name: us / 1e3 / (STEPS - 2) for name, us in found.items()}
+    return found | {"kernels": len(kernels) / (STEPS - 2)}
+
+
+def union_us(kernels: list[Event]) -> float:
+    """Return for how long any of these ran, which are in the order of their starts."""
     busy, until = 0.0, 0.0
     for one in kernels:
         busy += max(end_of(one) - max(one["ts"], until), 0.0)
         until = max(until, end_of(one))
-    return {"busy_ms": busy / 1e3 / (STEPS - 2), "kernels": len(kernels) / (STEPS - 2)}
+    return busy
 
 
 def busy_ms(task: Task, batch: Any) -> float | None:
@@ -185,6 +200,7 @@ def shared(folder: Path) -> dict[str, Any]:
             found[f"{strategy} rank {rank}"] = {
                 "phases_ms": steps,
                 "hta": hta,
+                "in_trace": kernel_ms(folder / strategy / f"{rank}.json"),
                 "step": compared(steps["step"], hta["kernel"], steps["step"]),
                 "comm": compared(comm, hta["non_compute"], steps["step"]),
             }
@@ -193,7 +209,10 @@ def shared(folder: Path) -> dict[str, Any]:
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Train, let HTA read the traces, and return both."""
-    found = {model: alone(model, folder / model) for model in ALONE}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=[*ALONE], choices=ALONE)
+    known = parser.parse_args(arguments)
+    found = {model: alone(model, folder / model) for model in known.models}
     if torch.cuda.device_count() > 1:
         found |= shared(folder)
     for name, one in found.items():

@@ -55,13 +55,17 @@ def write_entry_point(folder: Path) -> None:
 class Suite:
     """A copy of the tests, since some write beside themselves."""
 
-    def __init__(self, checkout: Path, scratch: Path, timeout_s: int, workers: int) -> None:
+    def __init__(
+        self, checkout: Path, scratch: Path, timeout_s: int, workers: int, keywords: str
+    ) -> None:
         self._scratch, self._timeout_s, self._workers = scratch, timeout_s, workers
+        self._keywords = keywords
         self._root = scratch / "copy"
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.copytree(checkout / "tests", self._root / "tests")
         shutil.copy(checkout / "pyproject.toml", self._root)
         write_entry_point(scratch / "entry")
+        (scratch / "tmp").mkdir(exist_ok=True)
 
     def run(self, way: str, name: str, tests: Iterable[str]) -> Outcomes:
         """Return the outcomes of tests, folders or single ones, with a callback."""
@@ -80,12 +84,14 @@ class Suite:
                 "PYTHONPATH": os.pathsep.join(map(str, path)),
                 "OMP_NUM_THREADS": "1",
                 "MPLBACKEND": "agg",
+                "TMPDIR": str(self._scratch / "tmp"),
             }
             # In a process of its own, which a test may end: xdist then goes on with another.
             pytest = f"pytest -q -p no:cacheprovider -n {self._workers} --timeout {self._timeout_s}"
             # What reads checkpoints that are to be downloaded, and are none of the repository.
             pytest += " --deselect tests/tests_pytorch/checkpointing/test_legacy_checkpoints.py"
-            report = ["-o", "junit_family=xunit1", f"--junitxml={file}", "--tb=line"]
+            pick = ["-k", self._keywords] if self._keywords else []
+            report = [*pick, "-o", "junit_family=xunit1", f"--junitxml={file}", "--tb=line"]
             subprocess.run(
                 [sys.executable, "-m", *pytest.split(), *report, *tests],
                 cwd=self._root,
@@ -133,8 +139,10 @@ def measure(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--hooked", nargs="*", default=[*HOOKED], choices=FOLDERS)
     parser.add_argument("--timeout", type=int, default=120, help="of one test, in seconds")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--keywords", default="", help="pytest's -k, such as 'not ddp'")
     options = parser.parse_args(arguments)
-    suite = Suite(checkout, options.scratch.resolve(), options.timeout, options.workers)
+    scratch = options.scratch.resolve()
+    suite = Suite(checkout, scratch, options.timeout, options.workers, options.keywords)
     found: dict[str, Outcomes] = {way: {} for way in WAYS}
     folders = {
         "default": options.folders,

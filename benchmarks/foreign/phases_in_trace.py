@@ -1,10 +1,14 @@
 """The phases of steps by a trace of torch.profiler alone, as the documentation defines them.
 
 A boundary is where the host crossed it: a range of the profiler for an update and for zero_grad,
-and a range of `drive.py` for a model call, for `Tensor.backward` and for the loop itself. A
-backward begins with the first node that the engine evaluates: the kernel that makes the first
-gradient is launched before. The stream reaches a boundary when it has done all that was launched
-before, its waits for other streams included, but not before the host crossed it.
+and a range of `drive.py` for a model call, for a run of autograd's engine and for the loop itself.
+The stream reaches a boundary when it has done all that was launched before, but not before the host
+crossed it. A trace does not say for what a stream waits: torch 2.11 writes -1. DDP and FSDP let a
+backward end with a wait for its collectives, so it ends with all that was launched on any stream.
+
+The timer marks a boundary by an event, and is not at once there. With `marked=True` a boundary is
+where the trace has the nearest recording of an event: that leaves out for how long the timer itself
+holds up the host, and what a range of the profiler costs.
 """
 
 from bisect import bisect_right
@@ -17,7 +21,6 @@ from kernels import Event, end_of, of_categories
 Phases = dict[str, float]
 
 STARTS = {"call": "forward", "backward": "backward", "update": "optimizer", "zero_grad": "other"}
-NODE = "autograd::engine::evaluate_function"
 PREFIXES = {
     "foreign/": "",
     "Optimizer.step#": "update",
@@ -39,6 +42,7 @@ class Stream:
     def __init__(self, events: Sequence[Event]) -> None:
         calls = of_categories([*events], "cuda_runtime", "cuda_driver")
         launched = {call["args"].get("correlation"): call["ts"] for call in calls}
+        self._records = [call["ts"] for call in calls if call["name"].startswith("cudaEventRecord")]
         done = of_categories([*events], "kernel", "gpu_memcpy", "gpu_memset")
         done = [one for one in done if one["args"].get("correlation") in launched]
         self._of: dict[int, list[tuple[float, float]]] = {}
@@ -50,21 +54,17 @@ class Stream:
         self._timed = max(set(work), key=work.count) if work else -1
         for stream, ends in self._of.items():
             self._of[stream] = self._latest(sorted(ends))
-        syncs = of_categories([*events], "cuda_sync")
-        for sync in syncs:
-            waits = sync["args"]
-            stream, other = waits.get("stream"), waits.get("wait_on_stream")
-            if stream == self._timed and other in self._of and other != stream:
-                record = launched.get(waits.get("wait_on_cuda_event_record_corr_id"))
-                at = launched.get(waits.get("correlation"))
-                if record is not None and at is not None:
-                    self._of[stream].append((at, self._end(other, record)))
-        if self._timed in self._of:
-            self._of[self._timed] = self._latest(sorted(self._of[self._timed]))
 
-    def reached(self, host_us: float) -> float:
+    def reached(self, host_us: float, *, is_backward_end: bool = False) -> float:
         """Return when the stream reached what the host crossed at `host_us`."""
-        return max(host_us, self._end(self._timed, host_us))
+        streams = self._of if is_backward_end else (self._timed,)
+        return max([host_us, *(self._end(stream, host_us) for stream in streams)])
+
+    def marked(self, host_us: float) -> float:
+        """Return when the host recorded the event that is nearest to a boundary."""
+        place = bisect_right(self._records, host_us)
+        near = self._records[max(place - 1, 0) : place + 1]
+        return min(near, key=lambda at: abs(at - host_us), default=host_us)
 
     def _end(self, stream: int, host_us: float) -> float:
         ends = self._of.get(stream, [])
@@ -80,15 +80,21 @@ class Stream:
         return found
 
 
-def phases_in_trace(events: list[Event]) -> dict[int, Phases]:
+def phases_in_trace(events: list[Event], *, marked: bool = False) -> dict[int, Phases]:
     """Return the phases of each step that lies in a trace as a whole (in milliseconds)."""
     stream = Stream(events)
     found = {}
     for step, boundaries in _steps(_boundaries(events)):
+        reached = [
+            stream.reached(
+                stream.marked(one.host_us) if marked else one.host_us,
+                is_backward_end=one.name == "backward" and one.is_end,
+            )
+            for one in boundaries
+        ]
         phases: Phases = {}
-        for (start, end), phase in zip(pairwise(boundaries), _labels(boundaries), strict=True):
-            ms = (stream.reached(end.host_us) - stream.reached(start.host_us)) / 1e3
-            phases[phase] = phases.get(phase, 0.0) + ms
+        for (start, end), phase in zip(pairwise(reached), _labels(boundaries), strict=True):
+            phases[phase] = phases.get(phase, 0.0) + (end - start) / 1e3
         found[step] = phases
     return found
 
@@ -97,17 +103,14 @@ def _boundaries(events: list[Event]) -> list[Boundary]:
     """Return the boundaries in their order; of what is nested only the outermost."""
     found: list[Boundary] = []
     until = 0.0
-    nodes = [one["ts"] for one in of_categories(events, "cpu_op") if one["name"].startswith(NODE)]
     for event in of_categories(events, "user_annotation"):
         prefix = next((one for one in PREFIXES if event["name"].startswith(one)), None)
         if prefix is None or event["ts"] < until:
             continue
         name = PREFIXES[prefix] or event["name"].removeprefix(prefix)
-        start = event["ts"]
-        if name == "backward":
-            start = nodes[bisect_right(nodes, start)]
         # The timer ends its step behind that point, and begins the body before that.
-        found.append(Boundary(end_of(event) if name.startswith("step ") else start, name, False))
+        at = end_of(event) if name.startswith("step ") else event["ts"]
+        found.append(Boundary(at, name, False))
         if name in STARTS:
             found.append(Boundary(end_of(event), name, True))
             until = end_of(event)

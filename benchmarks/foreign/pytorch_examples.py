@@ -8,6 +8,7 @@ timed under torch.profiler. The phases of the same steps must agree with the tra
 import argparse
 import difflib
 import json
+import os
 import re
 import shutil
 import statistics
@@ -25,6 +26,9 @@ PACKAGES = ("lightning", "numpy")
 
 Edit = tuple[str, str]
 """A piece of a script, and what takes its place."""
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FOREIGN_DETERMINISTIC": "1"}
+"""The environment in which `drive.py` makes torch deterministic."""
 
 _PRINT = "print(timer.summary())"
 _MNIST = {"10000": 1000}
@@ -236,6 +240,8 @@ class Copy:
         edits: tuple[Edit, ...],
         steps: tuple[int, int] = (-1, -1),
         launcher: tuple[str, ...] = (sys.executable,),
+        *,
+        deterministic: bool = False,
     ) -> dict[str, Any]:
         """Run it with some edits; return what it printed and, of each rank, what was found.
 
@@ -243,6 +249,7 @@ class Copy:
             edits: What is written into the script.
             steps: The first and the last step that is traced.
             launcher: What runs a script of Python.
+            deterministic: Whether torch is to take kernels that always return the same.
         """
         program = self._program
         self._script.write_text(edited(edited(self._original, edits), program.smaller))
@@ -257,7 +264,10 @@ class Copy:
         own += ["--args"] if "traceml_ai.launcher.cli" in launcher else []
         own += [str(out), *map(str, steps), sizes, self._script.name, *words]
         own += accel if "{accel}" in program.arguments else []
-        done = subprocess.run([*launcher, *own], cwd=self._folder, capture_output=True, text=True)
+        environment = {**os.environ, **(DETERMINISTIC if deterministic else {})}
+        done = subprocess.run(
+            [*launcher, *own], cwd=self._folder, env=environment, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"{program.script}: {done.stdout[-2000:]}{done.stderr[-5000:]}")
         ranks = [out.with_suffix(f".{rank}.json") for rank in range(program.ranks)]
@@ -279,15 +289,31 @@ def compared(steps: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
     found = {}
     names = {name for one in steps.values() for phases in one.values() for name in phases}
     for phase in sorted(name for name in names if "/" not in name):
-        pairs = [(s["timer"].get(phase, 0.0), s["trace"].get(phase, 0.0)) for s in steps.values()]
-        timer, trace = (statistics.mean(column) for column in zip(*pairs, strict=True))
-        worst = max((abs(ours - theirs) for ours, theirs in pairs), default=0.0)
+        ways = {
+            way: [one[way].get(phase, 0.0) for one in steps.values()]
+            for way in ("timer", "trace", "marked")
+        }
+        timer, trace, marked = (statistics.mean(column) for column in ways.values())
+        pairs = zip(ways["timer"], ways["trace"], strict=True)
         found[phase] = {
             "timer_ms": round(timer, 4),
             "trace_ms": round(trace, 4),
             "agrees": abs(timer - trace) <= max(0.1, 0.01 * trace),
-            "worst_step_ms": round(worst, 4),
+            "worst_step_ms": round(max(abs(ours - theirs) for ours, theirs in pairs), 4),
+            # By the trace, from where the host recorded an event to where it recorded the next.
+            "trace_from_events_ms": round(marked, 4),
         }
+    return found
+
+
+def same_losses(copy: "Copy", timer: tuple[Edit, ...], plain: str, usual: str) -> dict[str, bool]:
+    """Return whether the timer leaves the losses as they are, and whether a second run does."""
+    found = {"same_losses": losses(plain) == losses(usual)}
+    if not found["same_losses"]:
+        outputs = [copy.run(edits, deterministic=True)["output"] for edits in ((), timer)]
+        again = copy.run(())["output"]
+        found["same_losses_of_two_plain_runs"] = losses(plain) == losses(again)
+        found["same_losses_deterministic"] = losses(outputs[0]) == losses(outputs[1])
     return found
 
 
@@ -302,7 +328,7 @@ def run(checkout: Path, name: str, *, untraced: bool) -> dict[str, Any]:
             found |= {
                 "messages": [line for line in usual["messages"] if line not in plain["messages"]],
                 "losses": len(losses(plain["output"])),
-                "same_losses": losses(plain["output"]) == losses(usual["output"]),
+                **same_losses(copy, program.timer, plain["output"], usual["output"]),
                 "table": usual["ranks"][0]["table"].splitlines(),
             }
         traced = copy.run(program.timer, program.steps)
@@ -338,7 +364,8 @@ def show(name: str, found: dict[str, Any]) -> None:
     """Print what was found of one program."""
     print(f"{name}: {len(found['lines'])} lines, {found['steps']} steps")
     if "losses" in found:
-        print(f"    {found['losses']} losses, all the same: {found['same_losses']}")
+        same = {key: value for key, value in found.items() if key.startswith("same_losses")}
+        print(f"    {found['losses']} losses: {same}")
     for line in [*found["lines"], *found.get("messages", ()), *found.get("table", ())]:
         print("   ", line)
     for rank, phases in enumerate(found["ranks"]):
