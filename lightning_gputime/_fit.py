@@ -70,8 +70,7 @@ class Fit:
         self.row["epoch"] = self._trainer.current_epoch
         if self._accumulates:
             # What lies between two epochs belongs to no step.
-            self._session.pause()
-            self._session.resume()
+            self._session.loop_goes_on()
         else:
             self._session.begin(_lightning.step_number(self._trainer))
         self._session.recorder.mark_instead(DATA, CALLBACKS)

@@ -15,6 +15,9 @@ OPTIMIZER = "optimizer"
 OTHER = "other"
 # The phase in place of `forward` and `loss` where both were compiled as one.
 TRAINING_STEP = "training_step"
+# What a language model makes in a step that it is then trained on, and how that is judged.
+GENERATE = "generate"
+REWARD = "reward"
 # The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`.
 COMM = "comm"
 # The parts of `data`, where a trainer tells them: the next batch from the loader, its copy to the

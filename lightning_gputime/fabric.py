@@ -249,8 +249,7 @@ class PhaseTimeCallback(Timer):
             return
         if self._has_batches and BACKWARD in session.recorder.phases:
             # Gradients accumulate from one epoch to the next; what lies between is no step's.
-            session.pause()
-            session.resume()
+            session.loop_goes_on()
         else:
             # Batches that were looked at alone, as for a mean, are no step's either.
             self._has_batches = False

@@ -1,8 +1,7 @@
 """The timer for the Trainer of Hugging Face's transformers, whose callbacks tell it of steps."""
 
-import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Unpack
 
@@ -17,15 +16,22 @@ except ImportError as error:
         " transformers accelerate"
     ) from error
 
-from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._boundaries.named import phase
+from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, OTHER
+from lightning_gputime._phases import (
+    AFTER_UPDATE,
+    CALLBACKS,
+    DATA,
+    FETCH,
+    GENERATE,
+    OTHER,
+    REWARD,
+)
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._session import lifetimes
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
 
@@ -103,13 +109,11 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._behind = _Behind()
-        self._patches: list[Subscription] = []
-        self._loss: _TimedLoss | None = None
+        self._patches = Attachments()
         self._handled: BaseException | None = None
-        # Of a training. A step may reach across epochs; its inputs are those not yet trained on.
-        self._means: MeanLog | None = None
-        self._batch, self._inputs = Batch(is_open=False), list[Any]()
-        self._is_in_step = self._has_fetched = self._sees_updates = self._has_logged = False
+        # Of a training. A step may reach across epochs.
+        self._batch = Batch(is_open=False)
+        self._is_in_step = self._has_fetched = self._has_logged = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._evaluations = Evaluations(self._options)
         self._stage, self._evaluation_means = "", dict[str, float]()
@@ -117,31 +121,19 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._unlogged = dict[str, float]()
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = dict.fromkeys(("_trainer", "_handled", "_means", "_loss"))
-        return {**super().__getstate__(), **alone, "_patches": [], "_inputs": []}
-
-    def __del__(self) -> None:
-        loss = vars(self).get("_loss")
-        if loss is not None:
-            lifetimes.lost(loss)
-        super().__del__()
+        alone = {"_trainer": None, "_handled": None, "_patches": Attachments()}
+        return {**super().__getstate__(), **alone}
 
     # A training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # Raises, before training, if a name is wrong.
         submodules = self._submodules(known["model"])
-        self._start_training(args, state, submodules, **known)
+        self._start_training(args, state, submodules, known)
 
     @never_raises
     def _start_training(
-        self,
-        args: Any,
-        state: Any,
-        submodules: Mapping[str, nn.Module],
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, submodules: Mapping[str, nn.Module], known: Mapping[str, Any]
     ) -> None:
         trainer = find_trainer(self)
         if self._session.is_attached and trainer is not self._trainer:
@@ -153,27 +145,26 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._patch_trainer(trainer)
         # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
         model = trainer.model_wrapped
-        optimizers = [one for one in [optimizer] if isinstance(one, torch.optim.Optimizer)]
+        optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
         # A loop of one's own may tell of the ends of its steps alone.
-        loop = Loop(model, optimizers, submodules=submodules)
-        self._batch, self._sees_updates, self._has_fetched = loop.batch, bool(optimizers), False
+        loop = Loop(model, optimizers, submodules=submodules, splits_loss=True)
+        self._batch = loop.batch
         self._unlogged.clear()
-        self._has_logged = False
-        self._means = MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update)
+        self._has_logged = self._has_fetched = False
         clock = self._options.clock or clock_for(args.device, tell=state.is_world_process_zero)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         self._start(
             clock,
             loop,
-            self._means,
+            MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update),
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
         )
-        self._session.analyzer.set_loader(train_dataloader, in_data=False)
-        if train_dataloader is not None:
-            self._know_batch(train_dataloader)
-        self._loss = _time_loss(model, self._session.phase)
+        self._session.analyzer.set_loader(loader, in_data=False)
+        if loader is not None:
+            self._know_batch(loader)
         self._session.begin(0)
 
     @never_raises
@@ -181,8 +172,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._batch.is_open = False
         # What lies between two epochs belongs to no step.
         if self._is_in_step:
-            self._session.pause()
-            self._session.resume()
+            self._session.loop_goes_on()
         else:
             self._session.begin(0)
         # The last callback before the workers of the loader start.
@@ -195,22 +185,16 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         return True
 
     def _end_fetch(self, fetched: Any = None) -> None:
-        self._inputs = [*fetched[0]] if isinstance(fetched, tuple) else []
+        work = self._session.work
+        for number, inputs in enumerate(fetched[0] if isinstance(fetched, tuple) else ()):
+            if number:
+                work.end_batch()
+            work.add_batch(inputs)
 
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._is_in_step = self._batch.is_open = True
         self._session.batch_begins()
-        self._take_inputs()
-
-    @never_raises
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self._session.work.end_batch()
-        self._take_inputs()
-
-    def _take_inputs(self) -> None:
-        if self._inputs:
-            self._session.work.add_batch(self._inputs.pop(0))
 
     @never_raises
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -220,7 +204,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
         was_told = self._is_in_step
-        if was_told and not self._sees_updates:
+        if was_told and not self._session.sees_updates:
             self._session.recorder.mark(AFTER_UPDATE)
         self._forget_step()
         self._batch.is_open = not was_told
@@ -261,7 +245,6 @@ class PhaseTimeCallback(Timer, TrainerCallback):
 
     def _forget_step(self) -> None:
         self._is_in_step = self._batch.is_open = False
-        self._inputs.clear()
 
     def _detach(self) -> None:
         """End whatever runs, without a wait for the device or other ranks."""
@@ -328,11 +311,10 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             added, self._evaluation_means = self._evaluation_means, {}
         is_last = "train_runtime" in logs
         self._has_logged |= "loss" in logs
-        if self._means is not None and (is_last or "loss" in logs):
-            self._session.drain()
+        if is_last or "loss" in logs:
             if is_last or self._options.sync_ranks == "log":
                 self._session.compare_ranks()
-            self._means.log_means()
+            self._session.log_means()
             if state.log_history:
                 # Its newest entry has been made from these logs.
                 state.log_history[-1].update(self._unlogged)
@@ -360,13 +342,18 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
+            "_calculate_rewards": phase(REWARD).around_calls(),  # Of TRL's Trainers.
             runs: run,
             "_evaluate": run,
             "_finalize_training": run,
         }.items():
             if hasattr(trainer, name):
-                self._patches.append(patch_function(trainer, name, calls))
-        self._patches.append(patch_function(handler, "on_epoch_begin", run))
+                self._patches.add(patch_function(trainer, name, calls))
+        self._patches.add(patch_function(handler, "on_epoch_begin", run))
+        # What generates in other processes; `generate` of a model is known in any loop.
+        engine = getattr(trainer, "vllm_generation", None)
+        if hasattr(engine, "generate"):
+            self._patches.add(patch_function(engine, "generate", phase(GENERATE).around_calls()))
 
     def _stand(self, handler: Any) -> None:
         """Stand before all callbacks of a Trainer, and behind those that report."""
@@ -383,12 +370,8 @@ class PhaseTimeCallback(Timer, TrainerCallback):
 
     def _leave(self) -> None:
         """Take off what is on the Trainer, and print the table, if it is due."""
-        while self._patches:
-            self._patches.pop().remove()
-        if self._loss is not None:
-            self._loss.remove()
-        trainer, self._trainer, self._loss, self._means = self._trainer, None, None, None
-        self._handled = None
+        self._patches.remove()
+        trainer, self._trainer, self._handled = self._trainer, None, None
         if trainer is not None:
             handler = trainer.callback_handler
             before = [one for one in handler.callbacks if one is self][:1]
@@ -424,49 +407,3 @@ def find_trainer(callback: TrainerCallback) -> Any:
             return caller if any(one is callback for one in callbacks) else None
         frame = frame.f_back
     return None
-
-
-def _time_loss(model: nn.Module, phase: Callable[[str], Any]) -> "_TimedLoss | None":
-    """Time the loss function of the model of transformers that is called, or inside it."""
-    for one in model.modules():
-        if is_compiled(one):
-            return None  # Nothing inside is called as it stands there.
-        place = getattr(type(one), "loss_function", None)
-        if isinstance(place, property) and place.fset is not None:
-            # Of a model that has none of its own transformers would warn.
-            has_none = getattr(one, "loss_type", "") is None and not hasattr(one, "_loss_function")
-            return None if has_none else _TimedLoss(one, phase)
-    return None
-
-
-class _TimedLoss:
-    """Calls a model's loss function as the phase `loss`.
-
-    Given labels, models of transformers compute the loss inside `forward`.
-    """
-
-    def __init__(self, model: Any, phase: Callable[[str], Any]) -> None:
-        self._phase, self._original = phase, model.loss_function
-        # The model prefers what is there to what it finds for its class.
-        self._place = vars(model)
-        self._given = self._place.get("_loss_function")
-        self._is_removed = False
-        self._place["_loss_function"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._phase("loss"):
-            return self._original(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.itemgetter(0), ([self._original],)  # No copy of the model is timed.
-
-    def remove(self) -> None:
-        """Take it off, or later, with what another timer has put over it. Safe to call twice."""
-        self._is_removed = True
-        top = self._place.get("_loss_function")
-        while isinstance(top, _TimedLoss) and top._is_removed:
-            top = top._given
-            if top is None:
-                del self._place["_loss_function"]
-            else:
-                self._place["_loss_function"] = top

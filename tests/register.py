@@ -83,18 +83,10 @@ REGISTER = (
         _OF_RANKS_OTHERS,
     ),
     Replaced(
-        "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`",
+        "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`; `wait_event` and"
+        " `wait_stream` of the device's streams",
         CLASS,
-        frozenset({*WORK_WAITS, "trigger_wait"}),
-        _NO_HOOK,
-        _OF_RANKS,
-        _OF_RANKS_IDLE,
-        _OF_RANKS_OTHERS,
-    ),
-    Replaced(
-        "`wait_event` and `wait_stream` of the device's streams",
-        CLASS,
-        frozenset({"wait_event", "wait_stream"}),
+        frozenset({*WORK_WAITS, "trigger_wait", "wait_event", "wait_stream"}),
         _NO_HOOK,
         _OF_RANKS,
         _OF_RANKS_IDLE,
@@ -118,11 +110,13 @@ REGISTER = (
     ),
     Replaced(
         "`_run_epoch`, `evaluate`, five inner methods of the Trainer of transformers, and"
-        " `on_epoch_begin` of the handler of its callbacks",
+        " `on_epoch_begin` of the handler of its callbacks; of TRL's `_calculate_rewards`, and"
+        " `generate` of what runs vLLM for it",
         OBJECT,
         frozenset(
             {
                 "_run_epoch",
+                "_calculate_rewards",
                 "_evaluate",
                 "_finalize_training",
                 "evaluate",
@@ -133,8 +127,15 @@ REGISTER = (
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
-        "no callback hears of a fetch, of where an evaluation begins, nor of an error",
+        "no callback hears of a fetch, of where an evaluation begins, of rewards, nor of an error",
         when=_IN_TRAINING,
+    ),
+    Replaced(
+        "`generate` and `generate_batch` of all models of transformers, where that is imported; in"
+        " its Trainer, `_loss_function` of the model",
+        f"{CLASS}, {OBJECT}",
+        frozenset({"generate", "generate_batch", "_loss_function"}),
+        _NO_HOOK,
     ),
     Replaced(
         "`__iter__` of the loaders of Fabric",

@@ -14,6 +14,7 @@ from lightning_gputime._boundaries.comm import (
 )
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
 from lightning_gputime._boundaries.forward import ForwardBoundary
+from lightning_gputime._boundaries.language import GenerationBoundary, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
@@ -68,6 +69,9 @@ class Boundaries:
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
         self.forward = ForwardBoundary(recorder, own, loop, self._waits, note)
+        GenerationBoundary(recorder, own, loop, self.forward)
+        if loop.splits_loss:
+            time_inner_loss(recorder, own, loop.model)
         # In compiled code a hook is not called, or makes torch compile anew at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.warn_once(

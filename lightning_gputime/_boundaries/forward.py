@@ -31,6 +31,7 @@ from lightning_gputime._phases import (
     DATA,
     EVALUATION,
     FORWARD,
+    GENERATE,
     LOSS,
     OTHER,
     TRAINING_STEP,
@@ -115,6 +116,17 @@ class ForwardBoundary:
         """Note a call of what DDP wraps, but not by DDP: it may be an evaluation."""
         if self._pause_evaluation and _is_evaluation(module) and not self._running:
             self._evaluation.on_call_start()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a model is called now, or a backward runs."""
+        return bool(self._running) or _current_graph_task_id() != -1
+
+    def note_generation(self) -> None:
+        """Mark that text is generated, perhaps in an evaluation."""
+        if self._pause_evaluation and not is_training(self._model):
+            self._evaluation.on_call_start(GENERATE)
+        self._recorder.mark(GENERATE)
 
     def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
         """Find out which of the candidates a backward of some tensors shows to be losses.
@@ -308,7 +320,7 @@ class _EvaluationSearch:
         """Whether the step that has just ended had a call."""
         return self._step == self.steps - 1 and self._calls > 0
 
-    def on_call_start(self) -> None:
+    def on_call_start(self, label: str = EVALUATION) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""
         recorder = self._recorder
         if is_training(self._model):
@@ -318,9 +330,9 @@ class _EvaluationSearch:
             return
         is_certain = self.count() or torch.is_inference_mode_enabled()
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
-            recorder.mark(EVALUATION)
-        if is_certain and recorder.label == EVALUATION:
-            recorder.pause(since=EVALUATION)
+            recorder.mark(label)
+        if is_certain and recorder.label == label:
+            recorder.pause(since=label)
 
     def count(self) -> bool:
         """Count a call. Return whether the open step has certainly more of them than before."""

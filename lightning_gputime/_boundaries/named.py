@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_gputime._boundaries.patching import Calls
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import check_name
 from lightning_gputime._record.recorder import Recorder
@@ -49,6 +50,15 @@ class NamedPhase(ContextDecorator):
                 self._name,
             )
         return super().__call__(func)
+
+    def around_calls(self) -> Calls:
+        """Return a listener that lets the calls of a function be this phase."""
+
+        def begin(*_: Any, **__: Any) -> bool:
+            self.__enter__()
+            return True
+
+        return Calls(begin, self.__exit__)
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():

@@ -50,6 +50,7 @@ class FunctionPatch:
         "_kept",
         "_name",
         "_owner",
+        "_read",
         "listeners",
         "replacement",
     )
@@ -57,10 +58,12 @@ class FunctionPatch:
     def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:
         self.listeners: list[Any] = []
         self._owner, self._name = owner, name
+        # What a property keeps is on the object only once it was set.
+        self._read = name if hasattr(owner, name) else name.removeprefix("_")
         # As it is kept: of a class in C++ `getattr` gives what binds no more; and a method of the
         # class must not stay behind on the object.
         self._kept = vars(owner).get(name, _MISSING)
-        self._call = getattr(owner, name)
+        self._call = getattr(owner, self._read)
         # Without the attributes of a compiled function: torch would take this for that function.
         functools.update_wrapper(self, self._call, updated=())
         # None for itself: it must not hold itself, and so its owner, when it is taken off.
@@ -100,10 +103,11 @@ class FunctionPatch:
                     self._lose(listener, error)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the owner gets a copy of what was kept, or the method of its own class.
-        if self._kept is _MISSING:
+        # A copy of the owner gets a copy of what was kept, or the method of its own class; what a
+        # property returned stays the same.
+        if self._kept is _MISSING and self._read == self._name:
             return getattr, (self._owner, self._name)
-        return operator.itemgetter(0), ([self._kept],)
+        return operator.itemgetter(0), ([self._call if self._kept is _MISSING else self._kept],)
 
     @property
     def __func__(self) -> Any:
@@ -123,7 +127,7 @@ class FunctionPatch:
         if vars(owner).get(name, _MISSING) is not self._kept:
             return False
         # The class may have another method by now.
-        if self._kept is _MISSING and getattr(owner, name) != self._call:
+        if self._kept is _MISSING and getattr(owner, self._read) != self._call:
             return False
         self._set(self.replacement or self)
         return True

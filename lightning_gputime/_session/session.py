@@ -369,6 +369,11 @@ class Session:
         self.recorder.flush()
         self._means.log_means(only_publish=True)
 
+    def log_means(self) -> None:
+        """Log the steps since the last log, as far as they are read without a wait."""
+        self.drain()
+        self._means.log_means()
+
     def compare_ranks(self) -> None:
         """Compare the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
