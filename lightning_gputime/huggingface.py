@@ -21,15 +21,7 @@ from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
-from lightning_gputime._phases import (
-    AFTER_UPDATE,
-    CALLBACKS,
-    DATA,
-    FETCH,
-    GENERATE,
-    OTHER,
-    REWARD,
-)
+from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._session.evaluation import Evaluations
@@ -95,12 +87,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         "Nothing was trained: give it to transformers.Trainer(callbacks=[...]), and call train()."
     )
 
-    def __init__(
-        self,
-        *,
-        summary: bool = True,
-        **options: Unpack[TimerOptions],
-    ) -> None:
+    def __init__(self, *, summary: bool = True, **options: Unpack[TimerOptions]) -> None:
         super().__init__(Options(**options))
         check_bools(summary=summary)
         self._prints_table = summary
@@ -206,8 +193,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         was_told = self._is_in_step
         if was_told and not self._session.sees_updates:
             self._session.recorder.mark(AFTER_UPDATE)
-        self._forget_step()
-        self._batch.is_open = not was_told
+        self._is_in_step, self._batch.is_open = False, not was_told
         self._session.end_step(state.global_step)
         if self._has_fetched:
             self._session.recorder.mark_instead(DATA, CALLBACKS)
@@ -243,13 +229,10 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             self._owes_table |= is_first and isinstance(error, KeyboardInterrupt)
             self._leave()
 
-    def _forget_step(self) -> None:
-        self._is_in_step = self._batch.is_open = False
-
     def _detach(self) -> None:
         """End whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
-        self._forget_step()
+        self._is_in_step = self._batch.is_open = False
         self._abort()
 
     # Evaluations

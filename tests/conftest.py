@@ -110,7 +110,7 @@ def installed(*things: object) -> list[dict[str, object]]:
     return [
         {
             name: (OrderedDict(value), [*getattr(value, "__dict__", ())])
-            if "hooks" in name
+            if "hooks" in name and isinstance(value, dict)
             else None
             for name, value in vars(thing).items()
             if name not in ("state", "training")

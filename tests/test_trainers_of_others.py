@@ -1,0 +1,238 @@
+"""Trainers of other packages, on that of transformers: TRL's, PEFT's, sentence-transformers'.
+
+Each trains a tiny model that is made on the spot. Those that are not installed are skipped.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import hooks_of
+
+transformers: Any = pytest.importorskip("transformers")
+
+from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # their own
+    pytest.mark.usefixtures("one_thread"),
+]
+
+UPDATES, MICRO_BATCHES, SLEEP_MS = 6, 2, 10.0
+
+OPTIONS = {
+    "max_steps": UPDATES,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "seed": 1,
+}
+
+USUAL = {"data", "other", "forward", "loss", "backward", "optimizer", "callbacks"}
+
+
+def tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *"abcdefghijklm"])}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, **special)
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    )
+
+
+def rows(**columns: Any) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict(
+        {name: values * 20 for name, values in columns.items()}
+    )
+
+
+def sft(path: Path, callbacks: list[Any], **others: Any) -> Any:
+    trl = pytest.importorskip("trl")
+    data = rows(text=["a b c d e f", "g h i j k l"])
+    return trl.SFTTrainer(
+        llama(),
+        trl.SFTConfig(str(path), **OPTIONS),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+        **others,
+    )
+
+
+def dpo(path: Path, callbacks: list[Any]) -> Any:
+    trl = pytest.importorskip("trl")
+    data = rows(prompt=["a b c"], chosen=["d e f"], rejected=["g h"])
+    return trl.DPOTrainer(
+        llama(),
+        ref_model=llama(),
+        args=trl.DPOConfig(str(path), **OPTIONS),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    time.sleep(SLEEP_MS / 1e3)
+    return [float(len(one)) for one in completions]
+
+
+def grpo(path: Path, callbacks: list[Any]) -> Any:
+    trl = pytest.importorskip("trl")
+    data = rows(prompt=["a b c", "d e"])
+    return trl.GRPOTrainer(
+        llama(),
+        reward,
+        args=trl.GRPOConfig(
+            str(path), num_generations=2, max_completion_length=8, steps_per_generation=1, **OPTIONS
+        ),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def lora(path: Path, callbacks: list[Any]) -> Any:
+    peft = pytest.importorskip("peft")
+    row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(path), **OPTIONS),
+        train_dataset=[row] * 40,
+        eval_dataset=[row] * 4,
+        callbacks=callbacks,
+    )
+
+
+def sentences(path: Path, callbacks: list[Any]) -> Any:
+    st = pytest.importorskip("sentence_transformers")
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"vocab_size": 16, "intermediate_size": 32, "max_position_embeddings": 32}
+    inside = path / "bert"
+    transformers.BertModel(transformers.BertConfig(**config, **sizes)).save_pretrained(inside)
+    tokenizer().save_pretrained(inside)
+    kinds = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    layers = [kinds.Transformer(str(inside)), kinds.Pooling(16)]
+    model = st.SentenceTransformer(modules=layers, device="cpu")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    data = rows(anchor=["a b", "c d"], positive=["a c", "d e"])
+    return st.SentenceTransformerTrainer(
+        model,
+        st.SentenceTransformerTrainingArguments(str(path), **OPTIONS),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        loss=losses.MultipleNegativesRankingLoss(model),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (sft, set()),
+        (dpo, set()),
+        (grpo, {"generate", "reward"}),
+        (lora, set()),
+        (sentences, set()),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_trainer_is_timed_and_trains_the_same(
+    make: Callable[..., Any], more: set[str], tmp_path: Path
+) -> None:
+    losses, left = {}, {}
+    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    for name, callbacks in {"with": [timer], "without": []}.items():
+        torch.manual_seed(0)
+        trainer = make(tmp_path / name, callbacks)
+        patched = (type(trainer), transformers.Trainer, transformers.GenerationMixin)
+        before = [dict(vars(one)) for one in patched]
+        there = {*vars(trainer)}
+        trainer.train()
+        assert [dict(vars(one)) for one in patched] == before
+        assert not {*vars(trainer)} & METHODS - there
+        assert all("_loss_function" not in vars(one) for one in trainer.model.modules())
+        # TRL's leave hooks of their own.
+        left[name] = [
+            {key: len(value[0]) if isinstance(value, tuple) else 0 for key, value in one.items()}
+            for one in hooks_of(trainer.model)
+        ]
+        history = copy.deepcopy(trainer.state.log_history)
+        losses[name] = [one[key] for one in history for key in ("loss", "eval_loss") if key in one]
+        if callbacks:
+            logged = [one for one in history if "loss" in one]
+    assert len(losses["with"]) == UPDATES + UPDATES // 2
+    assert losses["with"] == losses["without"]
+    assert left["with"] == left["without"]
+
+    rows = timer.history()
+    assert rows["step"].tolist() == [*range(1, UPDATES + 1)]
+    others = ("step", "step_ms", "host_wait_ms")
+    phases = [name for name in rows.dtype.names or () if "/" not in name and name not in others]
+    assert {name.removesuffix("_ms") for name in phases} == USUAL | more
+    for row, log in zip(rows, logged, strict=True):
+        found = {name: row[name] for name in phases if row[name] == row[name]}
+        assert sum(found.values()) == pytest.approx(row["step_ms"])
+        # No step has a callback before it but those after the first.
+        assert len(found) >= len(phases) - 1
+        assert all(log[f"phase_time/{name}"] == pytest.approx(ms) for name, ms in found.items())
+    if "reward" in more:
+        assert all(rows["reward_ms"] >= MICRO_BATCHES * SLEEP_MS)
+        assert all(rows["reward_ms"] < rows["step_ms"] / 2 + MICRO_BATCHES * SLEEP_MS)
+    evaluations = timer._run().evaluations
+    assert [one["step"] for one in evaluations] == [2, 4, 6]
+    assert all(("reward_ms" in one) == ("reward" in more) for one in evaluations)
+
+
+METHODS = {
+    "_calculate_rewards",
+    "_evaluate",
+    "_finalize_training",
+    "_run_epoch",
+    "evaluate",
+    "evaluation_loop",
+    "get_batch_samples",
+    "prediction_step",
+}
+"""What is replaced on a Trainer while it trains."""
