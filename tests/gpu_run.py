@@ -1,9 +1,10 @@
 """Trains on two GPUs; each rank writes its median times.
 
-python tests/gpu_run.py STRATEGY DIRECTORY
+python tests/gpu_run.py STRATEGY DIRECTORY [late]
 
 A strategy is one of Lightning's, or "zero1" or "zero3": a plain loop over an engine of DeepSpeed's.
-On a machine without a GPU such a loop runs on two CPU processes.
+On a machine without a GPU such a loop runs on two CPU processes. With `late` the second GPU spins
+in the loss of each step, under a strategy of Lightning's.
 """
 
 import json
@@ -25,8 +26,9 @@ from lightning_gputime._timer import Timer
 class Net(pl.LightningModule):
     """A net that is worth sharding."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: bool = False) -> None:
         super().__init__()
+        self.late = late
         self.net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
 
     def configure_model(self) -> None:
@@ -44,6 +46,8 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self(batch[0]).pow(2).mean()
+        if self.late and self.global_rank == 1:
+            torch.cuda._sleep(40_000_000)  # Some 20 ms.
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -66,6 +70,8 @@ def write(timer: Timer, rank: int, directory: Path) -> None:
     times = {name: row.p50_ms for name, row in rows.items()}
     (directory / f"rank{rank}.json").write_text(json.dumps(times))
     if rank == 0:
+        ranks = timer.summary().ranks
+        (directory / "sentence.txt").write_text("" if ranks is None else ranks.sentence)
         print(timer.summary())
 
 
@@ -100,7 +106,7 @@ def train_engine(rank: int, stage: int, directory: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main(name: str, directory: Path) -> None:
+def main(name: str, directory: Path, late: bool) -> None:
     if name.startswith("zero"):
         spawn(train_engine, (int(name[-1]), str(directory)), nprocs=2)
         return
@@ -118,8 +124,8 @@ def main(name: str, directory: Path) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[timer, Writer(timer, directory)],
-    ).fit(Net(), DataLoader(TensorDataset(torch.randn(40 * 512, 4096)), batch_size=256))
+    ).fit(Net(late), DataLoader(TensorDataset(torch.randn(40 * 512, 4096)), batch_size=256))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), "late" in sys.argv[3:])

@@ -400,11 +400,12 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if is_engine:
         pytest.importorskip("deepspeed")
     print(run(Path(__file__).parent / "gpu_run.py", strategy, tmp_path))
+    of_loop = set() if strategy.startswith("zero") else {"callbacks"}
     for rank in range(2):
         measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         comm = measured.pop("backward/comm")
         phases = {name for name in measured if "/" not in name}
-        assert phases == {"data", "other", "forward", "loss", "backward", "optimizer"}
+        assert phases == {"data", "other", "forward", "loss", "backward", "optimizer"} | of_loop
         if not strategy.startswith("zero"):
             assert {"data/fetch", "data/comm"} <= set(measured)
         assert measured["backward"] > measured["forward"] > 0.1
@@ -412,6 +413,20 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
         assert measured["forward"] > 10 * measured["loss"]
         if is_engine:
             assert measured["other"] < 0.1 * sum(measured[name] for name in phases)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
+def test_a_late_rank_is_named_under_each_strategy_on_two_gpus(
+    strategy: str, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    if strategy != "ddp":
+        pytest.importorskip("deepspeed")
+    run(Path(__file__).parent / "gpu_run.py", strategy, tmp_path, "late")
+    sentence = (tmp_path / "sentence.txt").read_text()
+    assert sentence.startswith("rank 1 is ")
+    assert sentence.endswith("a step slower than the median, in loss")
 
 
 def test_updates_inside_the_backward_are_optimizer_though_another_thread_runs_them() -> None:
