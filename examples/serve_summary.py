@@ -19,18 +19,15 @@ class Server:
     """Serve the times of the newest step. The thread that trains only keeps them."""
 
     def __init__(self, port: int = 8000) -> None:
-        newest: dict[str, Any] = {}
-        self._newest = newest
+        self._newest = newest = dict[str, Any]()
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(200)
-                self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(json.dumps(newest).encode())
 
-            def log_message(self, *_: Any) -> None:
-                """Print nothing for a request."""
+            def log_message(self, *_: Any) -> None: ...  # No line for a request.
 
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.port = self._server.server_port
@@ -41,8 +38,7 @@ class Server:
 
     def steps_read(self, steps: Any) -> None:
         """Take the next steps whose times are known."""
-        [*_, newest] = steps
-        times = newest.times()
+        times = [*steps][-1].times()
         self._newest |= {"step": times.step, "step_ms": times.step_ms, **times.phase_ms}
 
     def remove(self) -> None:

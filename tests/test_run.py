@@ -16,7 +16,7 @@ import torch
 from processes import ENVIRONMENT, PACKAGE
 
 from lightning_gputime import GPUPhaseTimer, TimerOptions, _cli, load
-from lightning_gputime._auto_instrumentation import VARIABLE, adding, options
+from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 
@@ -164,6 +164,18 @@ def run(
     return process.returncode, printed, told
 
 
+class _Savable:
+    """A timer that keeps where it was saved."""
+
+    last = True
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def save(self, path: str) -> None:
+        self.paths.append(path)
+
+
 def test_a_command_line_has_the_options_that_all_timers_have() -> None:
     shared = {*TimerOptions.__annotations__, "save"}
     of_python = {"on_step", "on_slow_step", "observers", "clock"}
@@ -178,6 +190,7 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv(BEGAN, "")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     started = []
     for name in ("execv", "execvp"):
@@ -238,6 +251,25 @@ def test_each_timer_of_a_script_saves_to_a_file_of_its_own(monkeypatch: pytest.M
     assert adding.path_to_save(wanted) == "runs.d/run-7-3.json.gz"
     monkeypatch.setenv("RANK", "0")
     assert adding.path_to_save(wanted) == "runs.d/run-4.json.gz"
+
+
+def test_a_file_that_another_process_of_the_run_has_saved_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, own = tmp_path / "run.json.gz", tmp_path / f"run-{os.getpid()}.json.gz"
+    first, second = _Savable(), _Savable()
+    path.write_text("of an earlier run")
+    os.utime(path, (1000.0, 1000.0))
+    monkeypatch.setattr(adding, "_began", 2000.0)
+    adding._end(first, str(path), prints=False)
+    assert first.paths == [str(path)]
+    # A child by `subprocess` does not know of this process.
+    os.utime(path, (2000.0, 2000.0))
+    adding._end(second, str(path), prints=False)
+    assert second.paths == [str(own)]
+    assert f"has saved {path}: this one saves to {own}" in caplog.text
+    monkeypatch.setattr(adding, "_numbers", count(1))
+    assert adding.path_to_save({"save": str(path)}) == str(own)
 
 
 def test_models_are_found_beside_odd_modules() -> None:
@@ -388,3 +420,23 @@ def test_what_is_wrong_is_said_before_the_script_runs(
     assert code == 2
     assert told in said
     assert not printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [["-E"], ["-I"], ["-S"], ["-O", "-X", "utf8", "-Werror::UserWarning"]]
+)
+def test_flags_of_python_are_passed_on_or_refused(
+    flags: list[str], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = "import sys\nprint(sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)"
+    # With these flags a process finds the package by its own path alone.
+    paths = [str(PACKAGE), *filter(None, sys.path)]
+    starts = f"import sys; sys.path[:] = {paths}; from lightning_gputime import _cli;"
+    starts += "sys.argv[0] = 'run'; sys.exit(_cli.main(['run', 'train.py']))"
+    code, printed, said = run(script, tmp_path, environment, *flags, "-c", starts)
+    if flags[0] == "-O":
+        assert (code, printed) == (0, "1 1 ['error::UserWarning']\n"), said
+    else:
+        assert (code, printed) == (2, "")
+        assert "Python's flags -E, -I and -S keep the timer out: leave them out" in said

@@ -18,6 +18,8 @@ from lightning_gputime._messages import WarnOnce
 
 VARIABLE = "LIGHTNING_GPUTIME"
 """The environment variable: unset, empty or "0" for no timer, "1", or options as JSON."""
+BEGAN = f"{VARIABLE}_BEGAN"
+"""The environment variable that has the time at which `run` began."""
 
 tell_once = WarnOnce()
 

@@ -1,6 +1,7 @@
 """What the timers have in common that are added to a script that has none."""
 
 import os
+import time
 from itertools import count
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import distributed
 
-from lightning_gputime._auto_instrumentation import tell_once
+from lightning_gputime._auto_instrumentation import BEGAN, tell_once
 from lightning_gputime._messages import messages
 from lightning_gputime._timer import Timer
 
@@ -44,6 +45,7 @@ def _rank() -> str | None:
 
 
 _numbers = count(1)
+_began = float(os.environ.get(BEGAN, time.time()))
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
@@ -51,9 +53,21 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
     if (path := wanted.get("save")) is None:
         return None
     number, is_child = next(_numbers), _rank() is None and parent_process() is not None
+    return _unused(_extended(path, *[os.getpid()][:is_child], *[number][: number > 1]))
+
+
+def _unused(path: str) -> str:
+    """Return the path of a file that no other process has saved since the command began."""
+    if not os.path.exists(path) or os.path.getmtime(path) < _began:
+        return path
+    own = _extended(path, os.getpid())
+    tell_once("Another process of this run has saved %s: this one saves to %s", path, own)
+    return own
+
+
+def _extended(path: str, *parts: object) -> str:
     name, dot, endings = Path(path).name.partition(".")
-    parts = [name, *[str(os.getpid())][:is_child], *[str(number)][: number > 1]]
-    return str(Path(path).with_name("-".join(parts) + dot + endings))
+    return str(Path(path).with_name("-".join([name, *map(str, parts)]) + dot + endings))
 
 
 def _end(timer: Any, path: str | None, prints: bool) -> None:
@@ -63,6 +77,6 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
         if prints and timer.last is not None:
             timer._print_table()
         if path is not None and timer.last is not None:
-            timer.save(path)
+            timer.save(_unused(path))
     except Exception as error:
         messages.warning("The table could not be shown, or the run not be saved: %r", error)

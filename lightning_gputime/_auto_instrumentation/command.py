@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
-from lightning_gputime._auto_instrumentation import VARIABLE, options_of_all
+from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
 
 ABOUT = """\
 Run a script with a timer that it has not: in the Trainer of Lightning or transformers, in a Fabric,
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(error) from None
     if "save" in wanted:
         wanted["save"] = os.path.abspath(os.path.expanduser(wanted["save"]))
-    os.environ[VARIABLE] = json.dumps(wanted)
+    os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # In place of this process: its signals, exit code and tracebacks are those of the script.
