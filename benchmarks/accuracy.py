@@ -82,7 +82,7 @@ def timed(step: Step, steps: int) -> list[Phases]:
     """Returns the phases of each step, by the timer."""
     found: list[Phases] = []
     with GPUPhaseHooks(
-        step.task.net, step.optimizer, on_step=lambda times: found.append(dict(times.phase_ms))
+        step.task.net, step.optimizer, observers=[lambda times: found.append(dict(times.phase_ms))]
     ) as timer:
         for _ in range(steps):
             step()

@@ -369,7 +369,7 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
     ways: dict[str, Callable[[], pl.Callback]] = {
         "a callback that does nothing": Boundaries,
         **ON_A_DEVICE,
-        "no step timed": partial(GPUPhaseTimer, every_n_steps=10**6, summary=False),
+        "no step timed": partial(GPUPhaseTimer, every_n_steps=10**6, print_summary=False),
     }
 
     def us_a_step(*callbacks: pl.Callback) -> float:
@@ -385,14 +385,14 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
             found[name].append(us - (before + after) / 2)
             before = after
     # Of the timer what differs inside of one fit: the host has other moods in the next.
-    timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, summary=False)
+    timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False)
     watch = Stopwatch(timer, Schedule(2 * BLOCK, BLOCK, 2 * BLOCK))
     blocks = [
         statistics.mean(block)
         for block in batched(fit(task, 4 * rounds * BLOCK, watch, timer)[4 * BLOCK :], BLOCK)
     ]
     found[TIMED] = [us - before for before, us in zip(blocks[::2], blocks[1::2], strict=False)]
-    timer = GPUPhaseTimer(summary=False)
+    timer = GPUPhaseTimer(print_summary=False)
     watch = Stopwatch(timer)
     chunks = batched(
         zip(fit(task, 5 * rounds * CHUNK // 4, watch, timer), watch.was_off, strict=False), CHUNK

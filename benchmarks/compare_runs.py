@@ -190,7 +190,7 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
 def large(rng: np.random.Generator, folder: Path) -> dict[str, Any]:
     """Returns what 100,000 steps cost: a timer's `save`, its file, a comparison, and the page."""
     net = nn.Linear(2, 2)
-    timer = GPUPhaseHooks(net, history=100_000)
+    timer = GPUPhaseHooks(net, history_size=100_000)
     labels = ("data/fetch", "data/copy", "forward", "<after forward>", "backward", "optimizer")
     times = np.round(rng.gamma(20.0, 0.15, (100_000, len(labels))), 4).tolist()
     # The first mark of each step is the last of the one before.

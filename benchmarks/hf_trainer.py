@@ -96,7 +96,7 @@ def logged(folder: str) -> dict[str, list[float]]:
 
 def run(way: str, steps: int, **others: Any) -> dict[str, Any]:
     """Trains once, and returns what was found."""
-    wall, timer = Wall(), PhaseTimeCallback(summary=False, warmup_steps=SETTLE)
+    wall, timer = Wall(), PhaseTimeCallback(print_summary=False, warmup_steps=SETTLE)
     with tempfile.TemporaryDirectory() as folder:
         trainer = new_trainer([timer, wall] if way == TIMER else [wall], folder, steps, **others)
         trainer.train()

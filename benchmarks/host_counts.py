@@ -146,7 +146,7 @@ def in_step(time: HostTime, calls: Calls, every_n_steps: int) -> None:
 
 def in_lightning(time: HostTime, calls: Calls, every_n_steps: int) -> None:
     """Trains in Lightning, without other callbacks."""
-    timer = GPUPhaseTimer(summary=False, every_n_steps=every_n_steps)
+    timer = GPUPhaseTimer(print_summary=False, every_n_steps=every_n_steps)
     trainer = bare_trainer(accelerator="cpu", max_epochs=1, callbacks=[timer])
     trainer.fit(Task(time), Batches(calls))
 

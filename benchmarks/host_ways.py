@@ -51,11 +51,11 @@ class Stopwatch:
 
 
 def _hooks(net: EmptyNet, optimizer: NoUpdate, clock: Clock, every_n_steps: int = 1) -> Way:
-    return attached(GPUPhaseHooks(net, optimizer, clock=clock, every_n_steps=every_n_steps))
+    return attached(GPUPhaseHooks(net, optimizer, _clock=clock, every_n_steps=every_n_steps))
 
 
 def _timer(clock: Clock, every_n_steps: int = 1) -> list[pl.Callback]:
-    return [GPUPhaseTimer(clock=clock, summary=False, every_n_steps=every_n_steps)]
+    return [GPUPhaseTimer(_clock=clock, print_summary=False, every_n_steps=every_n_steps)]
 
 
 IN_PLAIN: dict[str, Callable[[EmptyNet, NoUpdate, Clock], Way]] = {

@@ -90,7 +90,7 @@ def train(
     def keep(_: PhaseMemory, number: int, peaks: Mapping[str, int]) -> None:
         found.append(dict(peaks))
 
-    timer = GPUPhaseHooks(task.net, optimizer, clock=clock, memory=True, warmup_steps=0)
+    timer = GPUPhaseHooks(task.net, optimizer, _clock=clock, memory=True, warmup_steps=0)
     # What the timer shows is the highest of all steps.
     with every_step(), mock.patch.object(PhaseMemory, "_keep", keep), timer if timed else NO_TIMER:
         for _ in range(STEPS):

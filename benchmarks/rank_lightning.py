@@ -1,6 +1,6 @@
 """What `ranks.py` trains in Lightning, with a late rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,12 +95,14 @@ class LightningLoop:
     def __init__(self, job: Job, strategy: str) -> None:
         self.job, self.strategy = job, strategy
 
-    def train(self, steps: int, warmup_steps: int, on_step: Listener | None = None) -> PhaseSummary:
+    def train(
+        self, steps: int, warmup_steps: int, observers: Sequence[Listener] = ()
+    ) -> PhaseSummary:
         """Trains some steps, with a new net; returns what the timer says."""
         job = self.job
         with job.device:
             task = LateTask(job)
-        timer = GPUPhaseTimer(summary=False, warmup_steps=warmup_steps, on_step=on_step)
+        timer = GPUPhaseTimer(print_summary=False, warmup_steps=warmup_steps, observers=observers)
         strategy: Any = self.strategy
         if strategy == "fsdp2":
             # By default all ranks of a host are for tensor parallelism, and nothing is sharded.

@@ -1,7 +1,7 @@
 """What `ranks.py` trains in a plain loop: a net in each kind of parallelism, with a late rank."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -181,10 +181,12 @@ class PlainLoop:
         self.delimit()
         self.optimizer.zero_grad()
 
-    def train(self, steps: int, warmup_steps: int, on_step: Listener | None = None) -> PhaseSummary:
+    def train(
+        self, steps: int, warmup_steps: int, observers: Sequence[Listener] = ()
+    ) -> PhaseSummary:
         """Trains some steps; returns what the timer says."""
         with GPUPhaseHooks(
-            self.model, self.optimizer, warmup_steps=warmup_steps, on_step=on_step
+            self.model, self.optimizer, warmup_steps=warmup_steps, observers=observers
         ) as timer:
             for x in timer.steps(self.batches(steps)):
                 self.step(x)

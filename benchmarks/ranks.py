@@ -72,7 +72,7 @@ def hold_against_trace(
 ) -> dict[str, dict[str, float | bool]]:
     """Returns the waits by the timer and by the trace, means of each window."""
     found: list[StepTimes] = []
-    train = partial(loop.train, steps, 0, found.append)
+    train = partial(loop.train, steps, 0, [found.append])
     _, events = traced(train, ProfilerActivity.CUDA)
     # The first steps under the profiler are slow to launch.
     ours = [step_waits(times, loop.windows) for times in found][SETTLE:]

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def train(spin_ms: float, disturb: Callable[[int], None], n: int) -> Found:
     found: list[SlowStep] = []
     gc.collect()
     gc.disable()
-    with GPUPhaseHooks(task.net, optimizer, on_slow_step=found.append) as timer:
+    with GPUPhaseHooks(
+        task.net, optimizer, observers=[SimpleNamespace(on_slow_step=found.append)]
+    ) as timer:
         for number in timer.steps(range(n)):
             if spin_ms:
                 torch.cuda._sleep(round(spin_ms * CYCLES_PER_MS))
@@ -171,7 +174,7 @@ def cost_us(rounds: int) -> dict[str, float]:
     def step_us(way: str) -> float:
         net = EmptyNet()
         optimizer = NoUpdate(net)
-        timer = GPUPhaseHooks(net, optimizer, clock=new_clock(cuda=True))
+        timer = GPUPhaseHooks(net, optimizer, _clock=new_clock(cuda=True))
         tool = attached(timer)
         if way == "looks away":
             look_away(timer)

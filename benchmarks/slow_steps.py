@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,7 +138,11 @@ def train_plain(steps: dict[int, str], n: int, device: str) -> list[SlowStep]:
     found: list[SlowStep] = []
     # Each step is read, and logged, on its own: so the logger is called in every step.
     with GPUPhaseHooks(
-        net, optimizer, logger=injections.logger, log_every_n_steps=1, on_slow_step=found.append
+        net,
+        optimizer,
+        logger=injections.logger,
+        log_every_n_steps=1,
+        observers=[SimpleNamespace(on_slow_step=found.append)],
     ) as timer:
         for number, x in enumerate(timer.steps(loader())):
             loss = net(x).square().mean()
@@ -179,7 +183,9 @@ def train_with_checkpoints(each: int, every: int = 10) -> tuple[dict[int, str], 
         checkpoints = pl.callbacks.ModelCheckpoint(
             folder, every_n_train_steps=every, filename="{step}"
         )
-        timer = GPUPhaseTimer(summary=False, on_slow_step=found.append)
+        timer = GPUPhaseTimer(
+            print_summary=False, observers=[SimpleNamespace(on_slow_step=found.append)]
+        )
         trainer = bare_trainer(
             accelerator="cpu",
             max_steps=each * every + 1,
@@ -203,7 +209,7 @@ def train_rank(rank: int, port: int, steps: dict[int, str], n: int, out: str) ->
     with GPUPhaseHooks(
         ddp,
         optimizer,
-        on_slow_step=found.append,
+        observers=[SimpleNamespace(on_slow_step=found.append)],
         sync_ranks=False,
     ) as timer:
         for number in timer.steps(range(n)):

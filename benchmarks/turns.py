@@ -28,9 +28,11 @@ IN_LIGHTNING: dict[str, Callable[[], Tool]] = {
     AGAIN: lambda: None,
     "callback that does nothing": pl.Callback,
     "five events": peers.FiveEvents,
-    "GPUPhaseTimer()": partial(GPUPhaseTimer, summary=False),
-    "GPUPhaseTimer(lag=0)": partial(GPUPhaseTimer, summary=False, lag=0),
-    "GPUPhaseTimer(every_n_steps=10)": partial(GPUPhaseTimer, summary=False, every_n_steps=10),
+    "GPUPhaseTimer()": partial(GPUPhaseTimer, print_summary=False),
+    "GPUPhaseTimer(lag=0)": partial(GPUPhaseTimer, print_summary=False, _lag=0),
+    "GPUPhaseTimer(every_n_steps=10)": partial(
+        GPUPhaseTimer, print_summary=False, every_n_steps=10
+    ),
     "four synchronize": peers.FourSynchronize,
 }
 PEERS: dict[str, Callable[[], Tool]] = {
@@ -50,7 +52,7 @@ IN_PLAIN: dict[str, Callable[[Task, torch.optim.Optimizer], Way]] = {
     "five events": lambda task, optimizer: peers.FiveEvents().way(),
     "GPUPhaseHooks()": lambda task, optimizer: attached(GPUPhaseHooks(task.net, optimizer)),
     "GPUPhaseHooks(lag=0)": lambda task, optimizer: attached(
-        GPUPhaseHooks(task.net, optimizer, lag=0)
+        GPUPhaseHooks(task.net, optimizer, _lag=0)
     ),
     "four synchronize": lambda task, optimizer: peers.FourSynchronize().way(),
 }

@@ -102,7 +102,7 @@ def waits_a_step(task: Task, batch: Batch, steps: int = 10) -> dict[str, float]:
     """
     found: list[StepTimes] = []
     optimizer = new_optimizer(task, batch[0].is_cuda)
-    with GPUPhaseHooks(task.net, optimizer, on_step=found.append) as timer:
+    with GPUPhaseHooks(task.net, optimizer, observers=[found.append]) as timer:
         for _ in range(steps):
             train(task, optimizer, batch, Way(end_step=timer.step), 1)
     assert found[-1].timeline is not None

@@ -58,7 +58,7 @@ def count(profiler: profile) -> Calls:
 def lightning_loop(model: str, steps: int, lag: int | None) -> Calls:
     """Counts in `steps` steps of a Trainer, without a timer if `lag` is None."""
     task, batch = load(model, torch.device("cuda"))
-    timers = [] if lag is None else [GPUPhaseTimer(lag=lag, summary=False)]
+    timers = [] if lag is None else [GPUPhaseTimer(_lag=lag, print_summary=False)]
     traced, n = Profile(steps), WARMUP + steps + 2
     trainer = bare_trainer(accelerator="gpu", max_steps=n, callbacks=[*timers, traced])
     trainer.fit(task, Repeat(batch, n))
@@ -69,7 +69,7 @@ def plain_loop(model: str, steps: int, lag: int | None) -> Calls:
     """As `lightning_loop`, in a plain loop."""
     task, batch = load(model, torch.device("cuda"))
     optimizer = task.configure_optimizers()
-    way = Way() if lag is None else attached(GPUPhaseHooks(task.net, optimizer, lag=lag))
+    way = Way() if lag is None else attached(GPUPhaseHooks(task.net, optimizer, _lag=lag))
     profiler = new_profiler()
     train(task, optimizer, batch, way, WARMUP)
     profiler.start()

@@ -150,7 +150,7 @@ def beside_the_monitor(
         max_epochs=1,
         logger=logger,
         log_every_n_steps=steps // 2,
-        callbacks=[monitor, GPUPhaseTimer(summary=False, flops="count")],
+        callbacks=[monitor, GPUPhaseTimer(print_summary=False, flops="count")],
     )
     trainer.fit(task, Repeat(batch, steps))
     wanted = ("per_sec", "mfu", "items_per_s", "tflops", "phase_time/step_ms")
@@ -161,7 +161,7 @@ def in_turns(
     task: Task, batch: Batch, accelerator: str, rounds: int, device: torch.device
 ) -> dict[str, Any]:
     """Returns what ways of timing add to a step."""
-    turns.PEERS[COUNTING] = partial(GPUPhaseTimer, summary=False, flops="count")
+    turns.PEERS[COUNTING] = partial(GPUPhaseTimer, print_summary=False, flops="count")
     ways = in_rounds([NONE, AGAIN, OURS, COUNTING, MONITOR], rounds)
     clock = clock_for(device)
     return summarize(

@@ -27,15 +27,16 @@ def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> dict[str, Ten
     """Trains and tests; returns the metrics."""
     pl.seed_everything(0)
     train, val, test = torch.utils.data.random_split(digits(), [1200, 297, 300])
+    timer, logger = GPUPhaseTimer(prog_bar=True), TensorBoardLogger(log_dir, name="evaluation")
     trainer = pl.Trainer(
         max_epochs=max_epochs,
-        # The figure of all steps goes to loggers that take figures, when training ends.
-        callbacks=[GPUPhaseTimer(prog_bar=True, log_figure=True)],
-        logger=TensorBoardLogger(log_dir, name="evaluation"),
+        callbacks=[timer],
+        logger=logger,
         log_every_n_steps=5,
     )
     model = Evaluated()
     trainer.fit(model, DataLoader(train, batch_size=64), DataLoader(val, batch_size=64))
+    logger.experiment.add_figure("phase_time/steps", timer.plot()[0], trainer.global_step)
     metrics = dict(trainer.callback_metrics)
     trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
     return {**metrics, **trainer.callback_metrics}

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 from torch import nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Spans:
@@ -24,9 +24,9 @@ class Spans:
         # Steps have the clock of `time.perf_counter_ns`, spans the time of day.
         self._to_day_ns = time.time_ns() - time.perf_counter_ns()
 
-    def steps_read(self, steps: Any) -> None:
-        """Take the next steps whose times are known."""
-        for times in (step.times() for step in steps):
+    def on_step(self, times: StepTimes) -> None:
+        """Take the next step whose times are known."""
+        if times.timeline is not None:
             start_ns = times.timeline.host_ns[0] + self._to_day_ns
             span = self._tracer.start_span(f"step {times.step}", start_time=start_ns)
             at_ns = start_ns

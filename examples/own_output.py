@@ -3,8 +3,6 @@
 python examples/own_output.py
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
@@ -17,12 +15,12 @@ class Longest:
     def __init__(self) -> None:
         self.step: StepTimes | None = None
 
-    def steps_read(self, steps: Iterable[object]) -> None:
-        """Take the next steps whose times are known."""
-        times = [step.times() for step in steps]  # type: ignore[attr-defined]
-        self.step = max([*times, *([self.step] if self.step else [])], key=lambda one: one.step_ms)
+    def on_step(self, times: StepTimes) -> None:
+        """Take the next step whose times are known."""
+        if self.step is None or times.step_ms > self.step.step_ms:
+            self.step = times
 
-    def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what is logged beside the means, under the timer's prefix."""
         return {"longest_ms": self.step.step_ms} if self.step else {}
 

@@ -69,7 +69,7 @@ def main(path: str = "steps_trace.json", steps: int = 100) -> GPUPhaseHooks:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     batches = [(torch.randn(64, 256), torch.randint(10, (64,)))] * steps
     trace = StepTrace(steps=50)
-    with GPUPhaseHooks(net, optimizer, on_step=trace.newest.append) as timer:
+    with GPUPhaseHooks(net, optimizer, observers=[trace.newest.append]) as timer:
         for x, y in timer.steps(batches):
             loss = nn.functional.cross_entropy(net(x), y)
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Server:
@@ -36,9 +36,8 @@ class Server:
         """Start: a measurement begins."""
         Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def steps_read(self, steps: Any) -> None:
-        """Take the next steps whose times are known."""
-        times = [*steps][-1].times()
+    def on_step(self, times: StepTimes) -> None:
+        """Take the next step whose times are known."""
         self._newest |= {"step": times.step, "step_ms": times.step_ms, **times.phase_ms}
 
     def remove(self) -> None:

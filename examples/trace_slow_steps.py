@@ -29,6 +29,10 @@ class SlowStepTraces:
         self.profiler: profile | None = None
         self.first = 0
 
+    def on_slow_step(self, step: SlowStep) -> None:
+        """Take a slow step, when the timer has read it."""
+        self.slow.append(step)
+
     def step(self, timer: GPUPhaseHooks, number: int) -> None:
         """Call at the end of each step's code: there the profiler starts and stops."""
         if self.profiler is None and (len(self.slow) < 2 or len(self.kept) == self.most):
@@ -39,7 +43,7 @@ class SlowStepTraces:
             else:
                 self.profiler.step()
                 if number == self.first + self.window - 1:
-                    timer.flush()  # Reads the steps, and so calls `slow.append`.
+                    timer.flush()  # Reads the steps, and so calls `on_slow_step`.
                     self.end(self.profiler)
 
     def start(self, number: int) -> None:
@@ -77,7 +81,7 @@ def main(folder: str = "slow_step_traces", steps: int = 300) -> SlowStepTraces:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     batches = [(torch.randn(64, 256), torch.randint(10, (64,)))] * steps
     traces = SlowStepTraces(folder)
-    timer = GPUPhaseHooks(net, optimizer, on_slow_step=traces.slow.append)
+    timer = GPUPhaseHooks(net, optimizer, observers=[traces])
     with closing(traces), timer:
         for number, (x, y) in enumerate(timer.steps(batches)):
             loss = nn.functional.cross_entropy(net(x), y)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cause",
-    "Clock",
     "Difference",
     "Environment",
     "GPUPhaseHooks",
@@ -32,7 +31,6 @@ __all__ = [
     "StepObserver",
     "StepTimes",
     "TimerOptions",
-    "TimingEvent",
     "compare",
     "load",
     "phase",

@@ -4,8 +4,6 @@ from lightning_gputime._boundaries.named import phase as phase
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._phases import StepTimes as StepTimes
-from lightning_gputime._record.clock import Clock as Clock
-from lightning_gputime._record.clock import TimingEvent as TimingEvent
 from lightning_gputime._results.ledger import Ledger as Ledger
 from lightning_gputime._results.means import MetricsLogger as MetricsLogger
 from lightning_gputime._results.observers import StepObserver as StepObserver

@@ -17,7 +17,7 @@ GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
 _ABOUT = """\
 Run a script with a timer. Show, compare and report runs that were saved by
-timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save="run.json.gz").
+timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.json.gz").
 
   python -m lightning_gputime run train.py
   python -m lightning_gputime show run.json.gz

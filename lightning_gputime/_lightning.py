@@ -112,14 +112,6 @@ def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: Step
     bar[name] = f"{took} ({verdict})" if verdict else took
 
 
-def send_figure(trainer: pl.Trainer, tag: str, figure: Any, step: int) -> None:
-    """Send a figure to the loggers that take one."""
-    for logger in trainer.loggers:
-        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-        if add_figure is not None:
-            add_figure(tag, figure, step)
-
-
 def fetch_action(trainer: pl.Trainer) -> str:
     """Return the name under which a trainer tells its profiler that it fetches a batch."""
     return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"

@@ -15,7 +15,7 @@ from lightning_gputime._boundaries.modules import Modules
 from lightning_gputime._messages import format_value
 from lightning_gputime._phases import COMM, StepTimes, check_name
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.observers import is_observer
 
 AUTO = "auto"
 
@@ -33,11 +33,8 @@ class TimerOptions(TypedDict, total=False):
 
     Attributes:
         prefix: First part of the logged keys.
-        lag: Maximum number of ended steps that the GPU may still be running. With 1 a whole step
-            stays queued while the host waits, so that the GPU never idles; with 0 a step's times
-            are there when it ends.
         warmup_steps: Number of first steps to leave out of the summary.
-        history: Number of newest steps that `history` returns and percentiles are taken over.
+        history_size: Number of newest steps that `history` returns and percentiles are taken over.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
             as 2, "all", dotted names, patterns such as "layers.*", or a mapping from names to
             modules.
@@ -48,43 +45,49 @@ class TimerOptions(TypedDict, total=False):
         every_n_steps: Time 1 of every n steps. With "auto" every step is timed where the GPU sets
             the pace; elsewhere blocks of steps, so that timing takes about 1 % of the time.
             The first 100 steps, and some in each window between two logs, are always timed. Every
-            step is timed, too, with `on_step`, `annotate`, `probe_every_n_steps`, `lag=0` or a log
-            at each step.
+            step is timed, too, with `annotate`, `probe_every_n_steps`, a log at each step, or
+            `observers` that take steps.
         probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
             it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after
             them, are in no other statistics.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
-        on_step: Call this with the `StepTimes` of each timed step, when it is read; or a metric of
-            torchmetrics, which is updated with them.
-        on_slow_step: Call this with each `SlowStep`, when it is read: a step that took much longer
-            than those before it, with its causes. See `slowest`.
         items: Items per batch: a number, or a function of the batch; by default the first dimension
             of the batch's first tensor, if its tensors agree in it.
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
             backward); "count" to count those of the model once, on a copy without memory; or a
             function of the batch that returns those of the batch.
-        observers: Objects that are told of steps, and tell metrics and a section of the summary.
-            See `StepObserver`.
-        clock: `Clock` to use instead of the device's, for tests and new devices.
+        observers: What gets the `StepTimes` of each timed step, when it is read: functions, metrics
+            of torchmetrics, and objects with methods of `StepObserver`. These may also get slow
+            steps, and add metrics to the logs and a section to the summary.
     """
 
     prefix: str
-    lag: int
     warmup_steps: int
-    history: int
+    history_size: int
     modules: Modules
     annotate: bool
     memory: bool
     every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
-    on_step: Callable[[StepTimes], object] | None
-    on_slow_step: Callable[[SlowStep], object] | None
     items: ItemsOption
     flops: FlopsOption
-    observers: Sequence[Any]
-    clock: Clock | None
+    observers: Sequence[Callable[[StepTimes], object] | Any]
+
+
+class AllOptions(TimerOptions, total=False):
+    """Also those that only tests and benchmarks use: no signature shows them.
+
+    Attributes:
+        _clock: What takes the place of the device's.
+        _lag: Maximum number of ended steps that the GPU may still be running. With 1 a whole step
+            stays queued while the host waits, so that the GPU never idles; with 0 a step's times
+            are there when it ends.
+    """
+
+    _clock: Clock | None
+    _lag: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +95,19 @@ class Options:
     """`TimerOptions` with their defaults, checked: TypeError, or ValueError, if one is wrong."""
 
     prefix: str = "phase_time"
-    lag: int = 1
     warmup_steps: int = 5
-    history: int = 10_000
+    history_size: int = 10_000
     modules: Modules = ()
     annotate: bool = False
     memory: bool = False
     every_n_steps: int | Literal["auto"] = "auto"
     probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
-    on_step: Any = None
-    on_slow_step: Any = None
     items: Any = None
     flops: Any = None
     observers: Sequence[Any] = ()
-    clock: Clock | None = None
+    _clock: Clock | None = None
+    _lag: int = 1
 
     def __post_init__(self) -> None:
         for name, (least, meaning) in _INTEGERS.items():
@@ -128,17 +129,17 @@ class Options:
 
 # Options that only some timers have, and what to do in their place.
 _OF_OTHERS = {
-    "save": "call timer.save(path)",
-    "summary": "write print(timer.summary())",
+    "save_path": "call timer.save(path)",
+    "print_summary": "write print(timer.summary())",
+    "on_step": "write observers=[function]",
     "prog_bar": "show timer.last.step_ms on a bar of your own",
-    "log_figure": "call timer.plot()",
 }
 
 
 def takes_options(
     most: int, hint: str, elsewhere: Mapping[str, str]
 ) -> Callable[[type[T]], type[T]]:
-    """Complete a timer whose constructor ends in `**options: Unpack[TimerOptions]`.
+    """Complete a timer whose constructor ends in `**options: Unpack[AllOptions]`.
 
     Its signature and docstring then name each option, for `help()` and LightningCLI. `most` so many
     arguments go by position: of another one the `hint` is said, of options of other timers what
@@ -159,10 +160,11 @@ def takes_options(
                     f"{cls.__name__} takes its options by name, got {format_value(args[most])} by"
                     f" position: {fixes.get(told, hint)}"
                 )
-            for option in options.keys() - known:
-                alike = difflib.get_close_matches(option, known, 1)
+            for option in options.keys() - known - AllOptions.__annotations__.keys():
+                alike = difflib.get_close_matches(option, {**fixes, **dict.fromkeys(known)}, 1)
                 fix = f"write {alike[0]}=" if alike else f"it has {', '.join(known)}"
-                raise TypeError(f"{cls.__name__} has no option {option}: {fixes.get(option, fix)}")
+                fix = fix if {*alike} <= {*known} else fixes[alike[0]]
+                raise TypeError(f"{cls.__name__} has no option {option}: {fix}")
             init(self, *args, **options)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
@@ -183,6 +185,7 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
     options = [
         option.replace(name=one.name, default=one.default, annotation=hints[one.name])
         for one in fields(Options)
+        if one.name in hints
     ]
     return signature.replace(parameters=[*own, *options])
 
@@ -215,6 +218,10 @@ def _is_several(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def _are_observers(value: Any) -> bool:
+    return _is_several(value) and all(map(is_observer, value))
+
+
 def _is_flops(value: Any) -> bool:
     if _is_several(value):
         return len(value) == 2 and all(map(_is_amount, value))
@@ -223,19 +230,11 @@ def _is_flops(value: Any) -> bool:
 
 # Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {
-    "lag": (0, "0 to have a step's times when it ends, 1 to keep the device busy"),
     "warmup_steps": (0, "the number of first steps to leave out of the summary"),
-    "history": (1, "the number of newest steps to keep"),
+    "history_size": (1, "the number of newest steps to keep"),
     "every_n_steps": (1, "or 'auto'; 1 of n steps is timed"),
     "probe_every_n_steps": (0, _PROBES),
 }
-
-_OF_CLOCK = ("event", "host_ns", "is_capturing")
-
-
-def _is_clock(value: Any) -> bool:
-    return value is None or all(callable(getattr(value, one, None)) for one in _OF_CLOCK)
-
 
 _IS_ITEMS = (
     "be a function of the batch, the number of items in a batch, or None for the size of the"
@@ -244,6 +243,9 @@ _IS_ITEMS = (
 _IS_FLOPS = (
     "be 'count', the FLOPs of forward and backward of an item, as one number or as two, a"
     " function of the batch, or None"
+)
+_IS_OBSERVERS = (
+    "be a list of functions of a StepTimes, metrics or instances with methods of StepObserver"
 )
 _IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
 _IS_PROBES = f"be 0 or 3 or more ({_PROBES})"
@@ -254,10 +256,7 @@ _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]]
     ("items", TypeError, lambda value: _is_function(value) or _is_amount(value), _IS_ITEMS),
     ("flops", TypeError, _is_flops, _IS_FLOPS),
     ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
-    ("on_step", TypeError, _is_function, "be a function of a StepTimes, or a metric"),
-    ("on_slow_step", TypeError, _is_function, "be a function of a SlowStep"),
-    ("observers", TypeError, _is_several, "be a list of objects (see StepObserver)"),
-    ("clock", TypeError, _is_clock, f"have the methods {', '.join(_OF_CLOCK)}"),
+    ("observers", TypeError, _are_observers, _IS_OBSERVERS),
     ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
     ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
     ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),

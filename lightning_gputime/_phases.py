@@ -241,3 +241,9 @@ def _is_well_formed(name: str) -> bool:
     if first in _RESERVED:
         raise ValueError(f"phase name {name!r} is taken by the key '{first}_ms': choose another")
     return _NAME.fullmatch(name) is not None
+
+
+def is_metric(one: object) -> bool:
+    """Return whether an object is a metric of torchmetrics."""
+    # By name: to import torchmetrics takes seconds.
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)

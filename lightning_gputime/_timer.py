@@ -119,7 +119,7 @@ class Timer:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._results = Results(options.history, options.timed_warmup_steps, hint=self._USE)
+        self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session = NEVER_ATTACHED
         self._environment = Environment()
         self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)  # JSON objects.
@@ -147,7 +147,7 @@ class Timer:
         clock: Clock,
         loop: Loop,
         means: MeanLog,
-        on_step: Sequence[Callable[[StepTimes], object]] = (),
+        bars: Sequence[Callable[[StepTimes], object]] = (),
         number: int = 0,
         **known: Any,
     ) -> None:
@@ -159,15 +159,14 @@ class Timer:
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
         hint = "" if n in (1, AUTO) else f"Of each {n:,} steps one is timed (every_n_steps)."
-        self._results = Results(options.history, options.timed_warmup_steps, on_host, hint=hint)
+        self._results = Results(
+            options.history_size, options.timed_warmup_steps, on_host, hint=hint
+        )
         self._evaluated.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
-        own = () if options.on_step is None else (options.on_step,)
-        self._session = Session(
-            options, clock, loop, self._results, means, [*own, *on_step], number
-        )
+        self._session = Session(options, clock, loop, self._results, means, bars, number)
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
@@ -178,7 +177,7 @@ class Timer:
         self._take_session().abort()
 
     def _take_session(self) -> Session:
-        # Before it ends: the user's `on_step` may end it while it reads.
+        # Before it ends: an observer may end it while it reads.
         session = self._session
         self._session = REMOVED if session.was_attached else NEVER_ATTACHED
         return session

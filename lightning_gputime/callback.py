@@ -16,7 +16,7 @@ from lightning_gputime._boundaries.patching import Calls, Subscription, patch_fu
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
+from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.ledger import (
     EPOCH_ENDS,
@@ -26,7 +26,6 @@ from lightning_gputime._results.ledger import (
     VALIDATION,
     WallTimeRecorder,
 )
-from lightning_gputime._results.plot import new_axes
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
@@ -45,7 +44,7 @@ _ELSEWHERE = {
 
 _ALIKE = (
     "%d timers of this Trainer log under the same keys, '%s/...': keep one, or give each its own"
-    " prefix=, and all but one summary=False."
+    " prefix=, and all but one print_summary=False."
 )
 
 _OF_MODEL = ("log", "log_dict")
@@ -79,7 +78,7 @@ def _starts(stage: str) -> Callable[..., None]:
     return hook
 
 
-@takes_options(0, "write GPUPhaseTimer(save='run.json')", _ELSEWHERE)
+@takes_options(0, "write GPUPhaseTimer(save_path='run.json')", _ELSEWHERE)
 class GPUPhaseTimer(Timer, pl.Callback):
     """Log how long the phases of each training step take, on the device's own clock.
 
@@ -114,16 +113,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     Args:
         prog_bar: Whether to show the newest step's time, and what bounds training, on the bar.
-        summary: Whether to print the table of the summary when training ends.
-        log_figure: Whether loggers that take figures (TensorBoard) get `plot()` when training ends.
-        save: The file that the run is saved to, such as "run.json.gz", see `save`: on rank zero, at
-            the end of epochs and of training, also after an error.
+        print_summary: Whether to print the table of the summary when training ends.
+        save_path: The file that the run is saved to, such as "run.json.gz", see `save`: on rank
+            zero, at the end of epochs and of training, also after an error.
         **options: Those of `TimerOptions`.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value.
-        ImportError: If `log_figure` is set and matplotlib is not installed (extra `plot`).
 
     Example:
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
@@ -135,17 +132,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self,
         *,
         prog_bar: bool = False,
-        summary: bool = True,
-        log_figure: bool = False,
-        save: str | Path | None = None,
-        **options: Unpack[TimerOptions],
+        print_summary: bool = True,
+        save_path: str | Path | None = None,
+        **options: Unpack[AllOptions],
     ) -> None:
-        check_bools(prog_bar=prog_bar, summary=summary, log_figure=log_figure)
+        check_bools(prog_bar=prog_bar, print_summary=print_summary)
         super().__init__(Options(**options))
-        self._prog_bar, self._prints_table, self._logs_figure = prog_bar, summary, log_figure
-        if log_figure:
-            new_axes()  # Raises now if matplotlib is missing, not when training ends.
-        self._path = _absolute(save)
+        self._prog_bar, self._prints_table = prog_bar, print_summary
+        self._path = _absolute(save_path)
         # When the next file is due while training goes on, and whether one failed.
         self._save_due, self._save_failed = 0.0, False
         self._evaluations = Evaluations(self._options)
@@ -212,7 +206,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
         self._start(
-            _lightning.clock_of(trainer, self._options.clock),
+            _lightning.clock_of(trainer, self._options._clock),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row=row),
             [partial(_lightning.show_on_bar, trainer, lambda: self._results)]
@@ -286,7 +280,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
-            _lightning.clock_of(trainer, options.clock),
+            _lightning.clock_of(trainer, options._clock),
             _lightning.evaluation_loop_of(trainer, model),
             _lightning.mean_log_of(
                 trainer,
@@ -355,7 +349,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Start to keep those of a trainer, unless they are open."""
         if trainer is not self._books_trainer:
             self._close_books()
-            clock = self._options.clock
+            clock = self._options._clock
             self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
             self._books_trainer = trainer
             calls = Calls(books.save_begins, books.save_ends)
@@ -379,19 +373,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     # What a fit leaves behind, on rank zero
 
     def _show(self, trainer: pl.Trainer) -> None:
-        """Print the table, and log the figure, where they are wanted."""
-        if not trainer.is_global_zero:
+        """Print the table, where it is wanted."""
+        if not (trainer.is_global_zero and self._prints_table):
             return
         try:
-            if self._prints_table:
-                self._print_table()
-            if self._logs_figure and self.last is not None:
-                figure, _ = self.plot(ax=new_axes())
-                tag = f"{self._options.prefix}/steps"
-                _lightning.send_figure(trainer, tag, figure, self.last.step)
+            self._print_table()
         except Exception as error:
             # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
-            messages.warning("The table or the figure could not be shown: %r", error)
+            messages.warning("The table could not be shown: %r", error)
 
     def _save_run(self, trainer: pl.Trainer) -> None:
         """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""
@@ -440,5 +429,5 @@ def _absolute(path: Any) -> str | None:
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise TypeError(f"save must be a path such as 'run.json.gz', or None, got {path!r}")
+        raise TypeError(f"save_path must be a path such as 'run.json.gz', or None, got {path!r}")
     return os.path.abspath(os.path.expanduser(os.fspath(path)))

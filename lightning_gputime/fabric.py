@@ -13,7 +13,7 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.patching import Subscription, patch_function
 from lightning_gputime._messages import WarnOnce, format_value
-from lightning_gputime._options import Options, TimerOptions, check_int, takes_options
+from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
@@ -80,7 +80,7 @@ class PhaseTimeCallback(Timer):
         self,
         *,
         log_every_n_steps: int = 50,
-        **options: Unpack[TimerOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options))
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
@@ -146,7 +146,7 @@ class PhaseTimeCallback(Timer):
         self._batch = Batch()
         one, *others = self._models
         self._start(
-            self._options.clock or clock_for(fabric.device, tell=fabric.is_global_zero),
+            self._options._clock or clock_for(fabric.device, tell=fabric.is_global_zero),
             Loop(
                 nn.ModuleList(self._models) if others else one,
                 [one.optimizer for one in self._optimizers],

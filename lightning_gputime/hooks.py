@@ -20,8 +20,8 @@ from lightning_gputime._boundaries.arguments import (
 from lightning_gputime._boundaries.loop import Loop, is_engine, is_training
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import (
+    AllOptions,
     Options,
-    TimerOptions,
     check_bools,
     check_int,
     takes_options,
@@ -131,7 +131,7 @@ class GPUPhaseHooks(Timer):
         log_every_n_steps: int = 50,
         first_step: int = 0,
         wrap_backward: bool = True,
-        **options: Unpack[TimerOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options))
         check_bools(wrap_backward=wrap_backward)
@@ -151,7 +151,7 @@ class GPUPhaseHooks(Timer):
         tell_what_is_odd(model, self._loop.optimizers)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
-        if self._device is not None and self._options.clock is None:
+        if self._device is not None and self._options._clock is None:
             clock_for(self._device)
         self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
         states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
@@ -170,7 +170,7 @@ class GPUPhaseHooks(Timer):
             device = self._device or device_of(self._loop.model)
             if self._device is None:
                 tell_devices(self._loop.model, device)
-            clock = self._options.clock or clock_for(device, tell=True)
+            clock = self._options._clock or clock_for(device, tell=True)
             means = MeanLog(self._options.prefix, self._log_every_n_steps, self._loggers)
             self._step, self._micro_batches = self._first_step, 0
             self._body = None

@@ -20,7 +20,7 @@ from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
 from lightning_gputime._messages import WarnOnce
-from lightning_gputime._options import Options, TimerOptions, check_bools, takes_options
+from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
@@ -72,7 +72,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     accelerate makes in one; `callbacks` is what callbacks, logging and checkpoints take.
 
     Args:
-        summary: Whether to print the table of the summary when training ends.
+        print_summary: Whether to print the table of the summary when training ends.
         **options: Those of `TimerOptions`.
 
     Raises:
@@ -87,10 +87,10 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         "Nothing was trained: give it to transformers.Trainer(callbacks=[...]), and call train()."
     )
 
-    def __init__(self, *, summary: bool = True, **options: Unpack[TimerOptions]) -> None:
+    def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options))
-        check_bools(summary=summary)
-        self._prints_table = summary
+        check_bools(print_summary=print_summary)
+        self._prints_table = print_summary
         self._owes_table = False
         self._warn_once = WarnOnce()
         # The Trainer at work, and what is on it.
@@ -139,7 +139,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._batch = loop.batch
         self._unlogged.clear()
         self._has_logged = self._has_fetched = False
-        clock = self._options.clock or clock_for(args.device, tell=state.is_world_process_zero)
+        clock = self._options._clock or clock_for(args.device, tell=state.is_world_process_zero)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         self._start(
             clock,
@@ -261,7 +261,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
 
         self._evaluations.start(
             stage,
-            options.clock or clock_for(trainer.args.device),
+            options._clock or clock_for(trainer.args.device),
             Loop(trainer.model, wrap_backward=False),
             # Nothing is due before the end.
             MeanLog(options.prefix, sys.maxsize, (), publish, stage=stage),

@@ -23,7 +23,7 @@ from lightning_gputime._results.ranks import STEP, BatchMeans, RankTotals, compa
 class PhaseTimeMetric(Metric):
     """Mean time of each phase, and between which bounds it lies on the ranks.
 
-    It takes the steps that a timer has read: `GPUPhaseTimer(on_step=metric)`.
+    It takes the steps that a timer has read: `GPUPhaseTimer(observers=[metric])`.
 
     Each state has one number for each phase, and is kept apart by rank when it is synchronized:
     stacked, with shape (ranks, phases). The states stay on the CPU, in their precision, wherever a
@@ -39,7 +39,7 @@ class PhaseTimeMetric(Metric):
 
     Example:
         >>> metric = PhaseTimeMetric()
-        >>> with GPUPhaseHooks(model, optimizer, on_step=metric) as timer:
+        >>> with GPUPhaseHooks(model, optimizer, observers=[metric]) as timer:
         ...     train(model, timer.steps(loader))
         >>> metric.compute()["backward_ms"]
     """

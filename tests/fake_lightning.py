@@ -88,7 +88,9 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
 
 def fit(gpu: FakeGPU, model: pl.LightningModule, n: int = 3, **options: Any) -> GPUPhaseTimer:
     """Trains a model on `n` batches and returns its timer."""
-    timer = options.pop("timer", None) or GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = options.pop("timer", None) or GPUPhaseTimer(
+        _clock=gpu, print_summary=False, warmup_steps=0
+    )
     callbacks = options.pop("callbacks", [])
     trainer(timer, *callbacks, **options).fit(model, Loader(gpu, n))
     return timer

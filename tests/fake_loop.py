@@ -45,5 +45,5 @@ class Logger:
 def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
     """A timer of the loop, on its fake GPU and without a warm-up."""
     return GPUPhaseHooks(
-        loop.model, loop.optimizer, clock=loop.gpu, **{"warmup_steps": 0, **options}
+        loop.model, loop.optimizer, _clock=loop.gpu, **{"warmup_steps": 0, **options}
     )

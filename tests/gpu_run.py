@@ -113,7 +113,7 @@ def main(name: str, directory: Path, late: bool) -> None:
     strategy: Any = name
     if name == "fsdp2":
         strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    timer = GPUPhaseTimer(summary=False)
+    timer = GPUPhaseTimer(print_summary=False)
     pl.Trainer(
         accelerator="gpu",
         devices=2,

@@ -236,7 +236,7 @@ class Endless(IterableDataset[Tensor]):
 
 
 def test_the_loader_of_an_evaluation_is_known(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     data: Any = torch.zeros(8, 2)
     trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)
     setup = timer._evaluations.results["val"].setup

@@ -36,7 +36,7 @@ def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
     loop: Loop, lag: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hooks(loop, lag=lag) as timer:
+    with hooks(loop, _lag=lag) as timer:
         for number, x in enumerate(loop.batches(1000)):
             loop.train(x)
             if number < 10:
@@ -58,7 +58,7 @@ def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
 
 @pytest.mark.usefixtures("_bounds")
 def test_a_large_lag_holds_a_bounded_number_of_events_and_loses_no_step(loop: Loop) -> None:
-    with hooks(loop, lag=10_000, every_n_steps=1) as timer:
+    with hooks(loop, _lag=10_000, every_n_steps=1) as timer:
         for x in timer.steps(loop.batches(1000)):
             loop.gpu.host_work(15.625)
             loop.train(x)
@@ -105,7 +105,7 @@ def test_a_timer_that_only_refers_to_itself_comes_off(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     bare = hooks_of(loop.model)
     timer = hooks(loop)
-    timer = hooks(loop, on_step=lambda _, timers=[timer]: timers[0].flush()).attach()
+    timer = hooks(loop, observers=[lambda _, timers=[timer]: timers[0].flush()]).attach()
     timer = hooks(loop)
     gc.collect()
     timer.attach().remove()
@@ -175,7 +175,7 @@ def test_updates_that_no_hook_sees_hold_a_bounded_number_of_events(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     unseen = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
-    options: dict[str, Any] = {"clock": loop.gpu, "accumulate_grad_batches": 10_000}
+    options: dict[str, Any] = {"_clock": loop.gpu, "accumulate_grad_batches": 10_000}
     with GPUPhaseHooks(loop.model, unseen, **options) as timer:
         for x in timer.steps(loop.batches(1000)):
             loop.micro_batch(x)

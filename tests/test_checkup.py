@@ -21,7 +21,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"lag": 0}, {"on_step": id}])
+@pytest.mark.parametrize("options", [{}, {"_lag": 0}, {"observers": [id]}])
 def test_a_loop_that_is_right_is_told_nothing(
     loop: Loop, options: dict[str, Any], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -34,7 +34,7 @@ def test_a_loop_that_is_right_is_told_nothing(
 def test_it_is_told_when_some_steps_after_the_warm_up_are_read(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    timer = hooks(loop, warmup_steps=WARMUP, lag=0, on_step=id).attach()
+    timer = hooks(loop, warmup_steps=WARMUP, _lag=0, observers=[id]).attach()
     numbers = []
     for number in range(100):
         if told(caplog):
@@ -62,7 +62,7 @@ def test_a_model_that_is_not_called_is_told_before_the_end(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, clock=loop.gpu) as timer:
+    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
         [odd, message] = told(caplog)
@@ -157,7 +157,7 @@ def test_a_model_that_is_called_in_another_thread_is_told(
 
 
 def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer, torch.no_grad():
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
         for x in timer.steps(loop.batches(60)):
             loop.model(x)
     assert told(caplog) == []
@@ -166,7 +166,7 @@ def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptu
 def test_a_training_without_an_optimizer_is_told_at_the_end(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer:
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
         assert told(caplog) == []

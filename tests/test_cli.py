@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
 from torch.utils.data import DataLoader
 
-from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes, TimingEvent
-from lightning_gputime._record.clock import HostClock
+from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 pytest.importorskip("jsonargparse")
 from lightning.pytorch.cli import LightningCLI  # needs jsonargparse
@@ -36,27 +34,16 @@ def count(batch: torch.Tensor) -> float:
 class Observer:
     """An observer that a file can name."""
 
-
-class WallClock:
-    """A clock that a file can name: jsonargparse compares the methods with those of `Clock`."""
-
-    def event(self) -> TimingEvent:
-        return HostClock().event()
-
-    def host_ns(self) -> int:
-        return time.perf_counter_ns()
-
-    def is_capturing(self) -> bool:
-        return False
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 VALUES: dict[str, list[tuple[str, Any]]] = {
     "prefix": [("times", "times"), ("a/b", "a/b")],
-    "lag": [("0", 0)],
     "warmup_steps": [("1", 1)],
-    "history": [("7", 7)],
+    "history_size": [("7", 7)],
     "prog_bar": [("true", True)],
-    "summary": [("false", False)],
+    "print_summary": [("false", False)],
     "modules": [
         ("1", 1),
         ("all", "all"),
@@ -71,24 +58,23 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "every_n_steps": [("2", 2), ("auto", "auto")],
     "probe_every_n_steps": [("3", 3)],
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
-    "on_step": [("test_cli.note", note), ("null", None)],
-    "on_slow_step": [("test_cli.note", note), ("null", None)],
     "items": [("8", 8), ("test_cli.count", count), ("null", None)],
     "flops": [("count", "count"), ("[1, 2]", [1, 2]), ("test_cli.count", count), ("null", None)],
-    "log_figure": [("true", True)],
-    "save": [("run.json.gz", "run.json.gz"), ("null", None)],
-    "observers": [("[{class_path: test_cli.Observer}]", [Observer]), ("[]", [])],
-    "clock": [("{class_path: test_cli.WallClock}", WallClock), ("null", None)],
+    "save_path": [("run.json.gz", "run.json.gz"), ("null", None)],
+    "observers": [
+        ("[test_cli.note]", [note]),
+        ("[{class_path: test_cli.Observer}]", [Observer]),
+        ("[{class_path: lightning_gputime.PhaseTimeMetric}]", [PhaseTimeMetric]),
+        ("[]", []),
+    ],
 }
 """Of each option what a file may say, and what the timer is given then; a class for one of its."""
 
 WRONG = {
-    **dict.fromkeys(["lag", "warmup_steps", "history", "every_n_steps"], "often"),
-    **dict.fromkeys(["prog_bar", "summary", "annotate", "memory"], "3"),
+    **dict.fromkeys(["warmup_steps", "history_size", "every_n_steps"], "often"),
+    **dict.fromkeys(["prog_bar", "print_summary", "annotate", "memory"], "3"),
     **dict.fromkeys(["items", "flops"], "often"),
-    "log_figure": "3",
-    **dict.fromkeys(["prefix", "save"], "[1]"),
-    **dict.fromkeys(["on_step", "on_slow_step", "clock"], "3"),
+    **dict.fromkeys(["prefix", "save_path"], "[1]"),
     "probe_every_n_steps": "1.5",
     "modules": "[1]",
     "observers": "3",
@@ -158,7 +144,7 @@ def test_every_option_is_tried_here() -> None:
 def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
     timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
     given = timer.options[name]
-    if value == [Observer]:
+    if value in ([Observer], [PhaseTimeMetric]):
         [given], [value] = given, value
     assert isinstance(given, value) if isinstance(value, type) else given == value
     assert type(given) is not str or isinstance(value, str)
@@ -176,8 +162,8 @@ def test_a_wrong_type_is_an_error_that_names_the_option(
 
 
 def test_an_impossible_value_is_told_in_the_words_of_the_timer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lag must be 0 or more .* got -1"):
-        make("--config", str(write(tmp_path, {"lag": "-1"})), run=False)
+    with pytest.raises(ValueError, match=r"history_size must be 1 or more .* got -1"):
+        make("--config", str(write(tmp_path, {"history_size": "-1"})), run=False)
 
 
 def test_a_fit_runs_with_all_options_from_one_file(
@@ -219,13 +205,18 @@ def test_the_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.split())
     for name in OPTIONS:
         assert f"--timer.{name} " in text
-    assert "`Clock` to use instead of the device's, for tests and new devices." in text
+    assert "What gets the `StepTimes` of each timed step, when it is read" in text
 
 
 def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
     SEEN.clear()
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-    args = ["--timer.modules", "[net]", "--timer.on_step=test_cli.note", "--timer.summary=false"]
+    args = [
+        "--timer.modules",
+        "[net]",
+        "--timer.observers=[test_cli.note]",
+        "--timer.print_summary=false",
+    ]
     cli = make("fit", *quiet, "--trainer.max_epochs=1", *args, cli=WithTimer)
     timer = timer_of(cli)
     assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
@@ -240,5 +231,6 @@ def test_the_file_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     timer = timer_of(make("fit", "--config", "config.yaml", *quiet))
     assert timer.history()["step"].tolist() == [0, 1, 2, 3]
-    assert isinstance(timer._options.on_step, PhaseTimeMetric)
-    assert timer._options.on_slow_step is print
+    [metric, function] = timer._options.observers
+    assert isinstance(metric, PhaseTimeMetric)
+    assert function is print

@@ -131,7 +131,7 @@ def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgrap
     torch._dynamo.reset()
     counter = CompileCounter()
     net = nn.Linear(2, 2)
-    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
         compiler = torch.compile(backend=counter, fullgraph=fullgraph)
         with compiled_autograd._enable(compiler):
             net(torch.ones(1, 2)).sum().backward()
@@ -144,7 +144,7 @@ def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -
     net = parallel(Layer(gpu, 4.0, 8.0))
     optimizer = torch.optim.SGD(net.parameters())
     with GPUPhaseHooks(
-        net, optimizer, clock=gpu, warmup_steps=0, accumulate_grad_batches=2, sync_ranks=False
+        net, optimizer, _clock=gpu, warmup_steps=0, accumulate_grad_batches=2, sync_ranks=False
     ) as timer:
         for _ in range(2):
             with net.no_sync():
@@ -162,7 +162,7 @@ def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -
 def test_several_losses_and_ones_without_grad(two_ranks: None, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
     wait_after_backward(net.linear.weight, gpu, 3.0)
-    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
         one, two = net(torch.ones(1, 2)).sum(), work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum()
         torch.autograd.backward(tensor for tensor in (one, two))  # type: ignore[arg-type]
         timer.step()
@@ -183,7 +183,7 @@ def test_recomputation_and_a_backward_that_raises(two_ranks: None, gpu: FakeGPU)
     def fail(_: Tensor) -> None:
         raise RuntimeError("of the user")
 
-    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
         loss = net(torch.ones(1, 2)).sum()
         handle = net.linear.weight.register_hook(fail)
         with pytest.raises(RuntimeError, match="of the user"):

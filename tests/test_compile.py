@@ -100,7 +100,7 @@ def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGP
     measured: list[dict[str, float]] = []
 
     def fit(timed: bool, backend: Count) -> None:
-        timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
         model: Any = Compiled(gpu, how, backend)
         bare = hooks_of(model)
         if how == "compile(LightningModule)":
@@ -121,7 +121,7 @@ def test_a_compiled_net_that_is_called_by_itself_is_timed(gpu: FakeGPU) -> None:
         def loss(self, x: Tensor) -> Tensor:
             return work(self.net(x), self.gpu, 0.5, 0.25).sum()
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(timer).fit(Direct(gpu, "compile(net)", "eager"), Loader(gpu, N))
     assert [set(step) for step in steps(timer)] == [PHASES["compile(net)"]] * N
     assert [step["loss"] for step in steps(timer)] == [0.5] * N
@@ -131,7 +131,7 @@ def test_a_compiled_lightning_module_is_said_to_have_one_phase(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = torch.compile(Compiled(gpu, "compile(LightningModule)", "eager"), backend="eager")
-    trainer(GPUPhaseTimer(clock=gpu, summary=False)).fit(model, Loader(gpu, 2))
+    trainer(GPUPhaseTimer(_clock=gpu, print_summary=False)).fit(model, Loader(gpu, 2))
     told = [record.message for record in caplog.records if record.name == "lightning_gputime"]
     assert told == ["training_step is compiled: forward and loss are one phase of that name."]
 
@@ -150,7 +150,7 @@ def test_a_plain_loop_compiles_the_same_and_times_every_phase(how: str, gpu: Fak
             model.compile(backend=backend, fullgraph=True)
         else:
             model = torch.compile(model, backend=backend, fullgraph=True)
-        timer = GPUPhaseHooks(model, optimizer, clock=gpu)
+        timer = GPUPhaseHooks(model, optimizer, _clock=gpu)
         if timed:
             timer.attach()
         for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_compiled_function_with_the_backward_inside_is_timed_as_far_as_it_show
         optimizer.zero_grad()
 
     compiled = torch.compile(step, backend="eager")
-    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
         for x in timer.steps(batches(gpu, N)):
             compiled(x)
     assert {"backward", "optimizer"} <= set(timer.summary().rows)
@@ -246,7 +246,7 @@ def test_a_timer_that_is_attached_ten_times_compiles_nothing_again(
         model, call = compiled_loop(how, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(10):
-            timer = GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0, modules=modules)
+            timer = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, modules=modules)
             if timed:
                 timer.attach()
             for x in timer.steps(batches(gpu, N)) if timed else batches(gpu, N):
@@ -281,6 +281,6 @@ def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -
 
         return compilations(fit)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, every_n_steps=10)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=10)
     assert run(timer) == run()
     assert timer.summary().steps == 30

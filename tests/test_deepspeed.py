@@ -93,7 +93,7 @@ def test_an_engine_is_timed_with_its_optimizer(
     given: list[Any] = [zero] if gives == "optimizer" else []
     if gives == "inner optimizer":
         given = [zero.optimizer]
-    with GPUPhaseHooks(engine, *given, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(30)):
             train(loop.gpu, engine, x)
     if given == [zero.optimizer]:
@@ -108,7 +108,7 @@ def test_an_engine_is_timed_with_its_optimizer(
 
 def test_an_engine_says_itself_how_many_micro_batches_make_a_step(loop: Loop) -> None:
     engine = Engine(loop.model, Zero(loop.gpu), every=3)
-    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(9)):
             train(loop.gpu, engine, x)
     micro = {name: 3 * ms for name, ms in STEP.items() if name != "optimizer"}
@@ -118,7 +118,7 @@ def test_an_engine_says_itself_how_many_micro_batches_make_a_step(loop: Loop) ->
 def test_an_update_that_overflows_is_a_skipped_one(loop: Loop) -> None:
     zero = Zero(loop.gpu)
     engine = Engine(loop.model, zero)
-    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps(loop.batches(4))):
             zero.overflows = number == 1
             train(loop.gpu, engine, x)
@@ -130,7 +130,7 @@ def test_an_update_that_overflows_is_a_skipped_one(loop: Loop) -> None:
 
 def test_an_engine_of_optimizers_of_torch_is_timed(loop: Loop) -> None:
     engine = Engine(loop.model, loop.optimizer)
-    with GPUPhaseHooks(engine, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(3)):
             train(loop.gpu, engine, x)
     assert steps(timer) == [STEP_MS] * 3
@@ -149,6 +149,6 @@ def test_under_lightning_the_update_is_optimizer(gpu: FakeGPU) -> None:
             trainer.strategy._optimizers = [zero]  # type: ignore[list-item]
 
     zero = Zero(gpu)
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(Swaps(), timer).fit(Trains(gpu), Loader(gpu, 3))
     assert steps(timer) == [{**STEP, "backward": STEP_MS["backward"]}] * 3

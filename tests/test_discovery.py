@@ -51,7 +51,7 @@ def train(
 ) -> GPUPhaseHooks:
     optimizer = Adder(iter([*model.parameters()]), gpu, 2.0)
     options = {"warmup_steps": 0, **options}
-    with GPUPhaseHooks(model, optimizer, clock=gpu, **options) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for x in timer.steps(Loader(gpu, n)):
             gpu.work(0.125)
             backward(loss_of(x))
@@ -133,7 +133,7 @@ def test_a_loss_that_is_found_in_an_accumulation_is_loss_in_every_micro_batch(
 ) -> None:
     model = nn.ModuleDict({"net": Layer(gpu, 4.0, 7.75), "criterion": OwnLoss(gpu)})
     optimizer = Adder(iter([*model.parameters()]), gpu, 2.0)
-    options: Any = {"clock": gpu, "warmup_steps": 0, "accumulate_grad_batches": 2}
+    options: Any = {"_clock": gpu, "warmup_steps": 0, "accumulate_grad_batches": 2}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
         for i, x in enumerate(timer.steps(Loader(gpu, 4))):
             gpu.work(0.125)
@@ -367,7 +367,7 @@ def test_updates_inside_the_backward_are_optimizer(gpu: FakeGPU) -> None:
     optimizers = {one: Adder(iter([one]), gpu, 1.0) for one in model.parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
-    with GPUPhaseHooks(model, [*optimizers.values()], clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, [*optimizers.values()], _clock=gpu, warmup_steps=0) as timer:
         for x in timer.steps(Loader(gpu, 3)):
             gpu.work(0.125)
             loss(model(x)).backward()
@@ -467,7 +467,7 @@ def test_lightning_takes_no_update_for_skipped_where_another_optimizer_took_over
         pass
 
     model = Model(gpu)
-    timer = Replaces(clock=gpu, summary=False, warmup_steps=0)
+    timer = Replaces(_clock=gpu, print_summary=False, warmup_steps=0)
     runner = trainer(timer)
 
     class Model2(Model):

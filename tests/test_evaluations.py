@@ -47,7 +47,7 @@ def test_a_frozen_encoder_before_training_is_other_and_the_fetch_is_data(
 ) -> None:
     model = Encoded(gpu).train()
     optimizer = Adder(model.head.parameters(), gpu, 2.0)
-    options: dict[str, Any] = {"clock": gpu, "every_n_steps": every, "warmup_steps": 0}
+    options: dict[str, Any] = {"_clock": gpu, "every_n_steps": every, "warmup_steps": 0}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
         for x in each_batch(timer, batches(gpu, 3 * every, copy_ms=FETCH_MS), how):
             with torch.no_grad():

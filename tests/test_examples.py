@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_gputime import StepTimes
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "other")
 
@@ -81,14 +83,14 @@ def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
     asked: list[dict[str, float]] = []
     script = runpy.run_path(str(EXAMPLES / "serve_summary.py"))
     server: Any = script["Server"](port=0)
-    take = server.steps_read
+    take = server.on_step
 
-    def take_and_ask(steps: Any) -> None:
-        take(steps)
+    def take_and_ask(times: StepTimes) -> None:
+        take(times)
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}") as answer:
             asked.append(json.loads(answer.read()))
 
-    server.steps_read = take_and_ask
+    server.on_step = take_and_ask
     timer = script["main"](server, steps=50)
     newest = timer.history()[-1]
     assert asked[-1]["step"] == 49

@@ -59,7 +59,7 @@ def train(model: nn.Module, gpu: FakeGPU, rollout: Callable[[int], Any]) -> list
     """Trains for 24 steps, each of a rollout, 0.25 ms of other work, and one call of the model."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = dict(vars(transformers.GenerationMixin))
-    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
         for number in timer.steps(range(24)):
             rollout(number)
             gpu.work(0.25)
@@ -113,7 +113,7 @@ def test_inside_a_model_call_it_is_forward(gpu: FakeGPU) -> None:
 def test_a_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None:
     model = Gpt(gpu)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
         for _ in timer.steps(range(3)):
             logits = model(KEYS).logits
             gpu.work(0.25)
@@ -153,7 +153,7 @@ def test_steps_that_are_not_timed_have_nothing_on_the_class(gpu: FakeGPU) -> Non
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with GPUPhaseHooks(
-        model, optimizer, clock=gpu, warmup_steps=0, sync_ranks=False, every_n_steps=50
+        model, optimizer, _clock=gpu, warmup_steps=0, sync_ranks=False, every_n_steps=50
     ) as timer:
         for number in timer.steps(range(150)):
             rollout(number)
@@ -192,7 +192,7 @@ def test_a_trainer_that_generates_and_rewards(gpu: FakeGPU, tmp_path: Path, engi
             gpu.work(0.25)
             return super()._prepare_inputs(inputs)
 
-    model, timer = Gpt(gpu), PhaseTimeCallback(clock=gpu, warmup_steps=0, summary=False)
+    model, timer = Gpt(gpu), PhaseTimeCallback(_clock=gpu, warmup_steps=0, print_summary=False)
     row = {"input_ids": KEYS[0], "labels": KEYS[0]}
     trainer = Trainer(
         model,

@@ -93,7 +93,7 @@ def test_a_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     end.synchronize()
     spin_ms = start.elapsed_time(end)
 
-    timer = GPUPhaseTimer(summary=False)
+    timer = GPUPhaseTimer(print_summary=False)
     fit(Net(spins_in=phase), timer)
     rows = timer.summary().rows
     assert rows[phase].p50_ms == pytest.approx(spin_ms, rel=0.05, abs=0.3)
@@ -107,7 +107,7 @@ def test_phases_agree_with_events_around_them() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4096, 2048, device="cuda")
     by_hand = []
-    with GPUPhaseHooks(model, optimizer, lag=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _lag=0) as timer:
         for _ in timer.steps(range(10)):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[0].record()
@@ -138,7 +138,7 @@ def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
 
 def test_the_only_wait_that_is_added_is_one_event_a_step() -> None:
     without = synchronizations()
-    with_timer = synchronizations(GPUPhaseTimer(summary=False))
+    with_timer = synchronizations(GPUPhaseTimer(print_summary=False))
     added = with_timer - without
     assert added.pop("cudaEventSynchronize", 0) <= 20
     assert not added
@@ -152,7 +152,7 @@ def train(timed: bool) -> list[Tensor]:
     losses: list[Tensor] = []
     pl.seed_everything(0)
     model = Net()
-    fit(model, Keeps(), *([GPUPhaseTimer(summary=False)] if timed else []))
+    fit(model, Keeps(), *([GPUPhaseTimer(print_summary=False)] if timed else []))
     return [*losses, *(value.cpu() for value in model.state_dict().values())]
 
 
@@ -179,7 +179,7 @@ def test_a_model_on_another_device_than_the_current_one_is_timed_there() -> None
         pytest.skip("needs two devices")
     model = nn.Linear(64, 64).to("cuda:1")
     x = torch.ones(16, 64, device="cuda:1")
-    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters()), lag=0) as timer:
+    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters()), _lag=0) as timer:
         for _ in timer.steps(range(5)):
             out = model(x)
             with torch.cuda.device("cuda:1"):
@@ -297,7 +297,7 @@ def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
 def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        fit(Net(), GPUPhaseTimer(summary=False, annotate=True), steps=5)
+        fit(Net(), GPUPhaseTimer(print_summary=False, annotate=True), steps=5)
     names = {event.name for event in profiler.events() or ()}
     phases = ("data", "other", "forward", "loss", "backward", "optimizer")
     assert {f"phase/{name}" for name in phases} <= names
@@ -330,7 +330,7 @@ def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
             net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
             self.net: Any = torch.compile(net, mode="reduce-overhead")
 
-    timer = GPUPhaseTimer(summary=False)
+    timer = GPUPhaseTimer(print_summary=False)
     fit(Compiled(), timer)
     assert {name for name in timer.summary().rows if not name.startswith("data/")} == {
         "data",

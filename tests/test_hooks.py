@@ -13,7 +13,7 @@ from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, StepTimes, phase
+from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
 from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.steps import StepRecord
@@ -51,7 +51,7 @@ def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
 
 
 def test_last_is_the_newest_step_that_was_read(loop: Loop) -> None:
-    with hooks(loop, lag=0) as timer:
+    with hooks(loop, _lag=0) as timer:
         assert timer.last is None
         for number, x in enumerate(timer.steps(loop.batches(3))):
             assert (timer.last.step if timer.last else -1) == number - 1
@@ -115,7 +115,7 @@ def test_the_phase_of_one_timer_leaves_others_alone(loop: Loop) -> None:
 
 
 def test_without_optimizers_inference_is_timed(loop: Loop) -> None:
-    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer, torch.no_grad():
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
         for x in timer.steps(loop.batches(2)):
             loop.model(x)
             loop.gpu.work(0.5)
@@ -233,7 +233,7 @@ def test_an_attach_that_fails_leaves_nothing(loop: Loop, monkeypatch: pytest.Mon
 def test_two_timers_come_off_in_the_order_they_came_on(loop: Loop) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
-    one, two = hooks(loop).attach(), hooks(loop, lag=0).attach()
+    one, two = hooks(loop).attach(), hooks(loop, _lag=0).attach()
     one.remove()
     two.remove()
     assert installed(*things) == bare
@@ -324,10 +324,9 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"optimizers": 0.1}, "optimizers must be None, a torch.optim.Optimizer .* got 0.1"),
         ({"optimizers": [None]}, r"optimizers must be .* got \[None\]"),
         ({"optimizers": torch.optim.SGD}, "optimizers must be .* got the class SGD"),
-        ({"lag": -1}, "lag must be 0 or more .* got -1"),
-        ({"lag": True}, "lag must be an integer .* got True"),
+        ({"warmup_steps": True}, "warmup_steps must be an integer .* got True"),
         ({"warmup_steps": -1}, "warmup_steps must be 0 or more .* got -1"),
-        ({"history": 0}, "history must be 1 or more .* got 0"),
+        ({"history_size": 0}, "history_size must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": "all"}, "accumulate_grad_batches must be an int.* got 'all'"),
         ({"first_step": -1}, "first_step must be 0 or more .* got -1"),
@@ -340,7 +339,9 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"annotate": "yes"}, "annotate must be True or False, got 'yes'"),
         ({"wrap_backward": 1}, "wrap_backward must be True or False, got 1"),
         ({"sync_ranks": 1}, "sync_ranks must be True .* got 1"),
-        ({"clock": 3}, "clock must have the methods event, .* got 3"),
+        ({"observers": print}, "observers must be a list of functions .* got <built-in"),
+        ({"observers": [3]}, r"observers must be a list of functions .* got \[3\]"),
+        ({"observers": [PhaseTimeMetric]}, "observers must be .* instances with methods of Step"),
         ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
     ],
 )
@@ -362,7 +363,7 @@ def test_a_loop_that_ends_no_step_is_told_what_to_do(
 
 def test_a_model_that_is_not_called_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
     assert "No call of the model was seen" in caplog.text
@@ -438,7 +439,7 @@ def calls_in_a_step(
         nonlocal calls
         calls += event == "call" and package in frame.f_code.co_filename
 
-    with GPUPhaseHooks(model, optimizer, clock=gpu, every_n_steps=every_n_steps) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, every_n_steps=every_n_steps) as timer:
         for i, x in enumerate(timer.steps(batches(gpu, after_steps + 100))):
             if i == after_steps:
                 sys.setprofile(count)
@@ -459,7 +460,7 @@ def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU
 @pytest.mark.parametrize("lag", [0, 1])
 def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     loop, logger = Loop(gpu), Logger()
-    options = {"lag": lag, "logger": logger, "log_every_n_steps": 10}
+    options = {"_lag": lag, "logger": logger, "log_every_n_steps": 10}
     with hooks(loop, every_n_steps=5, **options) as timer:
         for x in timer.steps(loop.batches(32)):
             loop.train(x)
@@ -629,13 +630,13 @@ def test_what_only_has_an_update_of_its_own_is_called(loop: Loop) -> None:
             self.steps.append(times.step)
 
     bar = Bar()
-    with hooks(loop, on_step=bar) as timer:
+    with hooks(loop, observers=[bar]) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
     assert bar.steps == [0, 1, 2]
 
 
-@pytest.mark.parametrize("where", ["on_step", "loop"])
+@pytest.mark.parametrize("where", ["observer", "loop"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_step_does_nothing_on_a_timer_that_was_removed(
     loop: Loop, where: str, accumulate: int
@@ -643,8 +644,8 @@ def test_step_does_nothing_on_a_timer_that_was_removed(
     def remove(_: object) -> None:
         timer.remove()
 
-    own: dict[str, Any] = {"on_step": remove} if where == "on_step" else {}
-    timer = hooks(loop, lag=0, accumulate_grad_batches=accumulate, **own)
+    own: dict[str, Any] = {"observers": [remove]} if where == "observer" else {}
+    timer = hooks(loop, _lag=0, accumulate_grad_batches=accumulate, **own)
     with pytest.raises(RuntimeError, match=r"step\(\) needs an attached timer"):
         timer.step()
     timer.attach()
@@ -663,13 +664,13 @@ def test_step_does_nothing_on_a_timer_that_was_removed(
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_timer_that_is_removed_by_its_own_on_step_stays_removed(
+def test_a_timer_that_is_removed_by_its_own_observer_stays_removed(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
     monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
     timer: GPUPhaseHooks
-    options: dict[str, Any] = {"on_step": lambda _: timer.remove(), "annotate": True}
+    options: dict[str, Any] = {"observers": [lambda _: timer.remove()], "annotate": True}
     with hooks(loop, every_n_steps=every, **options) as timer:
         for x in timer.steps(loop.batches(20)):
             loop.train(x)
@@ -692,7 +693,7 @@ def test_a_timer_at_rest_takes_no_evaluation_for_a_call_of_the_model(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, clock=loop.gpu, every_n_steps=4) as timer:
+    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu, every_n_steps=4) as timer:
         for x in timer.steps(loop.batches(12)):
             loop.train(x)
             other.eval()
@@ -762,7 +763,7 @@ def test_a_loop_goes_on_with_what_next_has_begun_and_is_over_with_an_iterator(lo
                 loop.train(x)
     assert steps(timer) == [STEP_MS] * 3
     with pytest.raises(RuntimeError, match="attach"):
-        next(iter(GPUPhaseHooks(loop.model, loop.optimizer, clock=loop.gpu).steps([1])))
+        next(iter(GPUPhaseHooks(loop.model, loop.optimizer, _clock=loop.gpu).steps([1])))
 
 
 def test_a_for_runs_over_the_generator_itself(loop: Loop) -> None:

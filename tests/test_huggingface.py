@@ -131,7 +131,7 @@ OF_TRAINER = ("compute_loss_func", "optimizers", "eval_dataset", "trainer_class"
 
 @pytest.fixture
 def timer(gpu: FakeGPU) -> PhaseTimeCallback:
-    return PhaseTimeCallback(clock=gpu, warmup_steps=0, summary=False)
+    return PhaseTimeCallback(_clock=gpu, warmup_steps=0, print_summary=False)
 
 
 STEP = {
@@ -303,7 +303,7 @@ def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
             with torch.no_grad():  # As one that generates text, it does not call the base class's.
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
-    timer, reporter = PhaseTimeCallback(summary=False), Reporter()
+    timer, reporter = PhaseTimeCallback(print_summary=False), Reporter()
     new([reporter, timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4)
     [log] = [one for one in reporter.logs if "eval_loss" in one]
     found = phases(log, "eval_phase_time")
@@ -323,7 +323,7 @@ def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
                 raise KeyboardInterrupt
             return super().__getattribute__(name)
 
-    timer, interrupts = PhaseTimeCallback(summary=False, warmup_steps=0), Interrupts()
+    timer, interrupts = PhaseTimeCallback(print_summary=False, warmup_steps=0), Interrupts()
     trainer = new([timer, interrupts], tmp_path, train=False, eval_strategy="steps", eval_steps=1)
     before = hooks_of(trainer.model)
     with pytest.raises(KeyboardInterrupt):
@@ -385,7 +385,7 @@ def test_only_while_a_trainer_trains_something_of_it_is_replaced(
                 raise error
 
     kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
-    timer, looks = PhaseTimeCallback(summary=False), Looks()
+    timer, looks = PhaseTimeCallback(print_summary=False), Looks()
     trainer = new([timer, looks], tmp_path, train=False)
     before = [dict(vars(kind)) for kind in kinds]  # The first model adds something, too.
     assert not {*vars(trainer)} & PATCHED
@@ -401,7 +401,10 @@ def test_only_while_a_trainer_trains_something_of_it_is_replaced(
 def test_a_run_is_the_same_with_the_timer_and_without(tmp_path: Path) -> None:
     losses = [
         [one["loss"] for one in new(callbacks, tmp_path / name).state.log_history if "loss" in one]
-        for name, callbacks in {"with": [PhaseTimeCallback(summary=False)], "without": []}.items()
+        for name, callbacks in {
+            "with": [PhaseTimeCallback(print_summary=False)],
+            "without": [],
+        }.items()
     ]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
@@ -465,7 +468,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     ids=str,
 )
 def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **others)
     assert set(timer.summary().rows) - {"data/fetch", "callbacks"} == ALL
     assert [row["step"] for row in timer.history()] == [1, 2, 3, 4]
@@ -489,7 +492,7 @@ def test_a_compiled_model_is_timed_and_not_compiled_anew(
     compiles: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
     new([], tmp_path, **compiles)
     graphs = counters["stats"]["unique_graphs"]
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **compiles)
     # The loss is inside the compiled code.
     assert {"forward", "backward", "optimizer"} <= set(timer.summary().rows)
@@ -503,9 +506,9 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
 ) -> None:
     reporter = Reporter()
     timer = PhaseTimeCallback(
-        clock=gpu,
+        _clock=gpu,
         warmup_steps=0,
-        summary=False,
+        print_summary=False,
         items=lambda inputs: 5 * len(inputs["x"]),
         flops=2e9,
     )
@@ -536,7 +539,7 @@ def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensi
                 inputs = transformers.default_data_collator(inputs)
             return super()._prepare_inputs(inputs)
 
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, train=False, trainer_class=Trainer)
     trainer.data_collator = list
     trainer.train()
@@ -545,13 +548,13 @@ def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensi
 
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
     new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     new([timer], tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4)
     assert timer.history()["step"].tolist() == [3, 4]
 
 
 def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path)
     trainer.train()
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
@@ -563,7 +566,7 @@ def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
-    timer, reporter = PhaseTimeCallback(summary=False), Reporter()
+    timer, reporter = PhaseTimeCallback(print_summary=False), Reporter()
     trainer = new([reporter], tmp_path, train=False)
     trainer.add_callback(timer)
     trainer.train()
@@ -611,7 +614,7 @@ def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
             if state.global_step == 3:
                 raise RuntimeError("mine")
 
-    timer, model = PhaseTimeCallback(summary=False, warmup_steps=0), gpt()
+    timer, model = PhaseTimeCallback(print_summary=False, warmup_steps=0), gpt()
     before = hooks_of(model)
     with pytest.raises(RuntimeError, match="mine"):
         new([timer, Fails()], tmp_path, model=model)
@@ -803,7 +806,7 @@ def test_two_ranks_are_compared_in_the_table_and_in_the_log() -> None:
 
 
 def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     new(
         [timer],
         tmp_path,
@@ -832,7 +835,7 @@ def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
 
 def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
-    timer, reporter = PhaseTimeCallback(summary=False, warmup_steps=0), Reporter()
+    timer, reporter = PhaseTimeCallback(print_summary=False, warmup_steps=0), Reporter()
     trainer = transformers.Trainer(
         model_init=lambda trial: gpt(),
         args=options(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
@@ -851,7 +854,7 @@ def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Pa
 
 
 def test_an_evaluation_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(summary=False)
+    timer = PhaseTimeCallback(print_summary=False)
     trainer = new([timer], tmp_path, train=False)
     before = hooks_of(trainer.model)
     with pytest.raises(ValueError, match="mine"):
@@ -877,7 +880,7 @@ def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path)
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(*args, **kwargs)
 
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     new(
         [timer],
         tmp_path,
@@ -894,13 +897,15 @@ def test_a_wrong_module_name_fails_before_training(tmp_path: Path) -> None:
 
 
 def test_modules_of_the_model_are_sub_phases(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(modules=["transformer", "lm_head"], summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(
+        modules=["transformer", "lm_head"], print_summary=False, warmup_steps=0
+    )
     new([timer], tmp_path)
     assert {"forward/transformer", "backward/lm_head"} <= set(timer.summary().rows)
 
 
 def test_callbacks_can_be_pickled_and_trainers_copied(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path)
     assert len(pickle.loads(pickle.dumps(timer)).history()) == 4
     twin = copy.deepcopy(trainer)
@@ -921,13 +926,13 @@ def test_a_model_that_is_copied_or_pickled_while_it_is_timed_has_its_own_loss(
             found.append(copy.deepcopy(model))
             found.append(pickle.loads(pickle.dumps(model)))
 
-    trainer = new([PhaseTimeCallback(summary=False), Copies()], tmp_path, max_steps=1)
+    trainer = new([PhaseTimeCallback(print_summary=False), Copies()], tmp_path, max_steps=1)
     for one in found:
         assert one.loss_function is trainer.model.loss_function
 
 
 def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
-    trainer = new([PhaseTimeCallback(summary=False)], tmp_path)
+    trainer = new([PhaseTimeCallback(print_summary=False)], tmp_path)
     gc.collect()
     gc.disable()
     try:
@@ -975,7 +980,7 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
     gc.collect()
     before = methods()
     assert not any(hasattr(one, "_patch") for one in before)
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     # Trainers share it; of one that has trained it holds what cannot be pickled.
     accelerate.state.GradientState._reset_state()
     plain = new([timer], tmp_path, train=False)
@@ -995,7 +1000,7 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
 def test_who_is_added_between_two_trainings_reports_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = new([PhaseTimeCallback(summary=False)], tmp_path)
+    trainer = new([PhaseTimeCallback(print_summary=False)], tmp_path)
     reporter = Reporter()
     trainer.add_callback(reporter)
     trainer.train()
@@ -1045,7 +1050,9 @@ def test_parts_of_data_are_fetches_and_callbacks(
 
 
 def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
-    one, two = (PhaseTimeCallback(prefix=name, summary=False, warmup_steps=0) for name in "ab")
+    one, two = (
+        PhaseTimeCallback(prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
+    )
     reporter = Reporter()
     trainer = new([reporter, one, two], tmp_path)
     assert set(one.summary().rows) == set(two.summary().rows) >= ALL
@@ -1067,10 +1074,10 @@ def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> Non
 
 
 def test_a_bad_option_fails_at_once() -> None:
-    with pytest.raises(ValueError, match="lag must be 0 or more"):
-        PhaseTimeCallback(lag=-1)
+    with pytest.raises(ValueError, match="warmup_steps must be 0 or more"):
+        PhaseTimeCallback(warmup_steps=-1)
     with pytest.raises(TypeError, match="summary must be True or False"):
-        PhaseTimeCallback(summary="yes")  # type: ignore[arg-type]  # on purpose
+        PhaseTimeCallback(print_summary="yes")  # type: ignore[arg-type]  # on purpose
 
 
 def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here() -> None:

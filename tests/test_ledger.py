@@ -47,7 +47,7 @@ class Trainer(pl.Trainer):
 
 def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     """A fit of two epochs of three steps, with a validation in each and host work everywhere."""
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, **more)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **more)
     work = HostWork(
         gpu,
         on_fit_start=7.0,
@@ -146,7 +146,7 @@ def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
 
 def test_nothing_is_left_on_the_trainer() -> None:
     gpu = FakeGPU()
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     one = trainer(timer)
     profiler: Any = one.profiler  # type: ignore[attr-defined]  # has no hint
     one.fit(Model(gpu), Loader(gpu, 2))
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_fails_is_over(tmp_path: Path) -> None:
             runner.save_checkpoint(tmp_path / "last.ckpt")
         gpu.host_work(40.0)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     saves = pl.callbacks.LambdaCallback(on_train_epoch_end=save)
     fit(gpu, Fails(gpu), timer=timer, callbacks=[saves])
     ledger = timer.summary().ledger
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_fails_is_over(tmp_path: Path) -> None:
 def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     gpu = FakeGPU()
     path = tmp_path / "runs" / "run.json.gz"
-    timer = checked(gpu, save=path)
+    timer = checked(gpu, save_path=path)
     run = load(path)
     assert run.summary == timer.summary()
     assert run.ledger == timer.summary().ledger
@@ -208,7 +208,12 @@ def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: 
     model.error = error
     path = tmp_path / "run.json.gz"
     with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
-        fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0))
+        fit(
+            gpu,
+            model,
+            9,
+            timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0),
+        )
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
     assert load(path).ledger is not None
 
@@ -228,24 +233,24 @@ def test_a_run_is_saved_where_the_interrupt_has_ended_the_reader_of_its_output_t
     model.error = KeyboardInterrupt()
     monkeypatch.setattr("lightning_gputime._results.table.sys.stdout", Gone())
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        fit(gpu, model, 9, timer=GPUPhaseTimer(clock=gpu, save=path, lag=0))
+        fit(gpu, model, 9, timer=GPUPhaseTimer(_clock=gpu, save_path=path, _lag=0))
     monkeypatch.undo()
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
-    assert "The table or the figure could not be shown: BrokenPipeError()" in caplog.text
+    assert "The table could not be shown: BrokenPipeError()" in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
 def test_a_fit_that_trains_nothing_leaves_the_file_of_before(hook: str, tmp_path: Path) -> None:
     gpu = FakeGPU()
     path = tmp_path / "run.json.gz"
-    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path))
     before = path.read_bytes()
 
     def fail(*_: Any) -> None:
         raise RuntimeError(f"in {hook}")
 
     callback = pl.callbacks.LambdaCallback(**{hook: fail})
-    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path)
     with pytest.raises(RuntimeError, match=f"in {hook}"):
         fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
     assert path.read_bytes() == before
@@ -262,7 +267,7 @@ def test_training_that_changes_the_folder_leaves_one_file(
     callback = pl.callbacks.LambdaCallback(on_train_start=lambda *_: os.chdir(other))
     for save in ("run.json.gz", "~/home.json.gz"):
         monkeypatch.chdir(tmp_path)
-        timer = GPUPhaseTimer(clock=gpu, summary=False, save=save)
+        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=save)
         fit(gpu, Model(gpu), 2, timer=timer, callbacks=[callback])
     assert list(other.iterdir()) == []
     assert {one.name for one in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
@@ -277,7 +282,7 @@ def test_an_error_after_the_training_leaves_the_file_too(tmp_path: Path) -> None
         raise RuntimeError("at the end")
 
     callback = pl.callbacks.LambdaCallback(on_train_end=fail)
-    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path)
     with pytest.raises(RuntimeError, match="at the end"):
         fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
     assert len(load(path).history) == 3
@@ -293,7 +298,7 @@ def test_a_run_that_is_killed_has_its_epochs(tmp_path: Path) -> None:
         found.append(path.is_file() and len(load(path).history))
 
     callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
-    timer = GPUPhaseTimer(clock=gpu, summary=False, save=path, lag=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0)
     fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
     assert found == [False, 3]
     assert len(load(path).history) == 6
@@ -341,7 +346,13 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     now = iter([0.0, 0.0, 1.0, 50.0, 100.9, 101.0, 101.0, 101.5])
     monkeypatch.setattr("lightning_gputime.callback.time.perf_counter", now.__next__)
     path = tmp_path / "run.json.gz"
-    fit(gpu, Model(gpu), 1, max_epochs=4, timer=GPUPhaseTimer(clock=gpu, summary=False, save=path))
+    fit(
+        gpu,
+        Model(gpu),
+        1,
+        max_epochs=4,
+        timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path),
+    )
     # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
     assert len(saved) == 3
 
@@ -353,7 +364,7 @@ def test_without_a_file_to_save_no_time_is_read_at_the_end_of_epochs(
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.perf_counter", clock)
     gpu = FakeGPU()
-    fit(gpu, Model(gpu), 1, max_epochs=2, timer=GPUPhaseTimer(clock=gpu, summary=False))
+    fit(gpu, Model(gpu), 1, max_epochs=2, timer=GPUPhaseTimer(_clock=gpu, print_summary=False))
     clock.assert_not_called()
 
 
@@ -366,7 +377,9 @@ def test_where_the_disk_is_full_training_goes_on_and_it_is_said_once(
 ) -> None:
     monkeypatch.setattr("os.replace", full)
     gpu = FakeGPU()
-    timer = GPUPhaseTimer(clock=gpu, summary=False, save=tmp_path / "run.json.gz", warmup_steps=0)
+    timer = GPUPhaseTimer(
+        _clock=gpu, print_summary=False, save_path=tmp_path / "run.json.gz", warmup_steps=0
+    )
     with caplog.at_level(logging.WARNING, "lightning_gputime"):
         fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
     assert timer.summary().steps == 6
@@ -383,7 +396,7 @@ def test_where_the_path_cannot_be_written_training_goes_on(
     (tmp_path / "file").write_text("")
     gpu = FakeGPU()
     timer = GPUPhaseTimer(
-        clock=gpu, summary=False, save=tmp_path / "file" / "run.json.gz", warmup_steps=0
+        _clock=gpu, print_summary=False, save_path=tmp_path / "file" / "run.json.gz", warmup_steps=0
     )
     fit(gpu, Model(gpu), 3, timer=timer)
     assert timer.summary().steps == 3
@@ -392,8 +405,10 @@ def test_where_the_path_cannot_be_written_training_goes_on(
 
 @pytest.mark.parametrize("path", [3, "", True])
 def test_a_path_that_is_none_is_refused(path: Any) -> None:
-    with pytest.raises(TypeError, match=r"save must be a path such as 'run\.json\.gz', or None"):
-        GPUPhaseTimer(save=path)
+    with pytest.raises(
+        TypeError, match=r"save_path must be a path such as 'run\.json\.gz', or None"
+    ):
+        GPUPhaseTimer(save_path=path)
 
 
 def test_without_save_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

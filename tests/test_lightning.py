@@ -16,7 +16,7 @@ from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
-    return GPUPhaseTimer(clock=gpu, summary=False, **{"warmup_steps": 0, **options})
+    return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, **options})
 
 
 # Where an epoch begins
@@ -512,30 +512,31 @@ trainer:
     - class_path: lightning_gputime.GPUPhaseTimer
       init_args:
         warmup_steps: 0
-        on_step: %s
+        observers: %s
 """
 
 
 @pytest.mark.filterwarnings("ignore")  # jsonargparse and Lightning warn of themselves
 @pytest.mark.parametrize(
-    "on_step", ["test_lightning.note", "{class_path: lightning_gputime.PhaseTimeMetric}", "null"]
+    "observers",
+    ["[test_lightning.note]", "[{class_path: lightning_gputime.PhaseTimeMetric}]", "[]"],
 )
-def test_on_step_can_be_named_in_the_file_of_a_lightning_cli(
-    on_step: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_observers_can_be_named_in_the_file_of_a_lightning_cli(
+    observers: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cli = pytest.importorskip("lightning.pytorch.cli")
     pytest.importorskip("jsonargparse")
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG % on_step)
+    path.write_text(CONFIG % observers)
     SEEN.clear()
     made = cli.LightningCLI(Plain, args=["fit", "--config", str(path)], save_config_callback=None)
     [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
     assert timer.history()["step"].tolist() == [0, 1]
-    if "note" in on_step:
+    if "note" in observers:
         assert SEEN == [0, 1]
-    if "Metric" in on_step:
+    if "Metric" in observers:
         assert "not counted" not in caplog.text
-        metric = timer._options.on_step
+        [metric] = timer._options.observers
         assert isinstance(metric, PhaseTimeMetric)
         assert metric.compute()["step_ms"] > 0.0
 
@@ -549,7 +550,7 @@ def test_on_step_can_be_named_in_the_file_of_a_lightning_cli(
         "flops: [1.0, 2.0]",
         "items: 4",
         "{items: 2.5, flops: count, modules: [net], every_n_steps: auto, sync_ranks: log}",
-        "{modules: 2, every_n_steps: 1, save: null}",
+        "{modules: 2, every_n_steps: 1, save_path: null}",
         "modules: net",
     ],
 )
@@ -559,7 +560,7 @@ def test_the_file_that_a_lightning_cli_saves_can_be_run_again(
     cli = pytest.importorskip("lightning.pytorch.cli")
     yaml = pytest.importorskip("yaml")
     pytest.importorskip("jsonargparse")
-    config = yaml.safe_load(CONFIG % "null")
+    config = yaml.safe_load(CONFIG % "[]")
     [callback] = config["trainer"]["callbacks"]
     own = yaml.safe_load(options)
     callback["init_args"] |= own
@@ -571,8 +572,8 @@ def test_the_file_that_a_lightning_cli_saves_can_be_run_again(
             Plain, args=["fit", "--config", str(path)], save_config_kwargs={"overwrite": True}
         )
         [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
-        taken = {name: getattr(timer._options, name) for name in own if name != "save"}
-        assert taken == {name: one for name, one in own.items() if name != "save"}
+        taken = {name: getattr(timer._options, name) for name in own if name != "save_path"}
+        assert taken == {name: one for name, one in own.items() if name != "save_path"}
         assert len(timer.history()) > 0
         path = tmp_path / "config.yaml"
 
@@ -580,7 +581,7 @@ def test_the_file_that_a_lightning_cli_saves_can_be_run_again(
 def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timer = GPUPhaseTimer(clock=gpu)
+    timer = GPUPhaseTimer(_clock=gpu)
     runner = trainer(timer, fast_dev_run=True)
     runner.fit(Model(gpu), Loader(gpu, 3))
     printed = capsys.readouterr().out
@@ -645,7 +646,7 @@ def test_a_trainer_and_its_profiler_are_copied_in_the_middle_of_a_fit(
         one = trainer if of == "trainer" else trainer.profiler  # type: ignore[attr-defined]
         return how.deepcopy(one) if name == "copy" else how.loads(how.dumps(one))
 
-    timer, calls = GPUPhaseTimer(summary=False, warmup_steps=0), Calls(twin)
+    timer, calls = GPUPhaseTimer(print_summary=False, warmup_steps=0), Calls(twin)
     trainer(calls, timer).fit(Plain())
     assert len(calls.results) == 3
     assert len(timer.history()) == 2
@@ -785,7 +786,7 @@ def test_a_fit_after_one_that_raised_is_a_new_measurement(gpu: FakeGPU) -> None:
                 raise RuntimeError("bad batch")
             return super().training_step(batch, batch_idx)
 
-    timer = timer_of(gpu, lag=0)
+    timer = timer_of(gpu, _lag=0)
     with pytest.raises(RuntimeError, match="bad batch"):
         trainer(timer).fit(Breaks(gpu), Loader(gpu, 4))
     assert steps(timer) == [STEP_MS] * 2
@@ -803,7 +804,7 @@ def test_the_bar_shows_a_step_of_the_modules_own(gpu: FakeGPU) -> None:
             return super().training_step(batch, batch_idx)
 
     bar = pl.callbacks.TQDMProgressBar()
-    timer = timer_of(gpu, prog_bar=True, lag=0)
+    timer = timer_of(gpu, prog_bar=True, _lag=0)
     runner = trainer(bar, timer, enable_progress_bar=True, max_epochs=3)
     runner.fit(Logs(gpu), Loader(gpu, 2))
     shown = bar.get_metrics(runner, runner.lightning_module)

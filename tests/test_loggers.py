@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def train(gpu: FakeGPU, *loggers: Logger) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     fit(gpu, Model(gpu), n=5, timer=timer, logger=list(loggers), log_every_n_steps=2)
 
 
@@ -101,7 +101,7 @@ def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
 ) -> None:
     logger = TensorBoardLogger(tmp_path)
     model = Model(gpu)
-    timer = GPUPhaseTimer(clock=gpu, summary=False, modules="net", warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", warmup_steps=0)
     fit(gpu, model, n=5, timer=timer, logger=logger, log_every_n_steps=2)
     trainer(timer, logger=logger).validate(model, Loader(gpu, 2), verbose=False)
     [layout] = read_layouts(logger)
@@ -126,7 +126,7 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
 ) -> None:
     logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
     model = Model(gpu)
-    timer = GPUPhaseTimer(clock=gpu, summary=False, modules="net", warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", warmup_steps=0)
     options: dict[str, Any] = {"logger": [logger, flat], "log_every_n_steps": 1}
     runner = trainer(timer, **options)
     runner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
@@ -222,7 +222,7 @@ def test_loggers_that_draw_no_charts_are_asked_for_none(gpu: FakeGPU) -> None:
 
 def test_rows_of_csv_carry_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     model, options = Model(gpu), {"max_epochs": 3, "log_every_n_steps": 2}
     runner = trainer(timer, logger=logger, **options)
     runner.fit(model, Loader(gpu, 3), Loader(gpu, 1))

@@ -156,7 +156,7 @@ def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
             loss = super().loss(x)
             return loss * float("inf") if self.global_step == 1 else loss
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, lag=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, _lag=0)
     skipped: list[bool] = []
 
     class Look(pl.Callback):
@@ -211,7 +211,7 @@ def test_a_gradient_accumulation_scheduler(gpu: FakeGPU) -> None:
 
 
 def test_validation_in_the_middle_of_an_accumulation(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(timer, accumulate_grad_batches=2, val_check_interval=3).fit(
         Model(gpu), Loader(gpu, 6), Loader(gpu, 2)
     )
@@ -358,7 +358,7 @@ def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) ->
         def on_train_batch_end(self, *_: Any) -> None:
             gpu.work(256.0)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     callbacks = [Works(), timer] if first else [timer, Works()]
     trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
     before = {
@@ -405,7 +405,7 @@ def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
 
     assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     data: Any = torch.ones(8, 2)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
     trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
@@ -417,7 +417,7 @@ def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
         def test_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     runner, model = trainer(timer), Evaluates(gpu)
     runner.test(model, Loader(gpu, 2), verbose=False)
     runner.validate(model, Loader(gpu, 2), verbose=False)
@@ -431,7 +431,7 @@ def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Pat
     runner = trainer()
     runner.fit(Model(gpu), Loader(gpu, 3))
     runner.save_checkpoint(tmp_path / "last.ckpt")
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     logger = MemoryLogger()
     runner = trainer(timer, max_epochs=2, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 3), ckpt_path=tmp_path / "last.ckpt")
@@ -476,7 +476,7 @@ class Sized(Model):
 def test_the_finders_trials_are_not_steps(
     gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
 ) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     runner = trainer(timer, make(), default_root_dir=tmp_path, enable_checkpointing=True)
     model = Sized(gpu)
     runner.fit(model)
@@ -499,7 +499,7 @@ def test_the_trainer_of_pytorch_lightning_takes_the_callback(gpu: FakeGPU) -> No
         def configure_optimizers(self) -> Any:
             return Adder(self.parameters(), gpu, 2.0)
 
-    timer: Any = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer: Any = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     pytorch_lightning.Trainer(
         max_epochs=1,
         callbacks=[timer],

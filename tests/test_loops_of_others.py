@@ -24,7 +24,7 @@ def test_fabric(loop: Loop) -> None:
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
     logger = Logger()
     with GPUPhaseHooks(
-        model, optimizer, clock=loop.gpu, logger=logger, log_every_n_steps=2
+        model, optimizer, _clock=loop.gpu, logger=logger, log_every_n_steps=2
     ) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.gpu.work(0.125)
@@ -45,7 +45,7 @@ def test_accelerate(loop: Loop) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
     with GPUPhaseHooks(
-        model, optimizer, clock=loop.gpu, accumulate_grad_batches=2, warmup_steps=0
+        model, optimizer, _clock=loop.gpu, accumulate_grad_batches=2, warmup_steps=0
     ) as timer:
         for x in timer.steps(loop.batches(4)):
             with accelerator.accumulate(model):
@@ -88,7 +88,7 @@ def test_accelerate_says_itself_how_many_micro_batches_make_a_step(
     data: Any = [torch.ones(2)] * 5
     loader: Any = DataLoader(data, batch_size=1, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(loop.model, loop.optimizer, loader)
-    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0, **given) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=loop.gpu, warmup_steps=0, **given) as timer:
         for _ in range(2):
             for x in timer.steps(loader):
                 with accelerator.accumulate(model):
@@ -105,7 +105,7 @@ def test_accelerate_goes_on_with_the_micro_batches_of_the_epoch_before(loop: Loo
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
-    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=loop.gpu, warmup_steps=0) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(3)):  # Accelerate does not know where these end.
                 with accelerator.accumulate(model):
@@ -121,7 +121,7 @@ def test_a_loop_without_accelerates_accumulation_has_a_step_a_batch(loop: Loop) 
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
-    with GPUPhaseHooks(model, optimizer, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(3)):
             accelerator.backward(model(x).sum())
             optimizer.step()

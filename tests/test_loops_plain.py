@@ -78,7 +78,7 @@ def test_a_grad_scaler_and_its_skipped_update(loop: Loop) -> None:
         scaler.update()
         loop.optimizer.zero_grad()
 
-    timer = run(loop, step, lag=0)
+    timer = run(loop, step, _lag=0)
     # Unscaling belongs to `optimizer` where an update follows, else to `other`.
     updated = {**STEP_MS, "optimizer": 3.0}
     without = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
@@ -98,7 +98,7 @@ def test_lbfgs_with_a_closure(loop: Loop) -> None:
 
         optimizer.step(closure)
 
-    with GPUPhaseHooks(loop.model, optimizer, clock=loop.gpu) as timer:
+    with GPUPhaseHooks(loop.model, optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.gpu.work(0.125)
             step(x)
@@ -157,7 +157,7 @@ def test_a_gan_with_two_optimizers(gpu: FakeGPU) -> None:
     models = nn.ModuleList([Layer(gpu, 1.0, 2.0), Layer(gpu, 4.0, 8.0)])
     generator, critic = models
     optimizers = [Adder(model.parameters(), gpu, 0.5) for model in models]
-    with GPUPhaseHooks(models, optimizers, clock=gpu) as timer:
+    with GPUPhaseHooks(models, optimizers, _clock=gpu) as timer:
         for _ in timer.steps(range(3)):
             fake = generator(torch.ones(1, 2))
             critic(fake.detach()).sum().backward()

@@ -85,7 +85,7 @@ class Training:
         self.net = Net(allocator)
         self.optimizer = Momentum(self.net, allocator, gpu)
         self.timer = GPUPhaseHooks(
-            self.net, self.optimizer, clock=gpu, **{"warmup_steps": 0, "memory": True, **options}
+            self.net, self.optimizer, _clock=gpu, **{"warmup_steps": 0, "memory": True, **options}
         )
 
     def run(
@@ -157,7 +157,7 @@ def test_the_log_has_the_highest_peak_since_the_last_log(
         1: lambda: memory.temp(500 * MIB),
         2: lambda: memory.temp(700 * MIB),
     }
-    Training(gpu, memory, logger=logger, log_every_n_steps=n, lag=lag).run(3, late)
+    Training(gpu, memory, logger=logger, log_every_n_steps=n, _lag=lag).run(3, late)
     loss = {0: 1032.0, 1: 1630.0, 2: 1830.0}
     expected = {1: [loss[0], loss[1], loss[2]], 2: [loss[1], loss[2]], 3: [loss[2]]}[n]
     assert [metrics["phase_time/loss_peak_mb"] for _, metrics in logger.calls] == expected
@@ -257,7 +257,7 @@ def test_what_is_allocated_while_steps_are_read_counts(gpu: FakeGPU, memory: Fak
     def allocate(_: Any) -> None:
         memory.temp(300 * MIB)
 
-    timer = Training(gpu, memory, on_step=allocate, lag=0).run(2)
+    timer = Training(gpu, memory, observers=[allocate], _lag=0).run(2)
     assert summary(timer).peak_mb["data"] == 1400.0
     assert summary(timer).at_step["data"] == 1
 
@@ -367,7 +367,7 @@ def test_steps_that_two_timers_sample_at_once_have_no_peaks(
     training = Training(gpu, memory)
     other = Layer(gpu, 4.0, 4.0)
     of_other = GPUPhaseHooks(
-        other, Adder(other.parameters(), gpu, 1.0), clock=gpu, memory=True, warmup_steps=0
+        other, Adder(other.parameters(), gpu, 1.0), _clock=gpu, memory=True, warmup_steps=0
     )
 
     def train_other() -> None:
@@ -554,7 +554,7 @@ def test_lightning_logs_and_keeps_peaks(gpu: FakeGPU, memory: FakeAllocator) -> 
             return [torch.ones(1, 2)]
 
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(clock=gpu, summary=False, memory=True)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, memory=True)
     fit(gpu, Allocates(gpu), 6, timer=timer, logger=logger, log_every_n_steps=3)
     assert summary(timer).peak_mb["loss"] == 1030.0
     assert max(summary(timer).peak_mb.values()) == 1030.0

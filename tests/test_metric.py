@@ -88,7 +88,7 @@ def test_forward_adds_a_step_once() -> None:
 def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
-    with hooks(loop, on_step=collection) as timer:
+    with hooks(loop, observers=[collection]) as timer:
         for x in timer.steps(loop.batches(5)):
             loop.train(x)
     values = collection.compute()
@@ -145,18 +145,19 @@ def test_an_on_step_that_raises_ends_itself_and_nothing_else(
     def fail(times: StepTimes) -> None:
         raise RuntimeError("no disk left")
 
-    with hooks(loop, on_step=fail) as timer:
+    with hooks(loop, observers=[fail]) as timer:
         for x in timer.steps(loop.batches(5)):
             loop.train(x)
     assert timer.summary().steps == 5
     assert caplog.text.count("no disk left") == 1
-    with pytest.raises(TypeError, match="on_step must be a function"):
-        hooks(loop, on_step=3)
+    with pytest.raises(TypeError, match="observers must be a list of functions"):
+        hooks(loop, observers=[3])
 
 
 def test_a_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
-    timer = pickle.loads(pickle.dumps(GPUPhaseTimer(on_step=PhaseTimeMetric())))
-    assert isinstance(timer._options.on_step, PhaseTimeMetric)
+    timer = pickle.loads(pickle.dumps(GPUPhaseTimer(observers=[PhaseTimeMetric()])))
+    [metric] = timer._options.observers
+    assert isinstance(metric, PhaseTimeMetric)
 
 
 def test_the_states_stay_on_the_host_in_their_precision() -> None:

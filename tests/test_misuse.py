@@ -91,7 +91,7 @@ def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any, said: str) 
 
 
 def test_a_timer_of_a_trainer_that_did_not_train_says_so(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(clock=gpu)
+    timer = GPUPhaseTimer(_clock=gpu)
     said = (
         "No step was timed. Nothing was trained: give it to Trainer(callbacks=[...]), and call"
         " fit()."
@@ -135,7 +135,7 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         GPUPhaseTimer("run.json")  # type: ignore[call-arg, arg-type]  # the mistake
     assert str(error.value) == (
         "GPUPhaseTimer takes its options by name, got 'run.json' by position: write"
-        " GPUPhaseTimer(save='run.json')"
+        " GPUPhaseTimer(save_path='run.json')"
     )
 
 
@@ -146,7 +146,7 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         (GPUPhaseHooks, "save", "has no option save: call timer.save(path)"),
         (GPUPhaseTimer, "warmup", "GPUPhaseTimer has no option warmup: write warmup_steps="),
         (GPUPhaseTimer, "model", "has no option model: the trainer tells it the model"),
-        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prog_bar, summary,"),
+        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prog_bar, print_summary,"),
         (PhaseTimeCallback, "warmup", "has no option warmup: write warmup_steps="),
         (PhaseTimeCallback, "summary", "has no option summary: write print(timer.summary())"),
     ],
@@ -181,10 +181,10 @@ def test_a_timer_in_place_of_a_run_is_told_in_a_line() -> None:
 def test_an_optimizer_of_another_model_is_told_and_timed(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    GPUPhaseHooks(loop.model, loop.optimizer, clock=loop.gpu)
+    GPUPhaseHooks(loop.model, loop.optimizer, _clock=loop.gpu)
     assert not caplog.records
     image = nn.Parameter(torch.zeros(2))
-    GPUPhaseHooks(NET, torch.optim.LBFGS([image]), clock=loop.gpu)
+    GPUPhaseHooks(NET, torch.optim.LBFGS([image]), _clock=loop.gpu)
     assert "None of the parameters that LBFGS updates is one of the model's" in caplog.text
 
 

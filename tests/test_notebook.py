@@ -53,7 +53,7 @@ def test_this_is_no_notebook() -> None:
 def test_a_notebook_gets_the_table_as_html_when_training_ends(
     gpu: FakeGPU, shown: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(gpu, Model(gpu), n=6, timer=GPUPhaseTimer(clock=gpu, warmup_steps=1))
+    fit(gpu, Model(gpu), n=6, timer=GPUPhaseTimer(_clock=gpu, warmup_steps=1))
     [table] = shown
     assert "<table>" in table._repr_html_()
     assert "Time per step" not in capsys.readouterr().out

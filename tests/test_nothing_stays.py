@@ -115,14 +115,14 @@ class Run:
     def timer(self) -> Any:
         if self.front == "hooks":
             self.loop = Loop(self.gpu)
-            return GPUPhaseHooks(self.loop.model, self.loop.optimizer, clock=self.gpu)
+            return GPUPhaseHooks(self.loop.model, self.loop.optimizer, _clock=self.gpu)
         if self.front == "fabric":
-            return FabricTimer(clock=self.gpu)
+            return FabricTimer(_clock=self.gpu)
         if self.front == "huggingface":
             from lightning_gputime.huggingface import PhaseTimeCallback
 
-            return PhaseTimeCallback(clock=self.gpu)
-        return GPUPhaseTimer(clock=self.gpu, summary=False)
+            return PhaseTimeCallback(_clock=self.gpu)
+        return GPUPhaseTimer(_clock=self.gpu, print_summary=False)
 
     def train(self, timer: Any) -> None:
         getattr(self, f"_{self.front}")(timer)
@@ -342,7 +342,7 @@ def test_a_callback_that_is_kept_after_the_fit_holds_no_model(gpu: FakeGPU) -> N
             held.append(weakref.ref(timer._evaluations._boundaries))
 
     held = list[Any]()
-    timer = GPUPhaseTimer(clock=gpu, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     looks, model = Looks(), Model(gpu)
     owner = trainer(looks, timer)
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))

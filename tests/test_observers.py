@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from fake_loop import Logger, Loop, hooks
 
+from lightning_gputime import SlowStep, StepTimes
+
 
 class Notes:
     """Notes what it is told, and raises in one of its methods."""
@@ -21,13 +23,13 @@ class Notes:
     def attach(self) -> None:
         self._note("attach")
 
-    def step_ends(self, now_ns: int) -> None:
-        self._note("step_ends")
+    def on_step(self, times: StepTimes) -> None:
+        self._note("on_step")
 
-    def steps_read(self, steps: Any) -> None:
-        self._note("steps_read")
+    def on_slow_step(self, step: SlowStep) -> None:
+        self._note("on_slow_step")
 
-    def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         self._note("metrics")
         return {"noted": 1.0}
 
@@ -39,14 +41,16 @@ class Notes:
         self._note("remove")
 
 
-METHODS = ["attach", "step_ends", "steps_read", "metrics", "summary", "remove"]
+METHODS = ["attach", "on_step", "on_slow_step", "metrics", "summary", "remove"]
+SLOW = 40
 
 
 def train(loop: Loop, notes: Notes) -> tuple[list[dict[str, float]], str]:
     logger = Logger()
-    with hooks(loop, observers=[notes], logger=logger, log_every_n_steps=2) as timer:
-        for x in timer.steps(loop.batches(4)):
+    with hooks(loop, observers=[notes], logger=logger, log_every_n_steps=30) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(60))):
             loop.train(x)
+            loop.gpu.work(20.0 * (number == SLOW))
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
@@ -54,7 +58,7 @@ def test_an_observer_is_told_all_that_is_promised(loop: Loop) -> None:
     notes = Notes()
     logs, summary = train(loop, notes)
     assert {*notes.told} == {*METHODS}
-    assert [notes.told.count(name) for name in ("attach", "step_ends", "remove")] == [1, 4, 1]
+    assert [notes.told.count(name) for name in METHODS] == [1, 60, 1, 2, 1, 1]
     assert [metrics["phase_time/noted"] for metrics in logs] == [1.0, 1.0]
     assert "noted" in summary.splitlines()
 
@@ -66,20 +70,19 @@ def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int
 
         number = -1
 
-        def steps_read(self, steps: Any) -> None:
-            self.number = [*steps][-1].number
+        def on_step(self, times: StepTimes) -> None:
+            self.number = times.step
 
-        def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
-            return {"behind": newest - self.number}
+        def metrics(self) -> dict[str, float]:
+            return {"newest": self.number}
 
     logger = Logger()
     options: dict[str, Any] = {"observers": [Newest()], "log_every_n_steps": every}
     with hooks(loop, logger=logger, **options) as timer:
         for x in timer.steps(loop.batches(100)):
             loop.train(x)
-    behind = [metrics["phase_time/behind"] for _, metrics in logger.calls]
-    assert len(behind) == 100 // every
-    assert {*behind} == {0.0}
+    newest = [(step, metrics["phase_time/newest"]) for step, metrics in logger.calls]
+    assert newest == [(step, step) for step in range(every - 1, 100, every)]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -87,6 +90,6 @@ def test_an_observer_that_raises_costs_nobody_else_anything(
     loop: Loop, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logs, _ = train(loop, Notes(fails_in=name))
-    assert [metrics["phase_time/step_ms"] for metrics in logs] == [15.625, 15.625]
+    assert [metrics["phase_time/step_ms"] for metrics in logs] == [15.625, 15.625 + 20.0 / 30]
     assert "ZeroDivisionError" in caplog.text
     assert f"Notes.{name}" in caplog.text

@@ -215,7 +215,7 @@ def validate(loop: Loop, n: int) -> None:
 
 def test_a_validation_between_steps_without_an_optimizer(gpu: FakeGPU) -> None:
     loop = ByHand(gpu)
-    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
         for _ in range(4):
             for x in loop.batches(15):
                 loop.train(x)
@@ -227,7 +227,7 @@ def test_a_validation_between_steps_without_an_optimizer(gpu: FakeGPU) -> None:
 
 def test_a_validation_in_the_body_without_an_optimizer(gpu: FakeGPU) -> None:
     loop = ByHand(gpu)
-    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
             loop.train(x)
             if number % 10 == 0:
@@ -237,7 +237,7 @@ def test_a_validation_in_the_body_without_an_optimizer(gpu: FakeGPU) -> None:
 
 def test_inference_without_an_optimizer_stays_forward(loop: Loop) -> None:
     loop.model.eval()
-    with GPUPhaseHooks(loop.model, clock=loop.gpu, warmup_steps=0) as timer, torch.no_grad():
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer, torch.no_grad():
         for x in timer.steps(loop.batches(5)):
             loop.model(x)
     assert ms(timer, "forward") == [4.0] * 5
@@ -245,7 +245,7 @@ def test_inference_without_an_optimizer_stays_forward(loop: Loop) -> None:
 
 def test_a_break_after_an_update_by_hand(gpu: FakeGPU) -> None:
     loop = ByHand(gpu)
-    with GPUPhaseHooks(loop.model, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
             loop.train(x)
             if number == 5:
@@ -303,7 +303,7 @@ def test_work_before_the_closure_of_an_update_is_optimizer(gpu: FakeGPU) -> None
 
     net = Layer(gpu, 4.0, 8.0)
     optimizer = Prepares(net.parameters(), gpu, 2.0)
-    with GPUPhaseHooks(net, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(net, optimizer, _clock=gpu, warmup_steps=0) as timer:
         for x in timer.steps(batches(gpu, 4, copy_ms=1.0)):
 
             def closure(x: Tensor = x) -> None:
@@ -346,7 +346,7 @@ def test_a_method_of_a_child(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> 
 
     model = nn.ModuleDict({"backbone": Backbone(), "head": Layer(gpu, 1.0, 1.0)})
     optimizer = Adder(model.parameters(), gpu, 1.0)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
         for x in timer.steps(batches(gpu, 30)):
             model["head"](model["backbone"].features(x)).sum().backward()  # type: ignore[operator]
             optimizer.step()
@@ -454,7 +454,7 @@ def test_a_loop_that_decides_in_its_body_to_evaluate_has_no_steps(loop: Loop) ->
 def test_a_validation_of_all_models_of_a_container(gpu: FakeGPU, how: str) -> None:
     encoders = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
     optimizer = Adder(encoders.parameters(), gpu, 2.0)
-    with GPUPhaseHooks(encoders, optimizer, clock=gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(encoders, optimizer, _clock=gpu, warmup_steps=0) as timer:
         loader = batches(gpu, 45, copy_ms=1.0)
         for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
             (encoders["image"](x) * encoders["text"](x)).sum().backward()

@@ -33,7 +33,7 @@ BACKWARD = {"backward": 15.0, "backward/body": 6.0, "backward/head": 8.0}
 def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> list[dict[str, float]]:
     optimizer = Adder(model.parameters(), gpu, 2.0)
     bare = installed(*model.modules())
-    timer = GPUPhaseHooks(model, optimizer, clock=gpu, modules=modules, lag=0)
+    timer = GPUPhaseHooks(model, optimizer, _clock=gpu, modules=modules, _lag=0)
     found = []
     with timer:
         for x in timer.steps(batches(gpu, 3)):
@@ -54,7 +54,7 @@ def test_forward_and_backward_are_split_and_parents_stay_sums(gpu: FakeGPU) -> N
 
 def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
     model = Net(gpu)
-    timer = GPUPhaseHooks(model, Adder(model.parameters(), gpu, 2.0), clock=gpu, modules="all")
+    timer = GPUPhaseHooks(model, Adder(model.parameters(), gpu, 2.0), _clock=gpu, modules="all")
     with timer:
         for x in timer.steps(batches(gpu, 4)):
             model(x).sum().backward()
@@ -195,7 +195,7 @@ def test_a_part_inside_a_phase_by_hand_does_not_upset_the_part_around_it(gpu: Fa
 
 def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
     model = Net(gpu)
-    with GPUPhaseHooks(model, clock=gpu, modules=["head"], wrap_backward=False) as timer:
+    with GPUPhaseHooks(model, _clock=gpu, modules=["head"], wrap_backward=False) as timer:
         for x in timer.steps(batches(gpu, 2)):
             loss = model(x).sum()
             with timer.phase("backward"):
@@ -224,7 +224,7 @@ def test_an_annotator_that_fails_does_not_reach_the_loop(
 ) -> None:
     monkeypatch.setattr("lightning_gputime._record.ranges.Annotator.__call__", lambda *_: 1 / 0)
     model = Net(gpu)
-    with GPUPhaseHooks(model, clock=gpu, annotate=True) as timer:
+    with GPUPhaseHooks(model, _clock=gpu, annotate=True) as timer:
         for x in timer.steps(batches(gpu, 3)):
             model(x)
     assert len(timer.history()) == 3
@@ -236,7 +236,7 @@ def test_phases_are_ranges_in_the_profiler_by_option(gpu: FakeGPU) -> None:
     optimizer = Adder(model.parameters(), gpu, 2.0)
     with (
         torch.profiler.profile() as profiler,
-        GPUPhaseHooks(model, optimizer, clock=gpu, annotate=True) as timer,
+        GPUPhaseHooks(model, optimizer, _clock=gpu, annotate=True) as timer,
     ):
         for x in timer.steps(batches(gpu, 2)):
             model(x).sum().backward()

@@ -55,7 +55,7 @@ class GPT(nn.Module):
 def train(gpu: FakeGPU, model: nn.Module, modules: Any) -> GPUPhaseHooks:
     optimizer = Adder(model.parameters(), gpu, 2.0)
     bare = installed(*model.modules())
-    with GPUPhaseHooks(model, optimizer, clock=gpu, modules=modules, warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, modules=modules, warmup_steps=0) as timer:
         for x in timer.steps(batches(gpu, 3)):
             model(x).sum().backward()
             optimizer.step()
@@ -277,7 +277,7 @@ def test_many_modules_are_not_taken_for_a_step_that_never_ends(
 ) -> None:
     model = GPT(gpu, 20)
     optimizer = Adder(model.parameters(), gpu, 2.0)
-    options: Any = {"clock": gpu, "modules": 2, "accumulate_grad_batches": 16}
+    options: Any = {"_clock": gpu, "modules": 2, "accumulate_grad_batches": 16}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
         for x in timer.steps(batches(gpu, 16)):
             model(x).sum().backward()

@@ -75,7 +75,7 @@ class Loop:
 
 
 def probing(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    options = {"warmup_steps": 0, "probe_every_n_steps": 5, "clock": loop.gpu, **options}
+    options = {"warmup_steps": 0, "probe_every_n_steps": 5, "_clock": loop.gpu, **options}
     return GPUPhaseHooks(loop.model, loop.optimizer, **options)
 
 
@@ -97,7 +97,7 @@ def test_a_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
 
 def test_probed_steps_are_in_no_other_statistics_and_neither_are_those_after(gpu: FakeGPU) -> None:
     seen: list[StepTimes] = []
-    timer = run(Loop(gpu), 20, on_step=seen.append)
+    timer = run(Loop(gpu), 20, observers=[seen.append])
     without = run(Loop(FakeGPU()), 20, probe_every_n_steps=0)
     kept = [n for n in range(20) if n not in PROBED and n - 1 not in PROBED]
     assert timer.history()["step"].tolist() == kept == [step.step for step in seen]
@@ -208,7 +208,7 @@ def test_a_step_too_long_to_launch_is_not_probed(
 
 def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGPU()
-    summary = run(Loop(gpu), 10, clock=HostClock()).summary()
+    summary = run(Loop(gpu), 10, _clock=HostClock()).summary()
     assert summary.probed_steps == 0
     assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
 
@@ -266,7 +266,7 @@ class LaunchBound(Model):
 
 
 def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, probe_every_n_steps=4)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, probe_every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
@@ -392,7 +392,7 @@ def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeG
 @pytest.mark.parametrize("n", [1, 2, 3, 10])
 def test_the_wait_of_a_step_does_not_grow_with_what_is_left_untimed(n: int, lag: int) -> None:
     loop = Loop(FakeGPU(), host_ms=0.0625)
-    timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n, lag=lag)
+    timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n, _lag=lag)
     assert timer.summary().host_wait_mean_ms == pytest.approx(0.8125, rel=0.05)
 
 
@@ -409,7 +409,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
                 optimizer.step()
                 optimizer.zero_grad()
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, every_n_steps=2)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=2)
     trainer(timer).fit(Manual(), Loader(gpu, 48))
     assert timer.history()["step"].tolist() == [7, 15, 23, 31, 39, 47]
 
@@ -506,7 +506,7 @@ def test_where_the_trainer_waits_before_each_batch_the_spin_begins_behind(
             self.gpu.host_work(10.0)
             return super().forward(x)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, probe_every_n_steps=5)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, probe_every_n_steps=5)
     trainer(timer).fit(Launching(gpu), Loader(gpu, 30))
     summary = timer.summary()
     assert summary.probe_failure == ""

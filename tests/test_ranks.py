@@ -542,7 +542,7 @@ def test_with_log_every_window_is_compared_whatever_was_read(
     gpu: FakeGPU, exchange: FakeExchange, lag: int
 ) -> None:
     loop, logger = Loop(gpu), RankLogger()
-    options = {"sync_ranks": "log", "logger": logger, "log_every_n_steps": 4, "lag": lag}
+    options = {"sync_ranks": "log", "logger": logger, "log_every_n_steps": 4, "_lag": lag}
     with hooks(loop, warmup_steps=0, **options) as timer:
         for x in timer.steps(loop.batches(11)):
             loop.train(x)
@@ -590,7 +590,7 @@ def steps_compared(
 def test_with_log_all_ranks_compare_the_same_steps(
     exchange: FakeExchange, every: int, lag: int, log_every: int
 ) -> None:
-    options = {"every_n_steps": every, "lag": lag, "log_every_n_steps": log_every}
+    options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
     late = steps_compared(exchange, False, **options)
     assert steps_compared(exchange, True, **options) == late
     assert late[-1] == 60 // every
@@ -601,7 +601,7 @@ def test_with_log_all_ranks_compare_the_same_steps(
 def test_with_log_all_that_ended_before_a_log_is_compared_and_nothing_after(
     exchange: FakeExchange, every: int, lag: int, log_every: int
 ) -> None:
-    options = {"every_n_steps": every, "lag": lag, "log_every_n_steps": log_every}
+    options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
     logs = range(log_every - 1, 60 - lag, log_every)
     of_logs = [(number + 1) // every for number in logs]
     compared = steps_compared(exchange, False, **options)
@@ -616,13 +616,13 @@ def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
     assert steps_compared(exchange, False, epoch=15, **options) == [1, 1, 2, 3, 3, 4, 4, 6, 6]
 
 
-@pytest.mark.parametrize("on_step", [None, lambda _: None])
+@pytest.mark.parametrize("observers", [[], [lambda _: None]])
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_with_log_steps_without_times_are_missing_from_all_ranks_alike(
-    gpu: FakeGPU, exchange: FakeExchange, lag: int, on_step: Any
+    gpu: FakeGPU, exchange: FakeExchange, lag: int, observers: Any
 ) -> None:
     loop, x = Loop(gpu), torch.ones(1, 2)
-    options = {"sync_ranks": "log", "log_every_n_steps": 10, "lag": lag, "on_step": on_step}
+    options = {"sync_ranks": "log", "log_every_n_steps": 10, "_lag": lag, "observers": observers}
     with hooks(loop, **options) as timer:
         for number in range(40):
             if number in (10, 20, 30):
@@ -658,7 +658,7 @@ def test_with_log_a_graph_may_be_captured_where_the_ranks_are_compared(
     assert len(exchange.sent) >= 3
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 10}, {"every_n_steps": 2, "lag": 3}, {}])
+@pytest.mark.parametrize("options", [{"every_n_steps": 10}, {"every_n_steps": 2, "_lag": 3}, {}])
 def test_what_is_logged_is_never_numbered_back(
     gpu: FakeGPU, exchange: FakeExchange, options: dict[str, Any]
 ) -> None:

@@ -21,7 +21,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 
 def hooked(model: nn.Module, optimizer: Any, gpu: FakeGPU, **options: Any) -> GPUPhaseHooks:
-    return GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0, **options)
+    return GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, **options)
 
 
 # Plain loops
@@ -222,7 +222,7 @@ def test_a_copy_of_accelerates_optimizer_leaves_the_gradients_of_the_original(lo
     accelerate: Any = pytest.importorskip("accelerate")
     optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
     model, prepared = accelerate.Accelerator(cpu=True).prepare(loop.model, optimizer)
-    with GPUPhaseHooks(model, prepared, clock=loop.gpu) as timer:
+    with GPUPhaseHooks(model, prepared, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(1)):
             model(x).sum().backward()
             copy.deepcopy(prepared).zero_grad()
@@ -337,7 +337,7 @@ def test_callbacks_of_pytorch_lightning_end_where_its_batch_begins(gpu: FakeGPU)
         def on_train_batch_start(self, *_: Any) -> None:
             gpu.work(0.5)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     pytorch_lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -373,7 +373,7 @@ def test_the_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) 
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer.step()
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     callbacks = [Probe(), timer] if is_first else [timer, Probe()]
     trainer(*callbacks, accumulate_grad_batches=3).fit(model, Loader(gpu, 6))
     assert timer.history()["step"].tolist() == [0, 1]
@@ -459,13 +459,13 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
                 self.done = True
                 trainer(timer).fit(Model(gpu), Loader(gpu, 2))
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     assert caplog.text.count("A fit inside a fit has ended the timing of the outer one") == 1
 
 
 def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     stopping = pl.callbacks.EarlyStopping("phase_time/step_ms", check_on_train_epoch_end=True)
     runner = trainer(timer, stopping, log_every_n_steps=0)
     runner.fit(Model(gpu), Loader(gpu, 3))

@@ -136,7 +136,7 @@ def test_a_short_run_can_be_drawn(gpu: FakeGPU, n: int) -> None:
 
 def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
     loop, newest = Loop(gpu), list[StepTimes]()
-    with hooks(loop, accumulate_grad_batches=2, on_step=newest.append) as timer:
+    with hooks(loop, accumulate_grad_batches=2, observers=[newest.append]) as timer:
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:

@@ -177,9 +177,8 @@ class _Savable:
 
 
 def test_a_command_line_has_the_options_that_all_timers_have() -> None:
-    shared = {*TimerOptions.__annotations__, "save"}
-    of_python = {"on_step", "on_slow_step", "observers", "clock"}
-    assert {*SWITCHES, *VALUES} == shared - of_python
+    shared = {*TimerOptions.__annotations__, "save_path"}
+    assert {*SWITCHES, *VALUES} == shared - {"observers"}
     assert {*SWITCHES, *VALUES} <= {*inspect.signature(GPUPhaseTimer).parameters}
 
 
@@ -196,14 +195,14 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     for name in ("execv", "execvp"):
         monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
-    _cli.main(["run", "--save", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    _cli.main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
-    assert json.loads(os.environ[VARIABLE])["save"] == str(tmp_path / "1,2.json")
+    assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1", {}), ("true", {}), ('{"lag": 0}', {"lag": 0}), ("0", None), ('{"lag":', None)],
+    [("1", {}), ("true", {}), ('{"flops": 1}', {"flops": 1}), ("0", None), ('{"flops":', None)],
 )
 def test_what_the_variable_says(
     text: str,
@@ -213,7 +212,7 @@ def test_what_the_variable_says(
 ) -> None:
     monkeypatch.setenv(VARIABLE, text)
     assert options() == expected
-    assert ("as JSON; no timer is added" in caplog.text) == (text == '{"lag":')
+    assert ("as JSON; no timer is added" in caplog.text) == (text == '{"flops":')
 
 
 @pytest.mark.parametrize(("wanted", "told"), [("lagg", "no option lagg"), ("modules", "no module")])
@@ -234,16 +233,16 @@ def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
-    assert not adding.show_at_exit(timer, {"save": "run.json"})
+    assert not adding.show_at_exit(timer, {"save_path": "run.json"})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    assert adding.show_at_exit(timer, {"save": "run.json"})
+    assert adding.show_at_exit(timer, {"save_path": "run.json"})
     assert found == [timer, "run.json", True]
 
 
 def test_each_timer_of_a_script_saves_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adding, "_numbers", count(1))
     monkeypatch.setattr(os, "getpid", lambda: 7)
-    wanted = {"save": "runs.d/run.json.gz"}
+    wanted = {"save_path": "runs.d/run.json.gz"}
     assert adding.path_to_save({}) is None
     assert adding.path_to_save(wanted) == "runs.d/run.json.gz"
     assert adding.path_to_save(wanted) == "runs.d/run-2.json.gz"
@@ -269,7 +268,7 @@ def test_a_file_that_another_process_of_the_run_has_saved_stays(
     assert second.paths == [str(own)]
     assert f"has saved {path}: this one saves to {own}" in caplog.text
     monkeypatch.setattr(adding, "_numbers", count(1))
-    assert adding.path_to_save({"save": str(path)}) == str(own)
+    assert adding.path_to_save({"save_path": str(path)}) == str(own)
 
 
 def test_models_are_found_beside_odd_modules() -> None:
@@ -296,7 +295,7 @@ def test_a_script_ends_as_without(
     (tmp_path / "sitecustomize.py").write_text("import missing")
     environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     alone = run(script, tmp_path, environment, *own)
-    timed = run(script, tmp_path, environment, *RUN, "--memory", "--lag", "0", *own)
+    timed = run(script, tmp_path, environment, *RUN, "--memory", "--history-size", "9", *own)
     assert alone[0] == timed[0] == code
     assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
     assert timed[1] == alone[1]
@@ -327,7 +326,7 @@ def test_a_script_gets_one_timer(
 ) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-    flags = ("--save", "run.json.gz", "--warmup-steps", "0")
+    flags = ("--save-path", "run.json.gz", "--warmup-steps", "0")
     code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
     assert code == 0, said
     assert told in said
@@ -407,7 +406,7 @@ def test_children_have_a_timer_each_and_the_first_rank_prints(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--lag", "x", "train.py"], "lag must be an integer"),
+        (["--history-size", "x", "train.py"], "history_size must be an integer"),
         (["--modules", "a/b", "train.py"], "modules must"),
         ([], "no script is given"),
         (["--lags", "1", "train.py"], "--lags"),

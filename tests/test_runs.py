@@ -147,7 +147,7 @@ def test_a_run_without_steps_is_saved(tmp_path: Path) -> None:
 
 def test_the_environment_says_what_it_ran_on() -> None:
     loop = Loop(FakeGPU())
-    with hooks(loop, modules=[], lag=0, accumulate_grad_batches=2) as timer:
+    with hooks(loop, modules=[], _lag=0, accumulate_grad_batches=2) as timer:
         for x in timer.steps(loop.batches(2)):
             loop.train(x)
     found = timer._run().environment
@@ -156,8 +156,8 @@ def test_the_environment_says_what_it_ran_on() -> None:
     assert (found.accumulate_grad_batches, found.batch_size, found.compiled) == (2, None, False)
     assert found.package == lightning_gputime.__version__
     assert found.started.endswith("+00:00")
-    assert (found.options["lag"], found.options["modules"]) == (0, [])
-    assert "clock" not in found.options
+    assert (found.options["history_size"], found.options["modules"]) == (10_000, [])
+    assert not {"_clock", "_lag"} & {*found.options}
 
 
 def test_the_size_of_a_batch_is_the_loaders() -> None:

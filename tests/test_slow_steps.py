@@ -4,6 +4,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def only(timer: GPUPhaseHooks) -> SlowStep:
 def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     loop: Loop, lag: int, ahead_ms: float
 ) -> None:
-    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, lag=lag)
+    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, _lag=lag)
     slow = only(timer)
     assert (slow.step, slow.phase, slow.unexplained_ms) == (SLOW, "loss", 0.0)
     assert slow.usual_ms == 15.625
@@ -269,10 +270,10 @@ def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loo
     def slow_once(times: StepTimes) -> None:
         loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
 
-    slow = only(train(loop, on_step=slow_once))
+    slow = only(train(loop, observers=[slow_once]))
     [cause] = slow.causes
     assert (cause.kind, cause.host_ms) == ("callback", 50.0)
-    assert cause.detail == "on_step"
+    assert cause.detail == "observers"
 
 
 def test_a_progress_bar_that_is_slow_is_not_called_a_function_of_the_users(
@@ -282,19 +283,23 @@ def test_a_progress_bar_that_is_slow_is_not_called_a_function_of_the_users(
         gpu.host_work(50.0 if times.step == SLOW else 0.0)
 
     monkeypatch.setattr(_lightning, "show_on_bar", slow_once)
-    timer = GPUPhaseTimer(clock=gpu, prog_bar=True, summary=False)
+    timer = GPUPhaseTimer(_clock=gpu, prog_bar=True, print_summary=False)
     trainer(timer).fit(Model(gpu), Loader(gpu, STEPS))
     [slow] = timer.slowest()
     assert [cause.detail for cause in slow.causes] == ["the progress bar"]
 
 
-def test_on_slow_step_gets_each_slow_step_once(loop: Loop) -> None:
+def test_an_observer_gets_each_slow_step_once(loop: Loop) -> None:
     told: list[SlowStep] = []
-    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, on_slow_step=told.append)
+    timer = train(
+        loop,
+        in_loss={SLOW: lambda: collect(loop.gpu, 40.0)},
+        observers=[SimpleNamespace(on_slow_step=told.append)],
+    )
     assert told == timer.slowest()
 
 
-def test_an_on_slow_step_that_fails_is_told_once_and_called_no_more(
+def test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
@@ -304,17 +309,18 @@ def test_an_on_slow_step_that_fails_is_told_once_and_called_no_more(
         raise ValueError("full disk")
 
     late = {n: lambda: collect(loop.gpu, 40.0) for n in (20, 40)}
-    timer = train(loop, in_loss=late, on_slow_step=fails)
+    timer = train(loop, in_loss=late, observers=[SimpleNamespace(on_slow_step=fails)])
     assert len(calls) == 1
     assert len(timer.slowest()) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "on_slow_step is called no more, because it failed: ValueError('full disk')"
+        "test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more.<locals>.fails"
+        " is called no more, because it failed: ValueError('full disk')"
     ]
 
 
 def test_options_of_the_wrong_type_are_refused(loop: Loop) -> None:
-    with pytest.raises(TypeError, match="on_slow_step must be a function of a SlowStep, got 3"):
-        hooks(loop, on_slow_step=3)
+    with pytest.raises(TypeError, match="observers must be a list of functions"):
+        hooks(loop, observers=[SimpleNamespace(on_slow_step=3)])
     with pytest.raises(ValueError, match="n must be 1 or more"):
         hooks(loop).slowest(0)
 

@@ -352,7 +352,12 @@ class Slow(pl.Callback):
 
 def test_lightnings_callbacks_are_named(gpu: FakeGPU) -> None:
     told: list[SlowStep] = []
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, on_slow_step=told.append)
+    timer = GPUPhaseTimer(
+        _clock=gpu,
+        print_summary=False,
+        warmup_steps=0,
+        observers=[SimpleNamespace(on_slow_step=told.append)],
+    )
     fit(gpu, Model(gpu), 60, timer=timer, callbacks=[Slow(gpu)])
     [slow] = told
     # It follows the end of its batch, and so it is part of the next step.
@@ -382,7 +387,7 @@ def test_lightnings_loader_is_told(gpu: FakeGPU) -> None:
                 gpu.host_work(40.0 if number == SLOW else 0.0)
                 yield x
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -426,7 +431,7 @@ def test_a_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
             gc.collect()
             gc.callbacks.remove(takes_time)
 
-    [slow] = trained_on_the_cpu(late, clock=gpu)
+    [slow] = trained_on_the_cpu(late, _clock=gpu)
     assert (slow.step, slow.unexplained_ms) == (SLOW, 0.0)
     assert slow.causes == (Cause("garbage", 20.0, 20.0, "generation 2"),)
 

@@ -20,7 +20,7 @@ def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
             break
 
 
-@pytest.mark.parametrize("options", [{}, {"lag": 0}, {"every_n_steps": 1, "log_every_n_steps": 1}])
+@pytest.mark.parametrize("options", [{}, {"_lag": 0}, {"every_n_steps": 1, "log_every_n_steps": 1}])
 @pytest.mark.parametrize(
     "taken",
     [
@@ -84,7 +84,7 @@ def test_some_steps_of_a_loop_that_is_left_keep_their_numbers(loop: Loop) -> Non
 
 
 def test_an_inference_loop_that_is_left_has_its_last_step(loop: Loop) -> None:
-    with GPUPhaseHooks(loop.model, clock=loop.gpu) as timer, torch.no_grad():
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
         for x in islice(timer.steps(loop.batches(9)), 3):
             loop.model(x)
             loop.gpu.work(0.5)
@@ -143,7 +143,7 @@ def test_steps_has_the_length_of_its_loader(loop: Loop) -> None:
 
 
 def test_a_loop_that_is_left_after_an_update_by_hand_has_its_last_step(loop: Loop) -> None:
-    with GPUPhaseHooks(loop.model, clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer:
         for _ in range(2):
             for number, x in enumerate(timer.steps(loop.batches(9))):
                 loop.micro_batch(x)

@@ -53,7 +53,7 @@ def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
     waits = []
     for readers in (0, 3):
         loop, done = Loop(FakeGPU()), threading.Event()
-        with hooks(loop, history=100) as timer, ThreadPoolExecutor() as pool:
+        with hooks(loop, history_size=100) as timer, ThreadPoolExecutor() as pool:
             looks = [pool.submit(looking(timer, done, tmp_path / str(i))) for i in range(readers)]
             try:
                 for x in timer.steps(loop.batches(400)):

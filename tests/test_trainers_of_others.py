@@ -182,7 +182,7 @@ def test_a_trainer_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
 ) -> None:
     losses, left = {}, {}
-    timer = PhaseTimeCallback(summary=False, warmup_steps=0)
+    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
     for name, callbacks in {"with": [timer], "without": []}.items():
         torch.manual_seed(0)
         trainer = make(tmp_path / name, callbacks)

@@ -192,7 +192,7 @@ def found(
 ) -> Any:
     """Trains, and returns all that the timer knows."""
     options: dict[str, Any] = {"warmup_steps": 0, "every_n_steps": EVERY}
-    timer = GPUPhaseTimer(clock=gpu, summary=False, **options)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **options)
     fit(gpu, model(gpu), N, timer=timer, callbacks=[callback()] if callback else [], **how)
     summary = timer.summary()
     assert summary.ledger is not None
@@ -242,7 +242,7 @@ def train(
     """Trains a loop whose steps take the host and the device known times."""
     model = Layer(gpu, 0.0)
     optimizer = Adder(model.parameters(), gpu, 0.0)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, warmup_steps=0, **options) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, **options) as timer:
         for x in timer.steps([torch.ones(1, 2)] * n):
             gpu.work(device_ms, host_ms=host_ms)
             model(x).sum().backward()
@@ -294,8 +294,8 @@ def test_each_window_between_two_logs_has_a_block(window: int) -> None:
 @pytest.mark.parametrize(
     ("who", "options"),
     [
-        ("on_step=", {"on_step": lambda times: None}),
-        ("lag=0", {"lag": 0}),
+        ("observers=", {"observers": [lambda times: None]}),
+        ("lag=0", {"_lag": 0}),
         ("annotate=True", {"annotate": True}),
         ("a log at each step", {"log_every_n_steps": 1}),
     ],

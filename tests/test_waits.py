@@ -118,7 +118,7 @@ def test_a_loss_module_that_gathers_is_loss_with_its_wait(
 ) -> None:
     model = nn.ModuleDict({"net": Layer(gpu, 4.0, 7.75), "criterion": Contrastive(gpu)})
     optimizer = Adder(model.parameters(), gpu, 2.0)
-    options: dict[str, Any] = {"clock": gpu, "warmup_steps": 0, "sync_ranks": False}
+    options: dict[str, Any] = {"_clock": gpu, "warmup_steps": 0, "sync_ranks": False}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
         for x in timer.steps(batches(gpu, 3, copy_ms=1.0)):
             gpu.work(0.125)
@@ -274,7 +274,7 @@ def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> N
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, sync_ranks=False)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, sync_ranks=False)
     logger = MemoryLogger()
     trainer(timer, logger=logger).fit(Validated(gpu), Loader(gpu, 3), Loader(gpu, 2))
     assert steps(timer) == [waiting("forward")] * 3

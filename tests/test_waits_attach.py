@@ -244,7 +244,7 @@ def test_compiled_collectives_are_compiled_once(
         net = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         compiled = torch.compile(collective, backend=backend)
-        options: dict[str, Any] = {"clock": gpu, "warmup_steps": 0, "sync_ranks": False}
+        options: dict[str, Any] = {"_clock": gpu, "warmup_steps": 0, "sync_ranks": False}
         for _ in range(10):
             timer = GPUPhaseHooks(net, optimizer, **options)
             loader: Iterator[Tensor] = batches(gpu, 3)

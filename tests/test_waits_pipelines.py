@@ -34,7 +34,7 @@ def test_what_a_pipeline_receives_is_the_comm_of_the_pass_it_is_for(
 def test_a_gradient_that_a_pipeline_takes_is_no_loss(ranks: Ranks, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
     call = from_module(_backward.__name__)
-    with GPUPhaseHooks(net, clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
         for is_pipeline in (True, False):
             x = torch.ones(1, 2, requires_grad=True)
             y = net(x).sum()

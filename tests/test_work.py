@@ -60,7 +60,7 @@ class Net(nn.Module):
 def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPhaseHooks:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"warmup_steps": 0, "flops": "count", **options}
-    with GPUPhaseHooks(model, optimizer, clock=gpu, **options) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for x in timer.steps(batches):
             loss = model(x).square().mean()
             loss.backward()
@@ -271,7 +271,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
                 yield x.repeat(3, 1)
 
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, items=None)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, items=None)
     runner = trainer(timer, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Batches(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
@@ -283,7 +283,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
 
 def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, items=100)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, items=100)
     trainer(timer, logger=logger).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
     assert timer.summary().items_per_s == 100_000 / STEP
@@ -491,7 +491,7 @@ def test_counting_changes_nothing_in_the_model_the_losses_or_random_numbers(gpu:
         model.net.register_forward_hook(lambda *_: told.append(1))
         losses = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with GPUPhaseHooks(model, optimizer, clock=FakeGPU(), **options) as timer:
+        with GPUPhaseHooks(model, optimizer, _clock=FakeGPU(), **options) as timer:
             for _ in timer.steps(range(5)):
                 loss = model(torch.rand(8, 64)).square().mean()
                 loss.backward()
@@ -635,7 +635,7 @@ def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: 
     def run(**options: Any) -> list[float]:
         model, drawn = Seeds(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with GPUPhaseHooks(model, optimizer, clock=FakeGPU(), **options) as timer:
+        with GPUPhaseHooks(model, optimizer, _clock=FakeGPU(), **options) as timer:
             for x in timer.steps([torch.ones(8, 64)] * 3):
                 drawn.append(torch.rand((), generator=model.generator).item())
                 model(x).mean().backward()
@@ -648,7 +648,7 @@ def test_a_generator_that_the_forward_seeds_goes_on_where_the_loop_left_it(gpu: 
 @pytest.mark.parametrize("trains", [False, True])
 def test_inference_that_is_recorded_for_a_backward_has_none(gpu: FakeGPU, trains: bool) -> None:
     model = Net(gpu)
-    with GPUPhaseHooks(model, clock=gpu, flops="count") as timer:
+    with GPUPhaseHooks(model, _clock=gpu, flops="count") as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             loss = model(x).mean()
             if trains:
@@ -707,7 +707,7 @@ def test_autocast_that_is_off_inside_the_loop_is_seen(gpu: FakeGPU) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer,
+        GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer,
     ):
         for x in timer.steps([torch.ones(8, 64)] * 3):
             with torch.autocast("cpu", enabled=False):
@@ -805,7 +805,7 @@ def test_what_is_trained_of_the_model_is_that_of_the_call(gpu: FakeGPU) -> None:
 
     model, square = Pair(), 2 * LINEAR
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             made = model.maker(x)
             model.judge.requires_grad_(False)
@@ -821,7 +821,7 @@ def test_what_is_trained_later_is_counted_anew(gpu: FakeGPU) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps([torch.ones(8, 64)] * 6)):
             if number == 3:
                 model[0].requires_grad_(True)
@@ -845,7 +845,7 @@ def test_an_argument_that_chooses_what_is_computed_is_part_of_the_call(gpu: Fake
 
     model = Chooses()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             (model(x, "short").mean() + model(x, "long").mean()).backward()
             optimizer.step()
@@ -934,7 +934,7 @@ def test_autocast_is_that_of_the_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPa
     model, seen = Net(gpu), []
     monkeypatch.setattr(peaks, "peak_tflops", lambda name, precision: seen.append(precision))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(x).float().mean()
@@ -1116,7 +1116,7 @@ def test_a_real_kernel_never_runs_on_what_stands_for_a_batch(gpu: FakeGPU) -> No
 def test_a_step_without_a_call_of_the_model_has_unknown_flops(gpu: FakeGPU) -> None:
     model = Net(gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps([torch.ones(8, 64)] * 5)):
             if number != 3:
                 model(x).mean().backward()
@@ -1133,7 +1133,7 @@ def test_several_calls_in_a_step_are_added_up(gpu: FakeGPU) -> None:
 
     model = Parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GPUPhaseHooks(model, optimizer, clock=gpu, flops="count", warmup_steps=0) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, flops="count", warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
             model.decoder(model.encoder(x)).mean().backward()
             optimizer.step()
@@ -1187,7 +1187,7 @@ def test_the_flops_of_a_lightning_module_are_counted(gpu: FakeGPU) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    timer = GPUPhaseTimer(clock=gpu, summary=False, warmup_steps=0, flops="count")
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, flops="count")
     timer = fit(gpu, Task(), n=4, timer=timer)
     assert loads(timer)[1:] == [(1, 2 * LINEAR, LINEAR, LINEAR)] * 3
 
@@ -1289,7 +1289,7 @@ def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: gpu.work(1.0))
     with GPUPhaseHooks(
-        model, optimizer, clock=gpu, flops="count", warmup_steps=0, probe_every_n_steps=5
+        model, optimizer, _clock=gpu, flops="count", warmup_steps=0, probe_every_n_steps=5
     ) as timer:
         for _ in timer.steps(range(40)):
             gpu.work(1.0)

@@ -24,7 +24,7 @@ def main(rank: int, file: str) -> None:
     gpu = DearGPU(20.0 * (1 + rank))
     net = DistributedDataParallel(Layer(gpu, 0.0))
     optimizer = Adder(net.parameters(), gpu, 0.0)
-    timer = GPUPhaseHooks(net, optimizer, clock=gpu, warmup_steps=0)
+    timer = GPUPhaseHooks(net, optimizer, _clock=gpu, warmup_steps=0)
     with timer:
         for x in timer.steps(batches(gpu, N, host_ms=2.0)):
             net(x).sum().backward()

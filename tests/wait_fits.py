@@ -56,7 +56,7 @@ class Loader:
 def fit(rank: int, place: str) -> Told:
     """Trains while a rank is late in a place."""
     ms = {place: LATE_MS if rank == 1 else 0.0}
-    timer = GPUPhaseTimer(warmup_steps=WARMUP, summary=False)
+    timer = GPUPhaseTimer(warmup_steps=WARMUP, print_summary=False)
     callbacks = [timer, Late(ms.get("callback", 0.0))]
     runner = trainer(*callbacks, strategy="ddp", devices=2, enable_checkpointing=False)
     runner.fit(Module(ms.get("optimizer", 0.0)), Loader(ms.get("loader", 0.0)))

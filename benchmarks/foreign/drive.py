@@ -44,7 +44,7 @@ class Traced(GPUPhaseHooks):
         self.profiler: Any = None
         self.timers.append(self)
         if self.first >= 0:
-            options |= {"every_n_steps": 1, "on_step": self._keep}
+            options |= {"every_n_steps": 1, "observers": [self._keep]}
         super().__init__(model, optimizers, **options)
         if self.first >= 0:
             called = [*model.children()] if isinstance(model, nn.ModuleList) else [model]

@@ -36,7 +36,7 @@ def timed(task: Task, batch: Any, trace: Path) -> list[StepTimes]:
     """Train; return the steps that were timed while they were traced. The trace is cut to them."""
     optimizer = task.configure_optimizers()
     found: list[StepTimes] = []
-    with GPUPhaseHooks(task.net, optimizer, every_n_steps=1, on_step=found.append) as timer:
+    with GPUPhaseHooks(task.net, optimizer, every_n_steps=1, observers=[found.append]) as timer:
 
         def train(steps: int) -> None:
             for _ in range(steps):

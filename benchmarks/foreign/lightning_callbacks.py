@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime import GPUPhaseTimer
+from lightning_gputime import GPUPhaseTimer, SlowStep, StepTimes
 
 _PHASES = ("data", "callbacks", "forward", "loss", "backward", "optimizer", "other")
 _KEYS = tuple(f"{name}_ms" for name in (*_PHASES, "step"))
@@ -64,12 +64,15 @@ class Keys(pl.Callback):
 class _Observer:
     """An observer that does little."""
 
-    steps = 0
+    steps = slow = 0
 
-    def steps_read(self, steps: Sequence[Any]) -> None:
-        self.steps += len(steps)
+    def on_step(self, times: StepTimes) -> None:
+        self.steps += 1
 
-    def metrics(self, newest: int, *, keep: bool) -> dict[str, float]:
+    def on_slow_step(self, step: SlowStep) -> None:
+        self.slow += 1
+
+    def metrics(self) -> dict[str, float]:
         return {"observed": float(self.steps)}
 
     def summary(self) -> str:
@@ -79,21 +82,18 @@ class _Observer:
 def _with_all_options() -> GPUPhaseTimer:
     return GPUPhaseTimer(
         prog_bar=True,
-        log_figure=True,
-        save=os.path.join(tempfile.mkdtemp(prefix="foreign-"), "run.json.gz"),
-        lag=0,
+        save_path=os.path.join(tempfile.mkdtemp(prefix="foreign-"), "run.json.gz"),
+        _lag=0,
         warmup_steps=1,
-        history=100,
+        history_size=100,
         modules="all",
         annotate=True,
         memory=True,
         every_n_steps=1,
         probe_every_n_steps=3,
         sync_ranks="log",
-        on_step=str,
-        on_slow_step=str,
         flops="count",
-        observers=[_Observer()],
+        observers=[repr, _Observer()],
     )
 
 

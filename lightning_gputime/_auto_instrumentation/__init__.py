@@ -41,7 +41,7 @@ def options() -> dict[str, Any] | None:
 
 def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the options that all timers have."""
-    return {name: value for name, value in wanted.items() if name != "save"}
+    return {name: value for name, value in wanted.items() if name != "save_path"}
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ _began = float(os.environ.get(BEGAN, time.time()))
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
     """Return where a timer saves: no other of the script does, nor one of its children."""
-    if (path := wanted.get("save")) is None:
+    if (path := wanted.get("save_path")) is None:
         return None
     number, is_child = next(_numbers), _rank() is None and parent_process() is not None
     return _unused(_extended(path, *[os.getpid()][:is_child], *[number][: number > 1]))

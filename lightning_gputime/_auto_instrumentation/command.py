@@ -19,7 +19,7 @@ or in a plain loop, where a step is one update of the first optimizer. All else 
 arguments, output, exit code and errors. Processes that it starts get a timer, too.
 
   run train.py --its own --args
-  run --modules 2 --save run.json.gz train.py
+  run --modules 2 --save-path run.json.gz train.py
   run -m package.module
   run torchrun --nproc-per-node 2 train.py
 """
@@ -28,13 +28,12 @@ SWITCHES = ("annotate", "memory")
 VALUES = (
     "every_n_steps",
     "flops",
-    "history",
+    "history_size",
     "items",
-    "lag",
     "modules",
     "prefix",
     "probe_every_n_steps",
-    "save",
+    "save_path",
     "sync_ranks",
     "warmup_steps",
 )
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in SWITCHES:
             parser.add_argument(flag, action="store_true", default=None, help="see TimerOptions")
         else:
-            kind = str if name in ("prefix", "save") else _value
+            kind = str if name in ("prefix", "save_path") else _value
             parser.add_argument(flag, type=kind, metavar="VALUE", help="see TimerOptions")
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python")
     parser.add_argument(
@@ -73,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
             Options(**alone)
         except TypeError as error:
             raise ValueError(error) from None
-    if "save" in wanted:
-        wanted["save"] = os.path.abspath(os.path.expanduser(wanted["save"]))
+    if "save_path" in wanted:
+        wanted["save_path"] = os.path.abspath(os.path.expanduser(wanted["save_path"]))
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -19,7 +19,7 @@ class TrainerAdder(pl.Callback):
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add the timer."""
-        timer = GPUPhaseTimer(**{**self._wanted, "save": adding.path_to_save(self._wanted)})
+        timer = GPUPhaseTimer(**{**self._wanted, "save_path": adding.path_to_save(self._wanted)})
         # It raises where a name is wrong, which `on_train_start` says.
         vars(timer)["on_fit_start"] = do_nothing
         if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]

@@ -35,6 +35,7 @@ from lightning_gputime._phases import (
     LOSS,
     OTHER,
     TRAINING_STEP,
+    is_metric,
 )
 from lightning_gputime._record.recorder import PAUSED, Recorder
 
@@ -444,9 +445,3 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
 
 def _is_evaluation(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
-
-
-def is_metric(one: object) -> bool:
-    """Return whether an object is a metric of torchmetrics."""
-    # By name: to import torchmetrics takes seconds.
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)

@@ -14,10 +14,9 @@ from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.compiled import patch_compiled_call
-from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._boundaries.patching import Attachments, hook_after, hook_before
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE
+from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
 
 Modules = int | str | Sequence[str] | Mapping[str, nn.Module]

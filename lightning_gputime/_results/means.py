@@ -73,8 +73,8 @@ class MeanLog:
         self._publish = publish
         self.on_logged: Callable[[], object] = lambda: None
         """Called where steps that were read are logged."""
-        self.observers: Sequence[Any] = ()  # Their metrics are logged beside the means.
-        self.results: Results | None = None  # So are the slow steps, the work and the probes of it.
+        # What is logged beside the means: slow steps, work, probes, memory and observers of these.
+        self.results: Results | None = None
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.is_owed = False  # Whether a step that is to be logged has finished, and is not read.
@@ -140,21 +140,22 @@ class MeanLog:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
             means |= {"step": sums.step.device_ms / sums.step.n}
             means |= {"host_wait": sums.wait_ms / sums.step.n}
-            work = {}
+            beside: dict[str, float] = {}
             if (results := self.results) is not None:
                 if results.newest_probed is not None and not results.probe_failure:
                     means |= _busy_means(means, results.newest_probed.times())
                 means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
-                work = results.throughput.metrics(sums)
+                beside = results.throughput.metrics(sums)
+                if results.peaks is not None:
+                    beside |= results.peaks.metrics(self.newest, keep=only_publish)
+                if results.observers:
+                    beside |= metrics_of(results.observers)
             values = {
                 f"{name}_ms": ms
                 for name, ms in means.items()
                 if not name.startswith(_ONE_CALLBACK) or name == CALLBACK_WAIT
             }
-            values |= work
-            if self.observers:
-                values |= metrics_of(self.observers, self.newest, keep=only_publish)
-            self.log_values(values, self.newest, only_publish=only_publish)
+            self.log_values(values | beside, self.newest, only_publish=only_publish)
 
     def log_values(
         self, values: Mapping[str, float], step: int, *, only_publish: bool = False

@@ -1,10 +1,12 @@
-"""What is told of the steps of a loop: results, logs, ranks, causes, a user's own output."""
+"""What is told of the steps of a loop: results, logs, ranks, causes, observers of the user's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._messages import messages
+from lightning_gputime._phases import StepTimes, is_metric
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import Section
 
@@ -36,19 +38,19 @@ class ReadSteps:
 
 
 class StepObserver(Protocol):
-    """What a timer tells of its steps. Every method is optional.
+    """What `observers=` takes beside functions and metrics. Every method is optional.
 
-    They are looked up once, when the timer is attached. An observer that raises is told no more,
-    and a warning says so. All are called in the training thread.
+    They are called in the training thread. One that raises is called no more, and a warning says
+    so; but `metrics` and `summary` are asked again.
 
     Example:
         >>> class Longest:
         ...     longest_ms = 0.0
         ...
-        ...     def steps_read(self, steps):
-        ...         self.longest_ms = max(self.longest_ms, *(one.times().step_ms for one in steps))
+        ...     def on_step(self, times):
+        ...         self.longest_ms = max(self.longest_ms, times.step_ms)
         ...
-        ...     def metrics(self, newest, *, keep):
+        ...     def metrics(self):
         ...         return {"longest_ms": self.longest_ms}
         >>> timer = GPUPhaseTimer(observers=[Longest()])
     """
@@ -56,26 +58,14 @@ class StepObserver(Protocol):
     def attach(self) -> None:
         """Start: a measurement begins."""
 
-    def step_ends(self, now_ns: int) -> None:
-        """Take note that a step ends, just before its end is marked. Be quick: it is in the loop.
+    def on_step(self, times: StepTimes) -> None:
+        """Take a step that was timed, as soon as it is read. Probed steps are left out."""
 
-        It is also called for steps that are not timed, but not while the timer is off. To pair it
-        with the steps of `steps_read`, compare `now_ns` with their `host_ns`.
+    def on_slow_step(self, step: SlowStep) -> None:
+        """Take a step that took much longer than those before it, with its causes."""
 
-        Args:
-            now_ns: The host's time (in nanoseconds), from an arbitrary origin.
-        """
-
-    def steps_read(self, steps: ReadSteps) -> None:
-        """Take the next steps whose times are known."""
-
-    def metrics(self, newest: int, *, keep: bool) -> Mapping[str, float]:
-        """Return what is logged beside the means since the last log, by name without prefix.
-
-        Args:
-            newest: Number of the last step that the log is of.
-            keep: Whether the next log is of these steps, too: other callbacks read these values.
-        """
+    def metrics(self) -> Mapping[str, float]:
+        """Return what is logged beside the means since the last log, by name without prefix."""
         raise NotImplementedError
 
     def summary(self) -> Section | str | None:
@@ -84,6 +74,25 @@ class StepObserver(Protocol):
 
     def remove(self) -> None:
         """End: the measurement is over. Safe to call twice."""
+
+
+_METHODS = {name for name in vars(StepObserver) if not name.startswith("_")}
+
+
+def is_observer(one: object) -> bool:
+    """Return whether `observers=` takes it."""
+    has_method = any(callable(getattr(one, name, None)) for name in _METHODS)
+    return not isinstance(one, type) and (callable(one) or has_method)
+
+
+def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
+    """Return what is called with each step: metrics are updated, others may be functions."""
+    # To call a metric would also compute it. Others may have an `update` that is none.
+    found = (
+        one.update if is_metric(one) else getattr(one, "on_step", one if callable(one) else None)
+        for one in observers
+    )
+    return [call for call in found if call is not None]
 
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
@@ -95,20 +104,20 @@ def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     )
 
 
-def metrics_of(observers: Sequence[Any], newest: int, *, keep: bool) -> dict[str, float]:
+def metrics_of(observers: Sequence[Any]) -> dict[str, float]:
     """Return what observers add to a log; one that raises adds nothing."""
     metrics: dict[str, float] = {}
-    for _, found in _ask(observers, "metrics", newest, keep=keep):
+    for _, found in _ask(observers, "metrics"):
         metrics |= found
     return metrics
 
 
-def _ask(observers: Sequence[Any], name: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+def _ask(observers: Sequence[Any], name: str) -> Iterator[Any]:
     """Yield each observer that has a method, and what it returns; a warning where it raises."""
     for one in observers:
         if hasattr(one, name):
             try:
-                found = getattr(one, name)(*args, **kwargs)
+                found = getattr(one, name)()
             except Exception as error:
                 messages.warning("%s.%s() failed: %r", type(one).__name__, name, error)
                 continue
@@ -128,6 +137,6 @@ def call_safely(calls: list[Callable[..., Any]], *args: Any) -> None:
         try:
             call(*args)
         except Exception as error:
-            name = getattr(call, "__qualname__", repr(call))
+            name = getattr(getattr(call, "func", call), "__qualname__", type(call).__name__)
             messages.warning("%s is called no more, because it failed: %r", name, error)
             calls.remove(call)

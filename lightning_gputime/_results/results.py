@@ -61,7 +61,7 @@ class Results:
         self.newest_probed: StepRecord | None = None  # Its work alone.
         self.probe_failure = ""  # Why no step is probed any more.
         self.books: WallTimeRecorder | None = None  # Of a fit, where a trainer tells it.
-        self.peaks = PhaseMemory()
+        self.peaks: PhaseMemory | None = None
         self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
         # With `every_n_steps="auto"`, see `PhaseSummary`.
@@ -146,7 +146,7 @@ class Results:
 
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)
-        memory = self.peaks.summary()
+        memory = self.peaks.summary() if self.peaks is not None else None
         peaks_mb = {**memory.peak_mb} if memory is not None else {}
         if peaks_mb:
             peaks_mb[STEP] = max(peaks_mb.values())

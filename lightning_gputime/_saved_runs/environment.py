@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._messages import messages
-from lightning_gputime._options import Options
+from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._work.peaks import device_name
 
@@ -112,7 +112,7 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 def _options_to_save(options: Options) -> dict[str, Any]:
     """Return the options that JSON has a type for."""
     found = {}
-    for name in (one.name for one in fields(options)):
+    for name in TimerOptions.__annotations__:
         value = getattr(options, name)
         value = [*value] if isinstance(value, Mapping | list | tuple) else value
         parts = value if isinstance(value, list) else [value]

@@ -5,15 +5,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_gputime._boundaries.forward import is_metric
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import ReadSteps, call_safely, methods
-from lightning_gputime._results.slow import SlowStep
+from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._session.rank_comparer import RankComparer
 
 
@@ -40,7 +37,7 @@ class StepDispatcher:
         self._calls = methods(observers, "steps_read")
         # The numbers of the last steps that ended and were due, as many as are needed to know which
         # one ended `lag` steps ago: every rank has read it by now, if it was timed.
-        self._ended: deque[int] = deque(maxlen=options.lag + 1)
+        self._ended: deque[int] = deque(maxlen=options._lag + 1)
         self.due = -math.inf
         """From this number on a step is the next to be logged; at first, any."""
 
@@ -68,36 +65,35 @@ class StepDispatcher:
         call_safely(methods(self.observers, "remove"))
 
 
-class UserFunctions:
-    """Call functions of the user's, and update metrics, with the steps that were read.
+class UserCalls:
+    """Call the observers of the user's, and a progress bar, with the steps that were read.
 
     Args:
-        options: Have the user's functions.
-        on_step: Those that a front end wants to be called with the `StepTimes` of each step, the
-            user's included; metrics are updated with them.
-        analyzer: Has the slow ones among the newest steps, and notes when the functions run: that
-            is a cause, too.
+        observers: What the user wants to be told of steps.
+        bars: What a front end wants to be called with the `StepTimes` of each step.
+        analyzer: Has the slow ones among the newest steps, and notes when the calls run: that is a
+            cause, too.
     """
 
     def __init__(
-        self, options: Options, on_step: Sequence[Any], analyzer: SlowStepAnalyzer
+        self, observers: Sequence[Any], bars: Sequence[Any], analyzer: SlowStepAnalyzer
     ) -> None:
-        # To call a metric would also compute it. Others may have an `update` that is none.
-        self._on_step = [one.update if is_metric(one) else one for one in on_step]
-        self._on_slow_step = options.on_slow_step
-        own = {"on_step": options.on_step, "on_slow_step": options.on_slow_step}
-        called = [name for name, one in own.items() if one is not None]
-        # What a front end adds to the user's function is its bar.
-        called += ["the progress bar"] * (len(on_step) > called.count("on_step"))
-        self._names = " or ".join(called)
-        self._analyzer = analyzer
+        own = step_calls(observers)
+        self._on_step = [*own, *bars]
+        self._on_slow_step = methods(observers, "on_slow_step")
+        told = {"observers": own or self._on_slow_step, "the progress bar": bars}
+        self._names = " or ".join(name for name, calls in told.items() if calls)
+        self._observers, self._analyzer = observers, analyzer
 
     @property
     def batch(self) -> int:
         """Number of steps that may be handed over together."""
-        # A function of the user, or the progress bar, shall have each step as soon as it can be
-        # read.
+        # An observer, or the progress bar, shall have each step as soon as it can be read.
         return 1 if self._on_step else BATCH
+
+    def attach(self) -> None:
+        """Tell observers that a measurement begins."""
+        call_safely(methods(self._observers, "attach"))
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Call them. They may read the timer, which has the steps by now, or remove it."""
@@ -105,22 +101,13 @@ class UserFunctions:
         if not self._on_step and not slow:
             return
         self._analyzer.start_own_call()
-        # Over a copy, because one that fails is taken out.
-        for call in [*self._on_step]:
-            try:
-                for step in steps:
-                    call(step.times())
-            except Exception as error:
-                messages.warning("on_step is called no more, because it failed: %r", error)
-                self._on_step.remove(call)
-        self._call_slow(slow)
+        for step in steps if self._on_step else ():
+            call_safely(self._on_step, step.times())
+        for one in slow:
+            call_safely(self._on_slow_step, one)
         self._analyzer.end_own_call(self._names)
+        self._analyzer.start_own_call()  # Loggers are next.
 
-    def _call_slow(self, slow: Sequence[SlowStep]) -> None:
-        if self._on_slow_step is not None:
-            try:
-                for step in slow:
-                    self._on_slow_step(step)
-            except Exception as error:
-                messages.warning("on_slow_step is called no more, because it failed: %r", error)
-                self._on_slow_step = None
+    def remove(self) -> None:
+        """Tell observers that it ends."""
+        call_safely(methods(self._observers, "remove"))

@@ -62,14 +62,14 @@ class Evaluations:
         The means are logged under `number`, and nothing of them must be due before the end.
         """
         self.abort()
-        results = Results(self._options.history, 0, isinstance(clock, HostClock))
+        results = Results(self._options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
         means.results = results
         self._means, self._results, self._number = means, results, number
         self._items = Items(items)
-        recorder = Recorder(clock, lag=self._options.lag, emit=self._add, batch=BATCH)
+        recorder = Recorder(clock, lag=self._options._lag, emit=self._add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False

@@ -68,7 +68,7 @@ class RankComparer:
         self._exchange = open_exchange("ranks") if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         # The newest steps: what not every rank must have read yet is not compared yet.
-        self._recent: deque[StepRecord] = deque(maxlen=options.lag + 1)
+        self._recent: deque[StepRecord] = deque(maxlen=options._lag + 1)
         self._local = BatchMeans()
         self.boundaries: Boundaries | None = None
         """They see how the ranks share the work."""

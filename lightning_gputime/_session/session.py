@@ -31,11 +31,11 @@ from lightning_gputime._record.ranges import Annotator
 from lightning_gputime._record.recorder import PAUSED, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import call_safely, methods
+from lightning_gputime._results.observers import step_calls
 from lightning_gputime._results.results import Results
 from lightning_gputime._session import lifetimes
 from lightning_gputime._session.checkup import LoopDiagnostics
-from lightning_gputime._session.dispatcher import StepDispatcher, UserFunctions
+from lightning_gputime._session.dispatcher import StepDispatcher, UserCalls
 from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (
@@ -66,7 +66,7 @@ class Session:
         loop: What is hooked.
         results: Keep every step for the user.
         means: Log every step.
-        on_step: Functions that are called with every step.
+        bars: Functions of a front end's own that are called with every step.
         number: The number of the first step.
     """
 
@@ -77,7 +77,7 @@ class Session:
         loop: Loop,
         results: Results,
         means: MeanLog,
-        on_step: Sequence[Callable[[StepTimes], object]],
+        bars: Sequence[Callable[[StepTimes], object]],
         number: int = 0,
     ) -> None:
         self._results = results
@@ -112,7 +112,7 @@ class Session:
         self._lead_in = int(loop.pause_evaluation is not False)
         # When, and with which index, the host's time was last looked at.
         self._looked = (0, 0)
-        self._lag = options.lag
+        self._lag = options._lag
         self._first_label = DATA
         self._stays_on = False
         # Observers, in the order in which they are told.
@@ -124,12 +124,12 @@ class Session:
         self._means = means
         means.results = results
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
-        users = UserFunctions(options, on_step, self.analyzer)
+        users = UserCalls(options.observers, bars, self.analyzer)
         counters = counters_of(clock) if options.memory else None
         self._reading_since = 0
         self.recorder = Recorder(
             clock,
-            lag=options.lag,
+            lag=options._lag,
             emit=self._steps_read,
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
@@ -147,20 +147,16 @@ class Session:
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
             memory = [results.peaks]
-        own = [*memory, results, self._comparison, self.analyzer]
-        # The log asks observers for metrics of the steps that they have been told of.
-        observers = [*own, *options.observers, means, self._checkup, users]
+        # The log asks for metrics of the steps that the others have been told of.
+        observers = [*memory, results, self._comparison, self.analyzer, users, means, self._checkup]
         self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
         results.observers = options.observers
-        means.observers = [*memory, *options.observers]
-        # Of the user's, as the analyzer is asked without a list.
-        self._step_ends = methods(options.observers, "step_ends")
         self._has_others = not results.on_host_clock and is_distributed()
         self._waits_before_batch = loop.waits_before_batch
         # Whether the first batch of the open step has not begun.
         self._is_early = False
         self.analyzer.attach()
-        call_safely(methods(options.observers, "attach"))
+        users.attach()
         lifetimes.attached(self)
 
     @property
@@ -280,8 +276,6 @@ class Session:
         self._tried_update = False
         now_ns = self._now_ns()
         self.analyzer.step_ends(now_ns)
-        if self._step_ends:
-            call_safely(self._step_ends, now_ns)
         recorder = self.recorder
         recorder.work_counts = self.work.take_step_work()
         if number >= self._dispatcher.due:
@@ -610,9 +604,9 @@ class Session:
 def _who_looks_at_each(options: Options, means: MeanLog) -> str:
     """Return for what each step must be timed; empty for nothing."""
     looks = {
-        "on_step=": options.on_step is not None,
+        "observers=": step_calls(options.observers) != [],
         "annotate=True": options.annotate,
-        "lag=0": options.lag == 0,
+        "lag=0": options._lag == 0,
         "probe_every_n_steps=": options.probe_every_n_steps > 0,
         "a log at each step": means.every_n_steps == 1,
     }
