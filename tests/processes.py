@@ -1,8 +1,10 @@
 """Python in processes of its own, which must end well."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning_gputime
@@ -12,6 +14,8 @@ ENVIRONMENT = {
     # Their package is the one under test, wherever they run.
     "PYTHONPATH": str(PACKAGE),
     "OMP_NUM_THREADS": "1",
+    # One that does not end prints where its threads are.
+    "PYTHONFAULTHANDLER": "1",
 }
 
 
@@ -29,8 +33,15 @@ def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
 
 def finish(*processes: subprocess.Popen[str], timeout_s: float = 200.0) -> list[str]:
     """Waits for processes, checks their exit codes, and returns what each has printed."""
+    deadline = time.monotonic() + timeout_s
+    outputs = []
     try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+        for process in processes:
+            try:
+                outputs.append(process.communicate(timeout=max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)
+                outputs.append(process.communicate(timeout=10.0))
     finally:
         for process in processes:
             process.kill()
