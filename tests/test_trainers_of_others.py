@@ -79,16 +79,23 @@ def rows(**columns: Any) -> Any:
     )
 
 
+def given(data: Any, callbacks: list[Any]) -> dict[str, Any]:
+    """What each Trainer of TRL takes."""
+    return {
+        "train_dataset": data,
+        "eval_dataset": data.select(range(4)),
+        "processing_class": tokenizer(),
+        "callbacks": callbacks,
+    }
+
+
 def sft(path: Path, callbacks: list[Any], **others: Any) -> Any:
     trl = pytest.importorskip("trl")
     data = rows(text=["a b c d e f", "g h i j k l"])
     return trl.SFTTrainer(
         llama(),
         trl.SFTConfig(str(path), **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
+        **given(data, callbacks),
         **others,
     )
 
@@ -100,10 +107,7 @@ def dpo(path: Path, callbacks: list[Any]) -> Any:
         llama(),
         ref_model=llama(),
         args=trl.DPOConfig(str(path), **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
+        **given(data, callbacks),
     )
 
 
@@ -121,10 +125,7 @@ def grpo(path: Path, callbacks: list[Any]) -> Any:
         args=trl.GRPOConfig(
             str(path), num_generations=2, max_completion_length=8, steps_per_generation=1, **OPTIONS
         ),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
+        **given(data, callbacks),
     )
 
 
