@@ -21,6 +21,7 @@ from lightning_gputime._phases import (
     LEFT,
     LOSS,
     OPTIMIZER,
+    OTHER,
     RECEIVES,
     WAITS,
 )
@@ -417,8 +418,11 @@ class Recorder:
             return
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
-        # A replay calls no hook of the optimizer.
-        skipped_update = skipped_update and not self.has_captured
+        if self.has_captured:
+            # A replay calls no hook of the optimizer, and none of the model's, which end `data`.
+            skipped_update = False
+            if len(marks) == 2 and marks[0][0] == DATA:
+                marks[0] = (OTHER, *marks[0][1:])
         step = PendingStep(marks, number, skipped_update, self.work_counts)
         if self._samples is not None:
             step.memory = self._take_samples() if is_sampled else ()
