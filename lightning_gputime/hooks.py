@@ -43,11 +43,6 @@ class _Seen(Enum):
     TRAINING = 3
 
 
-_NO_OPTIMIZER = (
-    "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
-    " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
-)
-
 _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
 
 _IN_TURNS = "several threads train in turn, and a timer times one: give one thread a timer alone."
@@ -186,8 +181,6 @@ class GPUPhaseHooks(Timer):
             # Of a step that was left there are a few, if there are several optimizers.
             if (untold := self._session.updates) > 2 * (1 + len(self._loop.optimizers)):
                 messages.warning(_UNTOLD, untold)
-            if self._session.sees_updates and not self._loop.optimizers:
-                messages.warning(_NO_OPTIMIZER)
             in_turns = self._session.recorder.was_elsewhere
             self._finish()
             if self._step == self._first_step:

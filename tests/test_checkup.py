@@ -1,5 +1,6 @@
 """What a timer says once of a loop that it does not see, or that looks wrong."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -163,15 +164,38 @@ def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptu
     assert told(caplog) == []
 
 
-def test_a_training_without_an_optimizer_is_told_at_the_end(
-    loop: Loop, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_training_without_an_optimizer_is_told_with_the_first_times(
+    loop: Loop, asks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-        assert told(caplog) == []
+    timer = GPUPhaseHooks(loop.model, _clock=loop.gpu).attach()
+    for x in timer.steps(loop.batches(3)):
+        loop.train(x)
+    assert told(caplog) == []
+    if asks:
+        timer.flush()
+        assert len(told(caplog)) == 1
+    timer.remove()
     [said] = told(caplog)
     assert said.endswith("Write GPUPhaseHooks(model, optimizer).")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_environment_between_calls_of_the_model_is_told(
+    loop: Loop, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(30)):
+            for _ in range(4):
+                loop.model(x)
+                with timer.phase("environment") if named else contextlib.nullcontext():
+                    loop.gpu.work(10.0)
+            loop.train(x)
+    # Three times 10 ms between four calls of 4 ms, and 10.125 ms before the fifth.
+    said = "40.1 of 60.1 ms of `forward` a step lie between calls of the model: where that is"
+    assert [message[: len(said)] for message in told(caplog)] == [said] * (not named)
+    rows = timer.summary().rows
+    assert rows["forward"].mean_ms == (20.125 if named else 60.125)
 
 
 def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:

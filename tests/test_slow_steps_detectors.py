@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import resource
 import threading
 import time
@@ -274,6 +275,16 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
     assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("loader", 20.0, 10.0, detail),)
+
+
+@pytest.mark.parametrize("items", [range(9), itertools.count(1), itertools.repeat(1), [1], (1,)])
+def test_what_loads_nothing_is_no_loader_to_be_blamed(items: object, gpu: FakeGPU) -> None:
+    loader = Loader()
+    loader.set_loader(items, in_data=True)
+    assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) == ()
+    loader.set_loader(iter([1]), in_data=True)
+    [cause] = Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0})
+    assert cause.detail == "it loads in the loop's own process"
 
 
 def test_the_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:

@@ -1,6 +1,7 @@
 """What detects the causes of slow steps, and nothing where its source is missing."""
 
 import gc
+import itertools
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -109,6 +110,10 @@ class HostSpans:
         attribution.attribute_spans(sorted(spans, key=lambda one: _INSIDE_OUT.index(one[2])))
 
 
+_AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
+"""What a loop iterates over that loads nothing."""
+
+
 @skip_compile
 class Loader:
     """Detect fetches that took long."""
@@ -120,6 +125,8 @@ class Loader:
     def set_loader(self, loader: object, in_data: bool) -> None:
         """Take the loader of the next loop; its fetches may be no phase of their own in `data`."""
         self._phase = DATA if in_data else FETCH
+        if type(loader) in _AT_HAND:
+            self._phase = ""  # No phase: what is long there is not the fetch.
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
 

@@ -5,6 +5,7 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
+    AFTER_FORWARD,
     BACKWARD,
     DATA,
     FORWARD,
@@ -73,6 +74,14 @@ _METHOD = (
     " method of a module, such as model.features(x), and not the module, name its time:"
     ' `with phase("forward")`.'
 )
+_NO_OPTIMIZER = (
+    "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
+    " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+)
+_BETWEEN_CALLS = (
+    "%.3g of %.3g ms of `forward` a step lie between calls of the model: where that is the work of"
+    ' an environment, or no part of the model, name its time: `with timer.phase("environment")`.'
+)
 _ACCUMULATED = (
     "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%s, so"
     " that a step is one update."
@@ -96,22 +105,32 @@ class LoopDiagnostics:
         # Whether gradients accumulate, as the user has said, and whether the loop is one's own.
         self._accumulates = loop.needs_updates
         self._is_own = loop.pause_evaluation is not False
+        # Whether an optimizer of the model that updates is one that the user has not given.
+        self._lacks_optimizer = loop.pause_evaluation is None
         self._is_over = False
         # Until it is over: steps before the first backward.
         self._early = 0
         self._has_trained = False
         # What batches take on which nothing was seen to be done, and which so end no step.
         self._idle_ms = 0.0
+        # What is between two calls of the model, how often that is, and in how many steps.
+        self._between_ms, self._betweens, self._steps = 0.0, 0, 0
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Judge once, when there are enough steps."""
+        self._tell_of_optimizer()
         # Replays of a captured graph show nothing of what they do, which is told already.
         if self._is_over or self._recorder.has_captured:
             return
+        self._steps += len(steps)
         for step in steps:
             labels = step.labels
-            follows = zip(labels, labels[1:], step.device_ms, strict=False)
-            self._idle_ms += sum(ms for *both, ms in follows if both == [OTHER, DATA])
+            for *both, ms in zip(labels, labels[1:], step.device_ms, strict=False):
+                if both == [OTHER, DATA]:
+                    self._idle_ms += ms
+                elif both == [AFTER_FORWARD, FORWARD]:
+                    self._between_ms += ms
+                    self._betweens += 1
             self._has_trained |= BACKWARD in labels or GRAD in labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= ENOUGH:
@@ -121,6 +140,7 @@ class LoopDiagnostics:
     def end(self) -> None:
         """Judge at the end: say of few steps only what is certain."""
         ran = self._results.sums.phases
+        self._tell_of_optimizer()
         if self._recorder.has_captured:
             return
         if not self._is_over:
@@ -128,6 +148,11 @@ class LoopDiagnostics:
             _tell(self._of_ranks(), *([self._of_forward(), self._of_start()] if trains else []))
         elif self._is_own and BACKWARD in ran and FORWARD in ran:
             _tell(*self._of_steps_without_calls())
+
+    def _tell_of_optimizer(self) -> None:
+        if self._lacks_optimizer and self._boundaries.optimizer.has_any:
+            self._lacks_optimizer = False
+            messages.warning(_NO_OPTIMIZER)
 
     def _of_ranks(self) -> Row:
         return is_distributed() and not self._boundaries.sees_waits, _TOO_EARLY, ()
@@ -149,6 +174,10 @@ class LoopDiagnostics:
         place = OTHER if is_in_other else LOSS
         is_twice = 2 * (with_forward - 1) <= n - 1
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
+        # A GAN calls its models in turn, with little between; an agent its policy, time and again.
+        between_ms, forward_ms = self._between_ms / self._steps, ms[FORWARD] / n
+        is_between = 2 * between_ms > max(forward_ms, 0.2 * sums.step.device_ms / n)
+        is_often = self._betweens >= 3 * self._steps
         ends = '"auto": a step ends with the update'
         if not self._accumulates:
             ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
@@ -161,6 +190,7 @@ class LoopDiagnostics:
                 _UNSEEN,
                 (self._idle_ms / n,),
             ),
+            (is_between and is_often, _BETWEEN_CALLS, (between_ms, forward_ms)),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),
             (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
