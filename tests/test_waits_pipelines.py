@@ -1,16 +1,21 @@
 """`<phase>/comm` of a pipeline: what a stage receives is for the pass that follows."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.pipelining._backward as _backward
 from fake_gpu import FakeGPU, Layer, steps
 from fake_ranks import Ranks, Shared, from_module, launch, train, waiting
+from processes import finish, start
 
 from lightning_gputime import GPUPhaseHooks
 
 PIPELINE = from_module("torch.distributed.pipelining.stage")
+SCRIPT = Path(__file__).with_name("pipeline_run.py")
+MANUAL = Path(__file__).parents[1] / "examples" / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,18 @@ def test_a_gradient_that_a_pipeline_takes_is_no_loss(ranks: Ranks, gpu: FakeGPU)
     of_pipeline, of_penalty = steps(timer)
     assert of_pipeline["backward"] == 16.0
     assert of_penalty["loss"] == 8.0
+
+
+@pytest.mark.slow
+def test_the_recipes_of_megatron_and_torchtitan_time_every_stage_of_a_rank(tmp_path: Path) -> None:
+    ranks = finish(*(start(SCRIPT, MANUAL, tmp_path, rank) for rank in range(2)))
+    # Of two stages with two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1.
+    usual = {"data": 2.0, "forward": 16.0, "loss": 0.0, "backward": 32.0, "optimizer": 2.0}
+    # The last stage has the loss, of 0.5 and 0.25 ms. What lies between two calls is `forward`.
+    last = usual | {"loss": 1.0, "backward": 32.5}
+    between = last | {"forward": 16.5, "loss": 0.5}
+    nothing = {"other": 0.0, "forward/comm": 0.0, "backward/comm": 0.0}
+    expected = [{"megatron": usual, "torchtitan": usual}, {"megatron": between, "torchtitan": last}]
+    for rank, printed in enumerate(ranks):
+        for name, found in json.loads(printed).items():
+            assert found == [expected[rank][name] | nothing] * 4

@@ -30,7 +30,8 @@ WORK_WAITS = ("wait", "synchronize", "block_current_stream")
 
 _OWN = "lightning_gputime."
 _DISTRIBUTED = "torch.distributed"
-_PIPELINING = "torch.distributed.pipelining"
+_OF_TORCH, _OF_MEGATRON = "torch.distributed.pipelining", "megatron.core.pipeline_parallel"
+"""The packages that pass on what the stages of a pipeline receive."""
 # Between the patch and whoever wants the collective, or the wait.
 _BETWEEN = (
     "torch.distributed.distributed_c10d",
@@ -55,7 +56,7 @@ class WaitBoundary:
         # The streams beside it that ran collectives.
         self._beside: set[int] = set()
         self.has_pipeline = False
-        """Whether a pipeline of torch's was seen to wait."""
+        """Whether a pipeline was seen to wait."""
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self.note_stream()
@@ -115,7 +116,8 @@ class WaitBoundary:
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
         # Most loops have no pipeline, and need not look who waits.
-        if _PIPELINING not in sys.modules or not caller(*_BETWEEN).startswith(_PIPELINING):
+        has_pipeline = _OF_TORCH in sys.modules or _OF_MEGATRON in sys.modules
+        if not (has_pipeline and caller(*_BETWEEN).startswith((_OF_TORCH, _OF_MEGATRON))):
             return self._begin()
         self.has_pipeline = True
         return self._begin(RECEIVES)
