@@ -63,14 +63,13 @@ def mean_log_of(
     trainer: pl.Trainer,
     prefix: str,
     every_n_steps: int | None = None,
-    keep: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     *,
     stage: str = "",
     row: Mapping[str, float],
 ) -> MeanLog:
     """Return what logs means, by default as often as a trainer logs, to where it logs.
 
-    Also `keep` gets them; `row` is what else loggers get in a row.
+    `row` is what else loggers get in a row.
     """
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
@@ -78,7 +77,6 @@ def mean_log_of(
     def publish(metrics: Mapping[str, float]) -> None:
         # Where other callbacks find them; in one go: Lightning gathers them anew at each look.
         trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
-        keep(metrics)
 
     return MeanLog(
         prefix, every_n_steps, trainer.loggers, publish, stage=stage, beside=lambda _: row

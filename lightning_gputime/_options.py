@@ -15,6 +15,7 @@ from lightning_gputime._boundaries.modules import Modules
 from lightning_gputime._messages import format_value
 from lightning_gputime._phases import COMM, StepTimes, check_name
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._results.means import GROUPS
 from lightning_gputime._results.observers import is_observer
 
 AUTO = "auto"
@@ -33,6 +34,11 @@ class TimerOptions(TypedDict, total=False):
 
     Attributes:
         prefix: First part of the logged keys.
+        log: What is logged: "default", "all", or a list of groups. By default "phases" (with the
+            step), "host" (`host_wait_ms`) and "work" (items and FLOPs per second), and what other
+            options ask for: "parts" with `modules`, "memory" with `memory`, "gaps" with
+            `probe_every_n_steps`, "ranks" with `sync_ranks="log"`. Further groups: "comm", "slow",
+            "fit". Metrics of `observers` are always logged.
         warmup_steps: Number of first steps to leave out of the summary.
         history_size: Number of newest steps that `history` returns and percentiles are taken over.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
@@ -63,6 +69,7 @@ class TimerOptions(TypedDict, total=False):
     """
 
     prefix: str
+    log: str | Sequence[str]
     warmup_steps: int
     history_size: int
     modules: Modules
@@ -95,6 +102,7 @@ class Options:
     """`TimerOptions` with their defaults, checked: TypeError, or ValueError, if one is wrong."""
 
     prefix: str = "phase_time"
+    log: str | Sequence[str] = "default"
     warmup_steps: int = 5
     history_size: int = 10_000
     modules: Modules = ()
@@ -125,6 +133,22 @@ class Options:
     def timed_warmup_steps(self) -> int:
         """How many of the timed steps belong to the warm-up."""
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
+
+    @property
+    def logged_groups(self) -> frozenset[str]:
+        """Groups of the values that are logged, see `GROUPS`."""
+        wanted = {self.log} if isinstance(self.log, str) else {*self.log}
+        if "all" in wanted:
+            return frozenset(GROUPS)
+        if "default" in wanted:
+            asked = {
+                "parts": self.modules,
+                "memory": self.memory,
+                "gaps": self.probe_every_n_steps,
+                "ranks": self.sync_ranks == "log",
+            }
+            wanted |= {"phases", "host", "work"} | {one for one, is_it in asked.items() if is_it}
+        return frozenset(wanted)
 
 
 # Options that only some timers have, and what to do in their place.
@@ -218,6 +242,11 @@ def _is_several(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def _is_log(value: Any) -> bool:
+    groups = value if _is_several(value) else [value]
+    return all(group in (*GROUPS, "default", "all") for group in groups)
+
+
 def _are_observers(value: Any) -> bool:
     return _is_several(value) and all(map(is_observer, value))
 
@@ -258,6 +287,7 @@ _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]]
     ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
     ("observers", TypeError, _are_observers, _IS_OBSERVERS),
     ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
+    ("log", ValueError, _is_log, f"be 'default', 'all' or a list of groups: {', '.join(GROUPS)}"),
     ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
     ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),
 )

@@ -191,9 +191,8 @@ class Timer:
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
 
-    def _keep_evaluation(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _keep_evaluation(self, stage: str, step: int, means: Mapping[str, float]) -> None:
         """Take the means of an evaluation, for the file of the run."""
-        means = {key.rpartition(f"/{stage}/")[2]: ms for key, ms in metrics.items()}
         self._evaluated.append({"stage": stage, "step": step, **means})
 
     def _know_batch(self, loader: object) -> None:

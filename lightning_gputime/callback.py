@@ -105,7 +105,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     `phase_time/other_ms`        the rest
     `phase_time/step_ms`         the sum of these
     `phase_time/host_wait_ms`    how long the host waited for the device to finish a step
-    `phase_time/slow_ms`         by how much slow steps were longer than usual, see `slowest`
+    `phase_time/items_per_s`     items a second (no time)
     ============================ ==================================================================
 
     Validation, test and prediction loops are timed apart, and their means logged at their end under
@@ -286,11 +286,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 trainer,
                 options.prefix,
                 sys.maxsize,  # Nothing is due before the end.
-                partial(self._keep_evaluation, stage, number),
                 stage=stage,
                 row={"epoch": trainer.current_epoch},
             ),
             number=number,
+            keep=partial(self._keep_evaluation, stage, number),
             # A number is of the batches of training.
             items=options.items if callable(options.items) else None,
             setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **known),
@@ -324,6 +324,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._books.switch_to(REST)
             if self.last is not None:
                 log = _lightning.mean_log_of(trainer, self._options.prefix, row=fit.row)
+                log.groups = self._options.logged_groups
                 log.log_values(self._books.summary().metrics(), self.last.step)
             self._show(trainer)
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, Unpack
 
@@ -254,7 +255,6 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         number, self._evaluation_means = trainer.state.global_step, {}
 
         def publish(metrics: Mapping[str, float]) -> None:
-            self._keep_evaluation(stage, number, metrics)
             # As the Trainer names its own.
             old, new = f"{options.prefix}/{stage}", f"{stage}_{options.prefix}"
             self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
@@ -267,6 +267,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             MeanLog(options.prefix, sys.maxsize, (), publish, stage=stage),
             number=number,
             items=options.items,
+            keep=partial(self._keep_evaluation, stage, number),
         )
         return True
 

@@ -4,6 +4,7 @@ import pickle
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +38,6 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
     means = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
     means |= {"phase_time/step_ms": sum(STEP_MS.values()), "epoch": 0}
-    means |= {"phase_time/data/fetch_ms": 1.0, "phase_time/data/copy_ms": 0.0}
     means["phase_time/callbacks_ms"] = 0.0
     # A host that does nothing else waits for all that the GPU does.
     means["phase_time/host_wait_ms"] = sum(STEP_MS.values())
@@ -46,6 +46,45 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     assert calls == [(step, means) for step in (1, 3, 4)]
     # The same numbers as Lightning's own metrics.
     assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
+
+
+DEFAULT = {*(f"{name}_ms" for name in (*STEP_MS, "callbacks", "step", "host_wait")), "items_per_s"}
+FETCH, NET = {"data/fetch_ms", "data/copy_ms"}, {"forward/net_ms", "backward/net_ms"}
+FIT = {"fit/wall_s", "fit/steps_share"}
+
+
+@pytest.mark.parametrize(
+    ("options", "logged"),
+    [
+        ({}, DEFAULT),
+        ({"modules": 1}, DEFAULT | FETCH | NET),
+        ({"log": ["default", "fit"]}, DEFAULT | FIT),
+        ({"log": ["host", "parts"]}, {"host_wait_ms"} | FETCH),
+        ({"log": "all"}, DEFAULT | FETCH | FIT | {"slow_ms"}),
+        ({"log": [], "observers": [SimpleNamespace(metrics=lambda: {"own/a": 1.0})]}, {"own/a"}),
+        ({"log": []}, set()),
+    ],
+)
+def test_what_is_logged_is_what_is_asked_for(
+    gpu: FakeGPU, options: dict[str, Any], logged: set[str]
+) -> None:
+    logger = MemoryLogger()
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **options)
+    runner = trainer(timer, logger=logger, log_every_n_steps=20)
+    runner.fit(Model(gpu), Loader(gpu, 20), Loader(gpu, 1))
+    found = [{key for key in row if "phase_time" in key} for _, row in logger.calls]
+    found = [row for row in found if row]
+    keys = {key.removeprefix("phase_time/") for row in found for key in row}
+    training = {key for key in keys if not key.startswith("val/")}
+    assert {key for key in training if not key.startswith("fit/") or key in FIT} == logged
+    of_phases = {f"{name}_ms" for name in ("data", "forward", "other")}
+    evaluated = {key.removeprefix("val/") for key in keys - training}
+    assert evaluated & of_phases == logged & of_phases
+    assert {*runner.callback_metrics} & {f"phase_time/{key}" for key in DEFAULT} == {
+        f"phase_time/{key}" for key in logged & DEFAULT
+    }
+    # What is not logged is saved all the same.
+    assert of_phases < {*timer._run().evaluations[0]}
 
 
 def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
@@ -424,6 +463,11 @@ def test_a_timer_that_fails_lets_training_go_on(
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer .* got 1.5"),
         ({"warmup_steps": -2}, "warmup_steps must be 0 or more .* got -2"),
         ({"history_size": 0}, "history_size must be 1 or more .* got 0"),
+        (
+            {"log": "phase"},
+            "log must be 'default', 'all' or a list of groups: phases, .*'phase'",
+        ),
+        ({"log": ["all", "step"]}, r"log must be .* got \['all', 'step'\]"),
         ({"prefix": ""}, "prefix must be a key .* got ''"),
         ({"prefix": "a/"}, "prefix must be a key .* got 'a/'"),
         ({"prefix": 3}, "prefix must be a string .* got 3"),

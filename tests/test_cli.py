@@ -40,6 +40,7 @@ class Observer:
 
 VALUES: dict[str, list[tuple[str, Any]]] = {
     "prefix": [("times", "times"), ("a/b", "a/b")],
+    "log": [("all", "all"), ("[default, slow]", ["default", "slow"])],
     "warmup_steps": [("1", 1)],
     "history_size": [("7", 7)],
     "prog_bar": [("true", True)],
@@ -78,6 +79,7 @@ WRONG = {
     "probe_every_n_steps": "1.5",
     "modules": "[1]",
     "observers": "3",
+    "log": "3",
     "sync_ranks": "sometimes",
 }
 

@@ -113,7 +113,8 @@ def test_the_sentence_names_the_steps_first_and_nothing_small() -> None:
 
 def test_it_is_in_the_table_and_in_the_loggers_once() -> None:
     gpu, logger = FakeGPU(), MemoryLogger()
-    timer = fit(gpu, Slow(gpu), 3, logger=logger)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, log=["fit"])
+    fit(gpu, Slow(gpu), 3, timer=timer, logger=logger)
     ledger = timer.summary().ledger
     assert ledger is not None
     assert ledger.sentence in str(timer.summary())

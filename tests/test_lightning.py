@@ -814,7 +814,7 @@ def test_the_bar_shows_a_step_of_the_modules_own(gpu: FakeGPU) -> None:
 
 def test_a_fits_shares_are_logged_in_a_row_of_its_last_epoch(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    trainer(timer_of(gpu), logger=logger, max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
+    trainer(timer_of(gpu, log=["fit"]), logger=logger, max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     [(step, row)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
     assert (step, row["epoch"]) == (5, 1)
 

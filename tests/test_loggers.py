@@ -126,7 +126,7 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
 ) -> None:
     logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
     model = Model(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", log="all")
     options: dict[str, Any] = {"logger": [logger, flat], "log_every_n_steps": 1}
     runner = trainer(timer, **options)
     runner.fit(model, Loader(gpu, 3), Loader(gpu, 2))

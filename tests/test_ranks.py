@@ -518,7 +518,7 @@ class RankLogger(Logger):
 
 def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeExchange) -> None:
     loop, logger = Loop(gpu), RankLogger()
-    with hooks(loop, logger=logger, log_every_n_steps=2) as timer:
+    with hooks(loop, logger=logger, log=["ranks"], log_every_n_steps=2) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(5)):
                 loop.train(x)
@@ -663,7 +663,7 @@ def test_what_is_logged_is_never_numbered_back(
     gpu: FakeGPU, exchange: FakeExchange, options: dict[str, Any]
 ) -> None:
     loop, logger, exchange.others = Loop(gpu), RankLogger(), (lambda own: own,)
-    with hooks(loop, logger=logger, log_every_n_steps=13, **options) as timer:
+    with hooks(loop, logger=logger, log="all", log_every_n_steps=13, **options) as timer:
         for epoch in (21, 16, 8):
             for x in timer.steps(loop.batches(epoch)):
                 loop.train(x)

@@ -242,7 +242,7 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
 def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
     logger = Logger()
     late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}
-    train(loop, in_loss=late, logger=logger, log_every_n_steps=20)
+    train(loop, in_loss=late, logger=logger, log="all", log_every_n_steps=20)
     logged = {
         step: {key: ms for key, ms in metrics.items() if "slow" in key}
         for step, metrics in logger.calls
@@ -379,7 +379,7 @@ def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
 def test_what_is_judged_late_is_in_no_log_of_other_steps(loop: Loop, every: int) -> None:
     logger = Logger()
     late = {3: lambda: loop.gpu.host_work(400.0)}
-    timer = train(loop, late, logger=logger, log_every_n_steps=every)
+    timer = train(loop, late, logger=logger, log=["slow"], log_every_n_steps=every)
     excess_ms = {slow.step: slow.excess_ms for slow in timer.slowest()}[3]
     # The first ten are judged together; by then logs of fewer steps are gone.
     logged = {step: metrics.get("phase_time/slow_ms", 0.0) for step, metrics in logger.calls}

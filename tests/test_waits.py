@@ -274,7 +274,8 @@ def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> N
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, sync_ranks=False)
+    options: Any = {"warmup_steps": 0, "sync_ranks": False, "log": ["default", "comm"]}
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **options)
     logger = MemoryLogger()
     trainer(timer, logger=logger).fit(Validated(gpu), Loader(gpu, 3), Loader(gpu, 2))
     assert steps(timer) == [waiting("forward")] * 3

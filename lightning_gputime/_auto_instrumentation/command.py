@@ -30,6 +30,7 @@ VALUES = (
     "flops",
     "history_size",
     "items",
+    "log",
     "modules",
     "prefix",
     "probe_every_n_steps",

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from lightning_gputime._messages import format_value, messages
@@ -23,7 +24,7 @@ from lightning_gputime._results.sums import Sums
 # What single callbacks begin with, which are not logged. Each log asks: no call of a function.
 _ONE_CALLBACK = f"{CALLBACKS}/"
 
-# By the name of a value, its group where that is not the one of the phases.
+# By the name of a value, its group where that is not the one of the phases, and the step.
 _GROUPS = (
     (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r".+_peak_mb$"), "memory"),
@@ -35,6 +36,7 @@ _GROUPS = (
     (re.compile(rf".+/{COMM}_ms$"), "comm"),
     (re.compile(r".+/"), "parts"),
 )
+GROUPS = ("phases", *(group for _, group in _GROUPS))
 
 
 class MetricsLogger(Protocol):
@@ -75,6 +77,8 @@ class MeanLog:
         """Called where steps that were read are logged."""
         # What is logged beside the means: slow steps, work, probes, memory and observers of these.
         self.results: Results | None = None
+        self.groups: Collection[str] = GROUPS  # Of the values that are logged.
+        self.keep: Callable[[Mapping[str, float]], object] | None = None  # Gets all values.
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.is_owed = False  # Whether a step that is to be logged has finished, and is not read.
@@ -140,7 +144,7 @@ class MeanLog:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
             means |= {"step": sums.step.device_ms / sums.step.n}
             means |= {"host_wait": sums.wait_ms / sums.step.n}
-            beside: dict[str, float] = {}
+            beside, own = dict[str, float](), dict[str, float]()
             if (results := self.results) is not None:
                 if results.newest_probed is not None and not results.probe_failure:
                     means |= _busy_means(means, results.newest_probed.times())
@@ -149,27 +153,44 @@ class MeanLog:
                 if results.peaks is not None:
                     beside |= results.peaks.metrics(self.newest, keep=only_publish)
                 if results.observers:
-                    beside |= metrics_of(results.observers)
+                    own = metrics_of(results.observers)
             values = {
                 f"{name}_ms": ms
                 for name, ms in means.items()
                 if not name.startswith(_ONE_CALLBACK) or name == CALLBACK_WAIT
             }
-            self.log_values(values | beside, self.newest, only_publish=only_publish)
+            self.log_values(values | beside, self.newest, own, only_publish=only_publish)
 
     def log_values(
-        self, values: Mapping[str, float], step: int, *, only_publish: bool = False
+        self,
+        values: Mapping[str, float],
+        step: int,
+        own: Mapping[str, float] = MappingProxyType({}),
+        *,
+        only_publish: bool = False,
     ) -> None:
-        """Log `values` under the number of a step, or of the last log if that is newer."""
+        """Log `values`, of the groups that are wanted, and a user's `own`.
+
+        They are logged under the number of the step, or of the last log if that is newer.
+        """
+        if self.keep is not None:
+            self.keep({**values, **own})
+        wanted: dict[str, float] = {}
+        for name, value in values.items():
+            if group_of(name) in self.groups:
+                wanted[name] = value
+        wanted |= own
+        if not wanted:
+            return
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
             beside = self._beside(step)
             # With one call: CSV writes a row a call, W&B counts a step, MLflow sends a request.
             for one in self.loggers:
-                self._try(partial(send, one, self._prefix, self._stage, values, step, beside))
+                self._try(partial(send, one, self._prefix, self._stage, wanted, step, beside))
         if self._publish is not None:
-            metrics = {key(self._prefix, self._stage, name): ms for name, ms in values.items()}
+            metrics = {key(self._prefix, self._stage, name): ms for name, ms in wanted.items()}
             self._try(partial(self._publish, metrics))
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -179,6 +200,12 @@ class MeanLog:
             if not self._failed:
                 messages.warning("Phase times could not be logged: %r", error)
             self._failed = True
+
+
+@lru_cache(maxsize=1000)
+def group_of(name: str) -> str:
+    """Return the group of a value."""
+    return next((group for pattern, group in _GROUPS if pattern.match(name)), "phases")
 
 
 def _busy_means(means: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
@@ -234,8 +261,8 @@ def send(
 
 
 def _tag(prefix: str, stage: str, name: str) -> str:
-    group = stage or next((one for has, one in _GROUPS if has.match(name)), "")
-    if not group:
+    group = stage or group_of(name)
+    if group == "phases":
         return key(prefix, "", name)
     first, slash, rest = prefix.partition("/")
     return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"

@@ -1,5 +1,6 @@
 """Timing of evaluation loops: `data`, `forward`, `other`."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
@@ -55,18 +56,20 @@ class Evaluations:
         *,
         number: int,
         items: Any,
+        keep: Callable[[Mapping[str, float]], object],
         setup: TrainingSetup | None = None,
     ) -> None:
         """Start to time a loop, in place of the one that runs.
 
-        The means are logged under `number`, and nothing of them must be due before the end.
+        The means are logged under `number`, and nothing of them must be due before the end. All of
+        them, also those that are not logged, go to `keep`.
         """
         self.abort()
         results = Results(self._options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
-        means.results = results
+        means.results, means.groups, means.keep = results, self._options.logged_groups, keep
         self._means, self._results, self._number = means, results, number
         self._items = Items(items)
         recorder = Recorder(clock, lag=self._options._lag, emit=self._add, batch=BATCH)

@@ -122,7 +122,7 @@ class Session:
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
         """Finds slow steps, and their causes."""
         self._means = means
-        means.results = results
+        means.results, means.groups = results, options.logged_groups
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
         users = UserCalls(options.observers, bars, self.analyzer)
         counters = counters_of(clock) if options.memory else None
