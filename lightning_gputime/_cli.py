@@ -26,22 +26,24 @@ timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.js
 """
 _SHOW = "Print the table of a run again."
 _COMPARE = """\
-Tell whether a step takes longer after a change, by how much, how sure that is, and which phase
-explains it. The times are those of a typical step (the mean over the middle half of the steps),
-without the warm-up; the error is half of a 95 % interval.
+Tell which phases take longer after a change, and the step, by how much, and how sure that is. The
+times are those of a typical step (the mean over the middle half of the steps), without the warm-up;
+an error is half of an interval, and all intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
   compare --before b1.json.gz b2.json.gz b3.json.gz --after a1.json.gz a2.json.gz a3.json.gz
+  compare folder_before folder_after folder_other
 
-With one run a side, what differs between two equal runs (the machine, its temperature, other users)
-is taken for the change: run each side several times, in turn, and give all the files.
+A folder stands for all runs in it. Of more than two, each is compared with the first. With one run
+a side, what differs between two equal runs (the machine, its temperature, other users) is not seen:
+run each side several times, in turns.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
 file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
-exit code: 0; 1 if --fail-above is given and the step is slower by more than that for certain, the
+exit code: 0; 1 if --fail-above is given and something is slower by more than that for certain, the
 whole interval lying above it; 2 if a file cannot be read, or the runs cannot be compared.
 """
 
@@ -90,14 +92,10 @@ def _new_parser() -> argparse.ArgumentParser:
     versus.set_defaults(command=_compare)
     versus.epilog = _CODES
     add = versus.add_argument
-    add("runs", nargs="*", metavar="RUN", help="the run before, and the one after")
+    add("runs", nargs="*", metavar="RUN", help="the run before, and the one after, or folders")
     for side in ("before", "after"):
         add(f"--{side}", nargs="+", default=[], metavar="RUN", help=f"several runs {side}")
-    above = "exit with 1 if the step is slower by more than this for certain"
-    add("--fail-above", type=_percentage, metavar="2%", help=above)
-    anyway = "also compare runs of another GPU, world size or batch"
-    add("--anyway", action="store_true", help=anyway)
-    add("--json", action="store_true", help="print it as JSON")
+    _add_judgement(versus)
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
@@ -107,11 +105,27 @@ def _new_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _percentage(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
+def _add_judgement(parser: argparse.ArgumentParser) -> None:
+    above = (
+        "exit with 1 if the step, or a phase that takes 1 %% of it, is slower by more than 2%% for"
+        " certain; PHASE:5%% asks of a phase, step:2%% of the step; may be repeated"
+    )
+    parser.add_argument(
+        "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above
+    )
+    anyway = "also compare runs of another GPU, world size or batch"
+    parser.add_argument("--anyway", action="store_true", help=anyway)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _bound(text: str) -> tuple[float, str]:
+    """Return a bound as a fraction, and the phase that it is for."""
+    found = re.fullmatch(r"\s*(?:(.+):)?\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"must be a percentage such as 2%, got {text!r}")
-    return float(found[1]) / 100
+        raise argparse.ArgumentTypeError(
+            f"must be a percentage such as 2%, or with a phase loss:5%, got {text!r}"
+        )
+    return float(found[2]) / 100, found[1] or ""
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -125,13 +139,29 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    before, after = _sides(args)
-    found = package.compare(before, after, anyway=args.anyway)
+    return _judge(package.compare(*_groups(args), anyway=args.anyway), args)
+
+
+def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
+    """Print a comparison, and what lies above a bound; return the exit code."""
     _print(_json(found) if args.json else found)
-    if args.fail_above is None or not found.is_above(args.fail_above):
-        return GOOD
-    print(f"The step is slower by more than {100 * args.fail_above:g} %.", file=sys.stderr)
-    return ABOVE
+    above = []
+    for one in (found, *found.others):
+        about = f"{one.names[1]}: " if found.others else ""
+        if args.fail_above and min(one.runs) < 2:
+            print(
+                f"warning: {about}--fail-above was given one run on a side: equal runs may differ"
+                " as much, and fail. Give two a side or more, such as by bench.",
+                file=sys.stderr,
+            )
+        above += [
+            f"{about}{name} is slower by more than {100 * bound:g} %."
+            for bound, phase in args.fail_above
+            for name in ([phase] if phase else ["step", *one.judged])
+            if one.is_above(bound, name)
+        ]
+    print(*above, sep="\n", end="\n" * bool(above), file=sys.stderr)
+    return ABOVE if above else GOOD
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -149,13 +179,13 @@ def _report(args: argparse.Namespace) -> int:
     return GOOD
 
 
-def _sides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    if len(args.runs) == 2 and not args.before and not args.after:
-        return args.runs[:1], args.runs[1:]
+def _groups(args: argparse.Namespace) -> list[str] | list[list[str]]:
+    if len(args.runs) > 1 and not args.before and not args.after:
+        return list(args.runs)
     if args.before and args.after and not args.runs:
-        return args.before, args.after
+        return [args.before, args.after]
     raise ValueError(
-        "give two runs, or several each behind --before and --after; got"
+        "give two runs or more, or several each behind --before and --after; got"
         f" {len(args.runs)} and {len(args.before)} before, {len(args.after)} after"
     )
 

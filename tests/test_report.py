@@ -143,7 +143,7 @@ def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
 @needs_bokeh
 def test_two_runs_are_side_by_side() -> None:
     body = without_library(made(run(1), run(2, more={"backward": 0.6})))
-    assert "slower: backward explains" in body
+    assert "slower: backward 0.6" in body
     assert "Before and after" in body
     assert body.count("Time per step in ms over 1000 steps") == 2
 
@@ -192,7 +192,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["report", *paths[:2], "-o", paths[2]]) == 2
     assert "cannot be compared: device is H200" in capsys.readouterr().err
     assert main(["report", *paths[:2], "-o", paths[2], "--anyway"]) == 0
-    assert "device is H200 before and B200 after" in Path(paths[2]).read_text()
+    assert "device is H200 (before) and B200 (after)" in Path(paths[2]).read_text()
     assert main(["report", *paths[:2], paths[0]]) == 2
     assert "report takes one run, or two, got 3" in capsys.readouterr().err
 

@@ -1,9 +1,11 @@
-"""The comparison of runs: by how much their steps differ, how sure that is, and in which phase."""
+"""The comparison of runs: by how much their steps differ, in which phase, and whether by chance."""
 
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,16 @@ from lightning_gputime._saved_runs.saved import Run, load
 # Fields of the environment in which runs must agree: else their steps are not the same work.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 _OWN = ("started", "rank", "options")  # Fields that differ from run to run, and mean nothing.
-_MOST = 0.8  # Of a phase's difference: from there on a part of it is named in its place.
-_FEW_STEPS = 200  # With fewer a side it is not known how long what slows steps down lasts.
-_DROPS = ("explains", "change", "95 %")  # What goes first where the table is too wide.
-_ONE_RUN = "One run a side: by how much equal runs differ is not seen. Give several a side."
-_SHORT_RUNS = (
-    f"With fewer than {_FEW_STEPS} steps a side, runs are called different too often where slow"
-    " steps follow each other."
-)
+# By chance a comparison of equal runs may show any change at all in 5 %: the chance is split.
+_CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
+_MIN_SHARE = 0.01  # The fraction of the step from which on a phase is judged.
+_MOST = 0.8  # Of a phase's change: from there on a part of it is named, too.
+_MIN_PAIRS = 5  # With fewer, what pairs gain is less than what it costs to know them so badly.
+_DROPS = ("change", "95 %")  # What goes first where the table is too wide.
 
+_PATHS = (str, os.PathLike)
 Given = Run | str | os.PathLike[str]
+Side = tuple[str, Sequence[Run]]  # The name of a group, and its runs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Difference:
     Attributes:
         before_ms: The time before (in milliseconds).
         after_ms: The time after (in milliseconds).
-        error_ms: Half the width of the 95 % interval of their difference (in milliseconds).
+        error_ms: Half the width of the interval of their difference (in milliseconds).
         error_ratio: The same for the difference as a fraction of the time before.
     """
 
@@ -60,12 +62,23 @@ class Difference:
 
     @property
     def is_certain(self) -> bool:
-        """Whether zero lies outside of the interval."""
-        return abs(self.change_ms) > self.error_ms
+        """Whether the change is significant: zero lies outside of both intervals."""
+        if abs(self.change_ms) <= self.error_ms:
+            return False
+        return not self.before_ms or abs(self.ratio) > self.error_ratio
+
+    @property
+    def verdict(self) -> str:
+        """Is "slower" or "faster" where the change is significant, else "alike"."""
+        if not self.is_certain:
+            return "alike"
+        return "slower" if self.change_ms > 0 else "faster"
 
     def is_above(self, bound: float) -> bool:
-        """Return whether it is certainly longer by more than a fraction of the time before."""
-        return self.ratio - self.error_ratio > bound and self.is_certain
+        """Return whether all of its interval lies above a fraction of the time before."""
+        # What is new lies above any.
+        is_more = not self.before_ms or self.ratio - self.error_ratio > bound
+        return is_more and self.is_certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +86,19 @@ class RunComparison(Tabular):
     """What differs between two sides of one run or several each; `print` shows it as a table.
 
     The times of `step` and `rows` are those of a typical step, the mean over the middle half of the
-    steps by their length. The phases add up to the step, and their changes to its change.
+    steps by their length. The phases add up to the step, and their changes to its change. The
+    intervals of `step`, `mean` and the phases hold together with 95 % confidence.
 
     Attributes:
         rows: Each phase, in the order of a step; a phase that did not run takes 0 ms.
         step: The typical step.
-        mean: The mean over all steps, slow ones included, with an interval of 99.5 %.
+        mean: The mean over all steps, slow ones included.
         runs: How many runs the sides have, before and after.
         steps: How many steps they have.
         notes: What else differs, such as the version of torch.
+        names: What the sides are called.
+        in_turns: Whether the runs took turns, and each is compared with its neighbour.
+        others: The comparisons of further groups with the same runs before.
     """
 
     rows: Mapping[str, Difference]
@@ -90,112 +107,144 @@ class RunComparison(Tabular):
     runs: tuple[int, int]
     steps: tuple[int, int]
     notes: tuple[str, ...] = ()
+    names: tuple[str, str] = ("before", "after")
+    in_turns: bool = False
+    others: tuple["RunComparison", ...] = ()
 
     @property
     def verdict(self) -> str:
-        """Is "slower" or "faster" where that is certain, else "alike"."""
-        if not self.step.is_certain:
-            return "alike"
-        return "slower" if self.step.change_ms > 0 else "faster"
+        """Is "slower" or "faster" where that is significant of the step, else "alike"."""
+        return self.step.verdict
 
     @property
-    def explains(self) -> dict[str, float]:
-        """The fraction of the step's change that each phase explains; they add up to 1.
-
-        Without sub-phases, whose parts are in their parents'. Empty where nothing is certain.
-        """
-        if not self.step.is_certain:
-            return {}
-        changes = {name: row.change_ms for name, row in self.rows.items()}
-        return {name: ms / self.step.change_ms for name, ms in changes.items() if "/" not in name}
+    def judged(self) -> list[str]:
+        """The phases that take 1 % of the step or more, before or after, without sub-phases."""
+        return [
+            name
+            for name, row in self.rows.items()
+            if "/" not in name
+            and max(row.before_ms, row.after_ms) >= _MIN_SHARE * self.step.before_ms
+        ]
 
     @property
     def sentence(self) -> str:
-        """One sentence: by how much they differ, how sure that is, and which phase explains it."""
-        if not self.step.is_certain:
-            return f"no difference is certain: {_amount(self.step, sign=True)}"
-        explains = self.explains
-        most = name = max(explains, key=explains.__getitem__)
-        for part, row in self.rows.items():
-            if part.startswith(f"{name}/") and row.change_ms / self.rows[name].change_ms >= _MOST:
-                most = part
-        share = f"{100 * explains[name]:.0f} %"
-        return f"{_amount(self.step)} {self.verdict}: {most} explains {share}"
+        """One sentence: which changes are significant, of the step and of its phases."""
+        unit = unit_of(self.step.before_ms)
+        changed = [(self._most(one), self.rows[one]) for one in self.judged]
+        # What slow steps add.
+        if abs(self.mean.ratio - self.step.ratio) > self.mean.error_ratio:
+            changed.append(("the mean of all steps", self.mean))
+        told = ", ".join(
+            f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
+            for name, row in sorted(changed, key=lambda one: -abs(one[1].change_ms))
+            if row.is_certain
+        )
+        if self.step.is_certain:
+            percent = _percent(self.step).removeprefix("+").removeprefix("-")
+            claim = f"{percent} {self.verdict}: {told or 'no single phase significantly'}"
+        elif told:
+            claim = f"{told}; a typical step: no significant change ({_percent(self.step)})"
+        else:
+            claim = f"no significant change: {_percent(self.step)}"
+        if min(self.runs) > 1:
+            return claim
+        only = f"in these {sum(self.runs)} runs only"
+        return f"{claim}; {only}: how much equal runs differ is not seen, give two a side or more"
 
-    @property
-    def mean_sentence(self) -> str:
-        """What slow steps add to it; empty where that is not certain."""
-        mean, step = self.mean, self.step
-        if not mean.is_certain or abs(mean.ratio - step.ratio) <= mean.error_ratio:
-            return ""
-        word = "longer" if mean.change_ms > 0 else "shorter"
-        return f"with the slowest and fastest steps the mean is {_amount(mean)} {word}"
+    def _most(self, name: str) -> str:
+        """Return the name of a phase, with the part that is nearly all of its change."""
+        whole_ms = self.rows[name].change_ms
+        parts = [one for one in self.rows if one.startswith(f"{name}/")]
+        most = [one for one in parts if whole_ms and self.rows[one].change_ms / whole_ms >= _MOST]
+        return f"{name} ({most[-1]})" if most else name
 
-    def is_above(self, bound: float) -> bool:
+    def is_above(self, bound: float, phase: str = "") -> bool:
         """Return whether it is certainly slower by more than a fraction of the time before.
 
         Args:
-            bound: Such as 0.02 for 2 %. The whole interval, of the typical step or of the mean,
-                must lie above it.
+            bound: Such as 0.02 for 2 %. The whole interval must lie above it.
+            phase: Of what: a phase, or the "step", typical or mean; if empty, the step or any of
+                the phases that are `judged`. What did not run before lies above any bound.
         """
-        return self.step.is_above(bound) or self.mean.is_above(bound)
+        asked = self._asked(phase)
+        asked += [self.mean] if phase in ("", "step") else []
+        return any(one.is_above(bound) for one in asked)
+
+    def is_settled(self, bound: float, phase: str = "") -> bool:
+        """Return whether all that is asked is certainly below the bound, or anything above it."""
+        below = (one.ratio + one.error_ratio < bound for one in self._asked(phase))
+        return self.is_above(bound, phase) or all(below)
+
+    def _asked(self, phase: str) -> list[Difference]:
+        known = {"step": self.step, **self.rows}
+        if phase and phase not in known:
+            raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
+        return [known[name] for name in ([phase] if phase else ["step", *self.judged])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
-        told = {"verdict": self.verdict, "explains": self.explains, "sentence": self.sentence}
-        found: dict[str, Any] = plain({**asdict(self), **told})
+        told = {"verdict": self.verdict, "sentence": self.sentence}
+        others = [one.to_dict() for one in self.others]
+        found: dict[str, Any] = plain({**asdict(self), **told, "others": others})
         return found
 
     def _table(self) -> Table:
-        shares = {name: f"{share:.0%}" for name, share in self.explains.items()}
         unit = unit_of(self.step.before_ms)
-        header = ("phase", "before", "after", "change", "95 %", "change in %", "explains")
-        body = [_cells(name, row, unit, shares.get(name, "")) for name, row in self.rows.items()]
-        several = [f" of {n} runs" if n > 1 else "" for n in self.runs]
-        before, after = (f"{n} steps{of}" for n, of in zip(self.steps, several, strict=True))
-        title = f"A typical step in {unit.name}: {before} before, {after} after"
-        whole = _cells("step", self.step, unit, "100%" if shares else "")
-        return Table(title, [header, *body, whole], self._sentences(), drops=_DROPS)
+        lines = [["phase", self.names[0]]]
+        for name, row in {**self.rows, "step": self.step}.items():
+            _, slash, part = name.partition("/")
+            lines.append([f"  {part}" if slash else name, unit.cell(row.before_ms)])
+        counts, sentences = [self._count(0)], []
+        for one in (self, *self.others):
+            for line, cells in zip(lines, one._cells(unit), strict=True):
+                line += cells
+            counts.append(one._count(1))
+            about = f"{one.names[1]}: " if self.others else ""
+            sentences += [f"{about}{sentence}" for sentence in (one.sentence, *one.notes)]
+        title = f"A typical step in {unit.name}: {', '.join(counts)}"
+        drops = [name for name in _DROPS for _ in counts[1:]]
+        return Table(title, [tuple(line) for line in lines], sentences, drops=drops)
 
-    def _sentences(self) -> list[str]:
-        told = [self.sentence, self.mean_sentence, *self.notes]
-        told += [_ONE_RUN] if sum(self.runs) == 2 else []
-        told += [_SHORT_RUNS] if min(self.steps) < _FEW_STEPS else []
-        return [one for one in told if one]
+    def _cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
+        """Yield the columns of what comes after, from the header down."""
+        yield self.names[1], "change", "95 %", "change in %", ""
+        for name, row in [*self.rows.items(), ("", self.step)]:
+            yield (
+                unit.cell(row.after_ms),
+                f"{row.change_ms / unit.ms:+.{unit.digits}f}",
+                f"± {unit.cell(row.error_ms)}",
+                "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
+                row.verdict if row.is_certain and (not name or name in self.judged) else "",
+            )
+
+    def _count(self, side: int) -> str:
+        runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
+        turns = ", in turns" if side and self.in_turns else ""
+        return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
 
 
-def _amount(one: Difference, *, sign: bool = False) -> str:
+def _percent(one: Difference) -> str:
     digits = 1 if one.error_ratio >= 0.001 else 2
-    ratio = f"{100 * one.ratio:+.{digits}f}"
-    return f"{ratio if sign else ratio[1:]} % ± {100 * one.error_ratio:.{digits}f} %"
-
-
-def _cells(name: str, row: Difference, unit: Unit, explains: str) -> tuple[str, ...]:
-    _, slash, part = name.partition("/")
-    return (
-        f"  {part}" if slash else name,
-        unit.cell(row.before_ms),
-        unit.cell(row.after_ms),
-        f"{row.change_ms / unit.ms:+.{unit.digits}f}",
-        f"± {unit.cell(row.error_ms)}",
-        "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
-        explains,
-    )
+    return f"{100 * one.ratio:+.{digits}f} % ± {100 * one.error_ratio:.{digits}f} %"
 
 
 def compare(
-    before: Given | Sequence[Given], after: Given | Sequence[Given], *, anyway: bool = False
+    before: Given | Sequence[Given],
+    after: Given | Sequence[Given],
+    *more: Given | Sequence[Given],
+    anyway: bool = False,
 ) -> RunComparison:
-    """Compare the steps of two runs, or of two groups of runs, without their warm-up.
+    """Compare the steps of two runs, or of groups of runs, without their warm-up.
 
-    A difference has a 95 % interval: from blocks of neighbouring steps, because these are not
-    independent; with several runs on a side it is never narrower than the spread between runs
-    says. With one run a side that spread is not seen: what differs by chance between equal runs,
-    such as a machine that others use, is then taken for a difference.
+    An interval allows for the noise within the runs, where neighbouring steps are not independent;
+    with several runs on a side also for the spread between runs. With one run a side that is not
+    seen, and the comparison holds for these runs only. Where the sides took turns at least five
+    times, as in `bench`, each run is compared with its neighbour.
 
     Args:
-        before: A run, or several: as `load` returns them, or their files.
+        before: A run, or several: as `load` returns them, their files, or their folder.
         after: The others.
+        more: Further groups, each compared with the first one, too.
         anyway: Whether to compare runs that differ in device, world size or batch, too.
 
     Raises:
@@ -204,18 +253,21 @@ def compare(
         ValueError: If a file is none of a run, or the runs cannot be compared.
 
     Example:
-        >>> print(compare("before.json.gz", "after.json.gz").sentence)
-        4.1 % ± 0.6 % slower: backward explains 83 %
+        >>> print(compare(["b1.json.gz", "b2.json.gz"], ["a1.json.gz", "a2.json.gz"]).sentence)
+        4.1 % ± 0.6 % slower: backward 0.51 ± 0.08 ms slower
     """
-    sides = _runs_of("before", before), _runs_of("after", after)
-    notes = _notes(*sides)
-    refused = [note for name, note in notes.items() if name in MUST_AGREE]
-    if refused and not anyway:
-        raise ValueError(
-            f"the runs cannot be compared: {'; '.join(refused)}. Pass anyway=True (--anyway) to"
-            " compare them all the same"
-        )
-    runs = [*sides[0], *sides[1]]
+    return compare_groups([before, after, *more], anyway=anyway)
+
+
+def compare_groups(
+    groups: Sequence[Given | Sequence[Given]], *, anyway: bool = False, looks: int = 1
+) -> RunComparison:
+    """Compare each group with the first; runs are added, and this is done, `looks` times in all."""
+    names = ["before", "after"]
+    if len(groups) > 2:
+        names = [str(g) if isinstance(g, _PATHS) else f"group {i}" for i, g in enumerate(groups, 1)]
+    base, *others = zip(names, map(_runs_of, names, groups), strict=True)
+    runs = [run for _, side in (base, *others) for run in side]
     for run in runs:
         if len(run.measured) < statistics.MIN_STEPS:
             raise ValueError(
@@ -223,46 +275,90 @@ def compare(
                 f" {statistics.MIN_STEPS} are needed to tell a difference from noise"
             )
     # In the order of the files: the user's own phases have no other.
-    phases = dict.fromkeys(name for run in runs for name in list_phases(run.history))
-    names = in_order([name for name in phases if not of_one_callback(name)])
-    times = [[_times(run, names) for run in side] for side in sides]
-    found = statistics.difference(*times, how=statistics.TYPICAL)
-    step, *rows = [Difference(*row) for row in found.tolist()]
+    found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
+    phases = in_order([name for name in found if not of_one_callback(name)])
+    tries = looks * len(others)
+    first, *more = (_compare_two((base, one), phases, tries, anyway) for one in others)
+    return replace(first, others=tuple(more))
+
+
+def _compare_two(
+    sides: Sequence[Side], phases: Sequence[str], tries: int, anyway: bool
+) -> RunComparison:
+    notes = _notes(sides)
+    refused = [note for name, note in notes.items() if name in MUST_AGREE]
+    if refused and not anyway:
+        raise ValueError(
+            f"the runs cannot be compared: {'; '.join(refused)}. Pass anyway=True (--anyway) to"
+            " compare them all the same"
+        )
+    (first, before), (second, after) = sides
+    times = [[_times(run, phases) for run in side] for side in (before, after)]
+    of_phase = _CHANCES["phases"] / max(sum("/" not in name for name in phases), 1)
+    chances = np.array([_CHANCES["step"], *[of_phase] * len(phases)]) / tries
+    in_turns = _took_turns(before, after)
+    found = statistics.difference(
+        *times, how=statistics.typical, confidence=1 - chances, in_turns=in_turns
+    )
+    step, *rows = (Difference(*row) for row in found.tolist())
     wholes = [[one[:, :1] for one in side] for side in times]
-    [mean] = statistics.difference(*wholes, how=statistics.MEAN).tolist()
+    chance = _CHANCES["mean"] / tries
+    [mean] = statistics.difference(
+        *wholes, how=statistics.mean, confidence=1 - chance, in_turns=in_turns
+    ).tolist()
     return RunComparison(
-        rows=dict(zip(names, rows, strict=True)),
+        rows=dict(zip(phases, rows, strict=True)),
         step=step,
         mean=Difference(*mean),
-        runs=(len(sides[0]), len(sides[1])),
+        runs=(len(before), len(after)),
         steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
         notes=tuple(notes.values()),
+        names=(first, second),
+        in_turns=in_turns,
+    )
+
+
+def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
+    """Return whether the runs, in the order in which they started, are pairs of both sides."""
+    pairs = [
+        (one.environment.started, other.environment.started)
+        for one, other in zip(before, after, strict=False)
+    ]
+    return len(before) == len(after) >= _MIN_PAIRS and all(
+        max(pair) < min(following) for pair, following in itertools.pairwise(pairs)
     )
 
 
 def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
+    """Return the runs of a side, in the order in which they started."""
     several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    if isinstance(given, _PATHS) and os.path.isdir(given):
+        several = sorted(Path(given).glob("*.json*"))
     if not several:
-        raise ValueError(f"{name} must be a run or several, got none")
+        raise ValueError(f"{name} must be a run or several, got none in {given}")
     for one in several:
-        if not isinstance(one, Run | str | os.PathLike):
+        if not isinstance(one, (Run, *_PATHS)):
             what = "a run as load() returns it, its file, or a list of these"
             raise TypeError(f"{name} must be {what}, got {format_value(one)}")
-    return [one if isinstance(one, Run) else load(one) for one in several]
+    runs = [one if isinstance(one, Run) else load(one) for one in several]
+    return sorted(runs, key=lambda run: run.environment.started)
 
 
-def _notes(before: Sequence[Run], after: Sequence[Run]) -> dict[str, str]:
+def _notes(sides: Sequence[Side]) -> dict[str, str]:
     """Return a sentence on each field in which the environments differ."""
     found = {}
     for name in (field.name for field in fields(Environment) if field.name not in _OWN):
         # What is not known of one run is no difference.
-        first, second = (
-            {getattr(run.environment, name) for run in side} - {"", None}
-            for side in (before, after)
-        )
-        if len(first | second) > 1:
-            were, are = (" and ".join(sorted(map(str, of))) or "unknown" for of in (first, second))
-            found[name] = f"{name} is {were} before and {are} after"
+        of_sides = {
+            side: {getattr(run.environment, name) for run in runs} - {"", None}
+            for side, runs in sides
+        }
+        if len(set().union(*of_sides.values())) > 1:
+            told = (
+                f"{' or '.join(sorted(map(str, values))) or 'unknown'} ({side})"
+                for side, values in of_sides.items()
+            )
+            found[name] = f"{name} is {' and '.join(told)}"
     return found
 
 

@@ -55,7 +55,7 @@ def _bokeh() -> Any:
 
 def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str, list[str]]:
     if comparison is not None:
-        return comparison.sentence, [comparison.mean_sentence, *comparison.notes]
+        return comparison.sentence, [*comparison.notes]
     [run] = runs
     took = f"a step takes {duration(run.summary.step.mean_ms)}"
     ledger = run.ledger.sentence if run.ledger is not None else ""

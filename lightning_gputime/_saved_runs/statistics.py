@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,6 @@ MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
 # The fraction of the steps left out at each end: what is left is the interquartile mean.
 _TRIMMED = 0.25
 _BLOCKS = 12  # The number of blocks of neighbouring steps that a run is cut into.
-# Fractions of a block whose lengths have few periods in common.
-_FRACTIONS = ((1, 1), (4, 5), (2, 3), (3, 5), (1, 2), (3, 7))
-
 
 # The estimate of each column of one run; and for each step and column its influence: how far the
 # estimate would move by it, times the number of steps. The mean of that is zero, and the error of
@@ -61,22 +57,11 @@ def variance(influence: Floats) -> Floats:
     """
     block = len(influence) // _BLOCKS
     whole, half = _variance_of(influence, block), _variance_of(influence, block // 2)
+    # Where slow steps recur at a fixed distance, blocks have all the same number of them: it is
+    # never less than one more, or one fewer, of the longest steps makes.
+    one = (np.abs(influence).max(axis=0) / len(influence)) ** 2
     # What longer blocks show more than shorter ones, still longer ones would show again.
-    return whole + np.maximum(whole - half, 0)
-
-
-def _variance_of_mean(influence: Floats) -> Floats:
-    """As `variance`, for the mean of all steps, in which single steps may weigh much.
-
-    Blocks as long as some periods of slow steps have all the same number of them, and so no
-    variance: the largest variance of blocks of several lengths counts. And it is never less than
-    one more, or one fewer, of the longest steps makes.
-    """
-    block = len(influence) // _BLOCKS
-    lengths = [max(block * times // of, 1) for times, of in _FRACTIONS]
-    one = np.abs(influence).max(axis=0) / len(influence)
-    found = [variance(influence), one**2, *(_variance_of(influence, n) for n in lengths)]
-    return np.asarray(np.max(found, axis=0))
+    return np.asarray(np.maximum(whole + np.maximum(whole - half, 0), one))
 
 
 def _variance_of(influence: Floats, block: int) -> Floats:
@@ -86,65 +71,64 @@ def _variance_of(influence: Floats, block: int) -> Floats:
     return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
 
 
-# How to estimate, the variance of that, and the confidence of its interval.
-TYPICAL = (typical, variance, 0.95)
-MEAN = (mean, _variance_of_mean, 0.995)
-
-
 def difference(
     before: Sequence[Floats],
     after: Sequence[Floats],
     *,
-    how: tuple[Callable[[Floats], Estimate], Callable[[Floats], Floats], float],
+    how: Callable[[Floats], Estimate],
+    confidence: float | Floats,
+    in_turns: bool = False,
 ) -> Floats:
     """Return by how much the steps of two sides differ.
 
     The times of each run have shape (steps, columns). Of each column it returns the estimates
     before and after, half the width of the interval of their difference, and that of the difference
-    as a fraction of the time before (NaN if that is 0).
+    as a fraction of the time before (NaN if that is 0). The interval is the wider one of two: by
+    the noise within the runs, and by the spread between them, if a side has several.
+
+    Args:
+        before: The times of each run of one side.
+        after: Those of the other.
+        how: `typical` or `mean`.
+        confidence: That of the intervals, or of the interval of each column.
+        in_turns: Whether the runs of the two sides are pairs, one after the other.
     """
-    estimate, variance_of, confidence = how
-    means_ms, noise, squares = [], [], []
+    values, noise = [], []
     for runs in (before, after):
-        values, influences = zip(*map(estimate, runs), strict=True)
-        means_ms.append(np.mean(values, axis=0))
-        noise.append(np.sum([variance_of(one) for one in influences], axis=0) / len(runs) ** 2)
-        squares.append(((values - means_ms[-1]) ** 2).sum(axis=0))
-    before_ms, after_ms = means_ms
-    none = np.full_like(before_ms, math.nan)
+        found, influences = zip(*map(how, runs), strict=True)
+        values.append(np.array(found))
+        noise.append(np.sum([variance(one) for one in influences], axis=0) / len(runs) ** 2)
+    before_ms, after_ms = (one.mean(axis=0) for one in values)
     is_there = before_ms > 0
-    ratio = np.divide(after_ms, before_ms, out=np.zeros_like(none), where=is_there)
+    ratio = np.divide(after_ms, before_ms, out=np.zeros_like(before_ms), where=is_there)
+    n, m = len(before), len(after)
 
-    def errors(of_before: Floats, of_after: Floats, freedom: int) -> Floats:
-        width = quantile_of_t(freedom, confidence)
-        # The second: the error of the quotient, times the time before.
-        return width * np.sqrt([of_before + of_after, of_before * ratio**2 + of_after])
+    def error_of(factor: Floats | float) -> Floats:
+        """Return half the interval of the time after minus a multiple of that before."""
+        within = quantile_of_t((_BLOCKS - 1) * min(n, m), confidence) * np.sqrt(
+            noise[1] + factor**2 * noise[0]
+        )
+        if n + m == 2:
+            return np.asarray(within)
+        if in_turns:
+            freedom, square = n - 1, (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
+        else:
+            freedom = n + m - 2
+            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / freedom
+            square = pooled * (factor**2 / n + 1 / m)
+        return np.asarray(np.maximum(within, quantile_of_t(freedom, confidence) * np.sqrt(square)))
 
-    freedom = (_BLOCKS - 1) * min(len(before), len(after))
-    error, of_ratio = errors(noise[0], noise[1], freedom)
-    if freedom := len(before) + len(after) - 2:
-        # Never narrower than the spread between runs says.
-        pooled = sum(squares) / freedom
-        spread = errors(pooled / len(before), pooled / len(after), freedom)
-        error, of_ratio = np.maximum((error, of_ratio), spread)
-    error_ratio = np.divide(of_ratio, before_ms, out=none, where=is_there)
-    return np.stack((before_ms, after_ms, error, error_ratio), axis=1)
-
-
-def quantile_of_t(freedom: float, confidence: float = 0.95) -> float:
-    """Return how many standard errors half an interval of Student's t is wide."""
-    p = (1 + confidence) / 2
-    if freedom < 1.5:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom < 2.5:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z = NormalDist().inv_cdf(p)
-    # The expansion of Cornish and Fisher: right to half a percent from three degrees on.
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    error_ratio = np.divide(
+        error_of(ratio), before_ms, out=np.full_like(before_ms, np.nan), where=is_there
     )
-    return sum(term / freedom**i for i, term in enumerate(terms))
+    return np.stack((before_ms, after_ms, error_of(1.0), error_ratio), axis=1)
+
+
+def quantile_of_t(freedom: int, confidence: float | Floats) -> Floats:
+    """Return how many standard errors half an interval of Student's t is wide."""
+    # Of t = sqrt(freedom) tan(angle) the angle has this density, without its constant.
+    angles = np.linspace(0, np.pi / 2, 4_001)
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.cumsum(density[1:] + density[:-1])
+    angle = np.interp(confidence, np.append(0, below) / below[-1], angles)
+    return np.asarray(math.sqrt(freedom) * np.tan(angle))
