@@ -1,4 +1,4 @@
-"""The commands: run, and on saved runs show, compare, report."""
+"""The commands: run and bench, and on saved runs show, compare, report."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import lightning_gputime as package  # Imports torch where a name is asked for.
-from lightning_gputime._auto_instrumentation import command
+from lightning_gputime._auto_instrumentation import bench, command
 
 GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
@@ -22,6 +22,7 @@ timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.js
   python -m lightning_gputime run train.py
   python -m lightning_gputime show run.json.gz
   python -m lightning_gputime compare before.json.gz after.json.gz --fail-above 2%
+  python -m lightning_gputime bench "train.py" "train.py --new"
   python -m lightning_gputime report run.json.gz -o report.html
 """
 _SHOW = "Print the table of a run again."
@@ -36,7 +37,7 @@ an error is half of an interval, and all intervals hold together with 95 % confi
 
 A folder stands for all runs in it. Of more than two, each is compared with the first. With one run
 a side, what differs between two equal runs (the machine, its temperature, other users) is not seen:
-run each side several times, in turns.
+run each side several times, in turns, as bench does.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
@@ -96,6 +97,12 @@ def _new_parser() -> argparse.ArgumentParser:
     for side in ("before", "after"):
         add(f"--{side}", nargs="+", default=[], metavar="RUN", help=f"several runs {side}")
     _add_judgement(versus)
+
+    turns = new("bench", help="run two commands in turns", description=bench.ABOUT)
+    turns.set_defaults(command=lambda args: _judge(bench.bench(args), args))
+    turns.epilog = f"{_CODES}The code of a command that fails is that of the bench."
+    bench.add_arguments(turns)
+    _add_judgement(turns)
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
