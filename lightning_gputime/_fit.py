@@ -191,7 +191,6 @@ class Fit:
     def listen(self, own: type) -> None:
         """Hear of what the trainer begins, until `remove`. Callbacks of class `own` are ours."""
         trainer, session, fail = self._trainer, self._session, self._fail
-        session.analyzer.set_loader(trainer.train_dataloader, in_data=False)
         begins = session.recorder.pause_now
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
         for hook, call in (

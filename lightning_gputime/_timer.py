@@ -2,9 +2,11 @@
 
 import functools
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy.typing as npt
@@ -59,6 +61,18 @@ def needs_instance(hook: Hook) -> Hook:
         hook(self, *args, **kwargs)
 
     return cast("Hook", guarded)
+
+
+def callers() -> Iterator[dict[str, Any]]:
+    """Yield the variables of the functions that call the one that asks, from the inside out.
+
+    Some hooks are not told what their caller has at hand.
+    """
+    # Not of who asks: a frame that reads its own variables holds itself, and all callers.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def never_raises(hook: Hook) -> Hook:
@@ -195,8 +209,12 @@ class Timer:
         """Take the means of an evaluation, for the file of the run."""
         self._evaluated.append({"stage": stage, "step": step, **means})
 
-    def _know_batch(self, loader: object) -> None:
-        """Take from a loader what it says of itself, such as the number of items in a batch."""
+    def _know_loader(self, loader: object, *, in_data: bool = False) -> None:
+        """Take from a loader what it says of itself, such as the number of items in a batch.
+
+        Its fetches are `data` as a whole if `in_data`, and else a part of that.
+        """
+        self._session.analyzer.set_loader(loader, in_data)
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known)
         if known["batch_size"] is not None:

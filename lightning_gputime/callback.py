@@ -214,7 +214,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             else [],
             **_lightning.known_of(trainer),
         )
-        self._know_batch(trainer.train_dataloader)
+        self._know_loader(trainer.train_dataloader)
         self._open_books(trainer)
         self._results.books = books = self._books
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)

@@ -1,9 +1,7 @@
 """The timer for a loop with Lightning's Fabric: its hooks and its loaders tell where steps end."""
 
-import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from types import FrameType
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -11,13 +9,13 @@ from lightning.fabric import wrappers
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.patching import Subscription, patch_function
+from lightning_gputime._boundaries.patching import Attachments, patch_function
 from lightning_gputime._messages import WarnOnce, format_value
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._timer import Steps, Timer, needs_instance, never_raises
+from lightning_gputime._timer import Steps, Timer, callers, needs_instance, never_raises
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ class PhaseTimeCallback(Timer):
         check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
         self._log_every_n_steps = log_every_n_steps
         self._warn_once = WarnOnce()
-        self._patch: Subscription | None = None
+        self._patches = Attachments()
         self._models: list[nn.Module] = []
         # Those that were set up, and those that have updated, in the order of their first update.
         self._optimizers: list[Any] = []
@@ -105,8 +103,8 @@ class PhaseTimeCallback(Timer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
-        empty: dict[str, Any] = {"_patch": None, "_models": [], "_optimizers": [], "_updated": []}
-        return {**super().__getstate__(), **empty}
+        empty: dict[str, Any] = {"_models": [], "_optimizers": [], "_updated": []}
+        return {**super().__getstate__(), **empty, "_patches": Attachments()}
 
     # Fabric's hooks
 
@@ -159,11 +157,9 @@ class PhaseTimeCallback(Timer):
             ),
             MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
-        if self._patch is None:
-            self._patch = patch_function(
-                wrappers._FabricDataLoader, "__iter__", weakref.ref(self), _followed
-            )
-            weakref.finalize(self, self._patch.remove).atexit = False
+        loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
+        self._patches.add(patch_function(loaders, "__iter__", this, _followed))
+        weakref.finalize(self, self._patches.remove).atexit = False
         self._session.begin(0)
 
     @never_raises
@@ -209,7 +205,7 @@ class PhaseTimeCallback(Timer):
 
     def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
         """Yield the batches of a loader, and tell the session where each begins."""
-        trains = self._loader_begins(loader)
+        trains = False
         try:
             while True:
                 # Until its first update a model that is trained in eval mode is evaluated.
@@ -243,8 +239,7 @@ class PhaseTimeCallback(Timer):
         session = self._session
         if self._has_updated:
             self._end_step()
-        session.analyzer.set_loader(loader, in_data=False)
-        self._know_batch(loader)
+        self._know_loader(loader)
         if self._loaders:
             return
         if self._has_batches and BACKWARD in session.recorder.phases:
@@ -308,9 +303,7 @@ class PhaseTimeCallback(Timer):
     def _forget(self) -> None:
         for several in (self._models, self._optimizers, self._updated):
             several.clear()
-        if self._patch is not None:
-            self._patch.remove()
-            self._patch = None
+        self._patches.remove()
 
     def _detach(self) -> None:
         self._abort()
@@ -332,12 +325,8 @@ def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], 
 
 def _optimizers_of(fabric: Any) -> list[Any]:
     """Return the optimizers that `fabric.setup` has at hand: its hook is given the model alone."""
-    frame: FrameType | None = sys._getframe(1)  # One that reads its own variables holds itself.
-    while frame is not None:
-        known = frame.f_locals
+    for known in callers():
         if known.get("self") is fabric and "optimizers" in known:
-            return [
-                one for one in known["optimizers"] if isinstance(one, wrappers._FabricOptimizer)
-            ]
-        frame = frame.f_back
+            kind = wrappers._FabricOptimizer
+            return [one for one in known["optimizers"] if isinstance(one, kind)]
     return []

@@ -227,8 +227,7 @@ class GPUPhaseHooks(Timer):
         if self._body is not None:
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
-        self._session.analyzer.set_loader(iterable, in_data=True)
-        self._know_batch(iterable)
+        self._know_loader(iterable, in_data=True)
         seen, batch = _Seen.NOTHING, self._loop.batch
         batch.is_fetched = True
         for item in iterable:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 from functools import partial
-from types import FrameType
 from typing import Any, Unpack
 
 import torch
@@ -26,7 +25,7 @@ from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENE
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._session.evaluation import Evaluations
-from lightning_gputime._timer import Timer, never_raises
+from lightning_gputime._timer import Timer, callers, never_raises
 
 _ELSEWHERE = {
     "model": "the Trainer tells it the model",
@@ -150,9 +149,8 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
         )
-        self._session.analyzer.set_loader(loader, in_data=False)
         if loader is not None:
-            self._know_batch(loader)
+            self._know_loader(loader)
         self._session.begin(0)
 
     @never_raises
@@ -382,12 +380,8 @@ def find_trainer(callback: TrainerCallback) -> Any:
 
     No callback is told of its Trainer; but that is on the stack, as `self`.
     """
-    # Not from here: a frame that reads its own variables holds itself, and all callers.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
+    for known in callers():
+        if isinstance(caller := known.get("self"), Trainer):
             callbacks = caller.callback_handler.callbacks
             return caller if any(one is callback for one in callbacks) else None
-        frame = frame.f_back
     return None
