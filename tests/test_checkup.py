@@ -180,6 +180,22 @@ def test_a_training_without_an_optimizer_is_told_with_the_first_times(
     assert said.endswith("Write GPUPhaseHooks(model, optimizer).")
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_with_gradients_on_is_told(
+    loop: Loop, grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(30)):
+            loop.train(x)
+            loop.model.eval()
+            with torch.set_grad_enabled(grad):
+                loop.model(x)
+            loop.model.train()
+    said = "The model is called in eval mode with gradients on, too: where that is an evaluation"
+    assert [message[: len(said)] for message in told(caplog)] == [said] * grad
+    assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_an_environment_between_calls_of_the_model_is_told(
     loop: Loop, named: bool, caplog: pytest.LogCaptureFixture

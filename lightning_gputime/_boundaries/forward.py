@@ -84,6 +84,8 @@ class ForwardBoundary:
         self.was_ever_called = False
         self.has_trained = False
         """Whether a backward was seen."""
+        self.is_trained = self.is_evaluated = False
+        """Whether the model was called in training mode, then in eval mode, with gradients on."""
         self._redirected = False
         self._evaluates = False
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
@@ -264,6 +266,11 @@ class ForwardBoundary:
                 return
             if recorder.state is PAUSED:
                 recorder.resume(FORWARD)
+        if module is self._model:
+            if module.training:
+                self.is_trained = True
+            elif self._pause_evaluation and self.is_trained:
+                self.is_evaluated = True
         self.calls += 1
         self._alone.add(key)
         recorder.mark(FORWARD)

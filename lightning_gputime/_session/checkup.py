@@ -82,6 +82,10 @@ _BETWEEN_CALLS = (
     "%.3g of %.3g ms of `forward` a step lie between calls of the model: where that is the work of"
     ' an environment, or no part of the model, name its time: `with timer.phase("environment")`.'
 )
+_EVALUATED = (
+    "The model is called in eval mode with gradients on, too: where that is an evaluation, it"
+    " counts for the steps. Put it under `torch.no_grad()`."
+)
 _ACCUMULATED = (
     "%d of %d steps have no update: if gradients accumulate, pass accumulate_grad_batches=%s, so"
     " that a step is one update."
@@ -191,6 +195,7 @@ class LoopDiagnostics:
                 (self._idle_ms / n,),
             ),
             (is_between and is_often, _BETWEEN_CALLS, (between_ms, forward_ms)),
+            (self._is_own and seen.forward.is_evaluated, _EVALUATED, ()),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),
             (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
