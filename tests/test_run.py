@@ -291,8 +291,8 @@ def test_a_script_ends_as_without(
     end: str, code: int, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     script, own = f"{PLAIN}\n{FORK}\n{end}\n", ("train.py", "--lag", "a")
-    # An own one of the user, which fails.
-    (tmp_path / "sitecustomize.py").write_text("import missing")
+    # An own one of the user, which imports what is watched, and fails.
+    (tmp_path / "sitecustomize.py").write_text("import torch, missing")
     environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     alone = run(script, tmp_path, environment, *own)
     timed = run(script, tmp_path, environment, *RUN, "--memory", "--history-size", "9", *own)

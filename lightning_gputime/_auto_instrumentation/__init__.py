@@ -77,7 +77,8 @@ def fabric_callbacks() -> list[Any]:
 def watch_imports() -> None:
     """Add timers to what needs no Lightning, once the script has imported it."""
     if (wanted := options()) is not None:
-        sys.meta_path.insert(0, _AfterImport(wanted))
+        sys.meta_path.insert(0, finder := _AfterImport(wanted))
+        finder.call_for_imported()
 
 
 class _AfterImport:
@@ -88,6 +89,12 @@ class _AfterImport:
             "torch": lambda: _watch_updates(wanted),
             "transformers.trainer": lambda: _watch_trainers(wanted),
         }
+
+    def call_for_imported(self) -> None:
+        """Call the functions of what is imported already, as by a `sitecustomize` of the user's."""
+        for name in self._calls.keys() & sys.modules.keys():
+            with tells_errors():
+                self._calls.pop(name)()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
