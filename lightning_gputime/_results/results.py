@@ -14,6 +14,7 @@ from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import DATA, StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup, advise
+from lightning_gputime._results.changes import LevelRecorder, find_period
 from lightning_gputime._results.history import (
     MIN_PACKED_MARKS,
     history,
@@ -55,6 +56,7 @@ class Results:
         self._seen = 0
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
+        self._levels = LevelRecorder()
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
         self.ranks: RankSummary | None = None  # As they were last compared.
@@ -108,8 +110,10 @@ class Results:
             self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
             warmup = max(self._warmup_steps - self._seen, 0)
             self._seen += len(steps)
-            self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
+            if warmup:
+                self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
+            self._levels.note(self._newest[-1].number, self.sums)
 
     def add_probed(self, step: StepRecord) -> None:
         """Take the work alone of a step that was probed; it is in no other statistics."""
@@ -128,8 +132,10 @@ class Results:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
+            lasting_change = self._levels.find()
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
+            lasting_change=lasting_change,
             warmup_steps=min(seen, self._warmup_steps),
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
@@ -168,6 +174,7 @@ class Results:
             timing_share=self.timing_share,
             each_timed_for=self.each_timed_for,
             sections=sections_of(self.observers),
+            slow_period=find_period(times, self.setup.num_workers),
             slow=self.slow.summary(summary.steps, sums.step.device_ms),
             work=self.throughput.summary(sums, summary.rows, summary.step, busy.step.n > 0),
             ledger=self.books.summary() if self.books is not None else None,

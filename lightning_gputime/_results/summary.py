@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
+from lightning_gputime._results.changes import LastingChange, SlowPeriod
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
@@ -61,6 +62,8 @@ class PhaseSummary(Tabular):
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
+        lasting_change: Since when steps take longer, or shorter, than before; None if they do not.
+        slow_period: Of the history: at which regular distance steps are longer; None if at none.
         ledger: Where the whole of a fit went, where a trainer tells it.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
@@ -88,6 +91,8 @@ class PhaseSummary(Tabular):
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
+    lasting_change: LastingChange | None = None
+    slow_period: SlowPeriod | None = None
     ledger: Ledger | None = None
     memory: MemorySummary | None = None
     stage: str = ""
@@ -144,7 +149,7 @@ class PhaseSummary(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
         found: dict[str, Any] = plain({**asdict(self), "verdict": self.verdict})
-        for name in ("sections", "is_uneven", "each_timed_for"):
+        for name in ("sections", "is_uneven", "each_timed_for", "lasting_change", "slow_period"):
             if not found[name]:
                 del found[name]
         return found
@@ -234,6 +239,7 @@ class PhaseSummary(Tabular):
                 f"each step is timed because of {self.each_timed_for}: that takes the host about"
                 f" {unit.of(timing_ms)} of {step}; leave it out to time fewer"
             )
+        yield from map(str, filter(None, (self.lasting_change, self.slow_period)))
         for later in (self.slow, self.ranks):
             yield from later.sentences if later is not None else ()
         if self.ledger is not None:

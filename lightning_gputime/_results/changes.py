@@ -1,0 +1,251 @@
+"""Lasting changes: since when steps take longer, or shorter, than at the start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._results.history import list_phases
+from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.table import duration
+
+Floats = npt.NDArray[np.float64]
+
+_BLOCK_STEPS = 25
+_MOST_BLOCKS = 256
+_FEWEST_BLOCKS = 24
+# What is left out of a run: GPUs and loaders settle in the first minutes, at most in a third of it.
+_SETTLING_MS, _SETTLING_SHARE = 180e3, 1 / 3
+# A level that fewer blocks have, or a smaller part of the run, is no lasting one.
+_SHORTEST_LEVEL, _LEAST_PART = 7, 1 / 6
+# A change is larger than as many of its standard errors, and than this fraction of the step. As
+# many pairs of blocks, one from before and one from after it, differ in its direction.
+_LEAST_ERRORS, _LEAST_CHANGE, _LEAST_ORDERED = 5.0, 0.02, 0.85
+# Long steps take longer than as many medians. Of the distances between them, of which there are at
+# least as many, this fraction are multiples of one.
+_LONG, _FEWEST_LONG, _REGULAR = 1.2, 10, 0.9
+# A part of a phase is named in its place from this fraction of the phase's change on.
+_MOST_OF_IT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LastingChange:
+    """A change of the step's length that lasted until the end of the run.
+
+    Attributes:
+        kind: "jump" where the length has two levels, "trend" where it grows or shrinks steadily.
+        since_step: The number of the first step after the jump, or of the trend.
+        change: By how much steps are longer at the end, as a fraction of those before.
+        error: Half the width of the 95 % interval of `change`.
+        before_ms: The mean step before (in milliseconds).
+        phase: The phase that changed most in the same direction.
+        phase_change_ms: By how much that phase changed (in milliseconds a step).
+    """
+
+    kind: str
+    since_step: int
+    change: float
+    error: float
+    before_ms: float
+    phase: str
+    phase_change_ms: float
+
+    def __str__(self) -> str:
+        longer = "longer" if self.change > 0 else "shorter"
+        size = f"{abs(self.change):.1%} ± {self.error:.1%}"
+        where = f"most of it in `{self.phase}`"
+        if self.kind == "jump":
+            return f"since step {self.since_step:,} steps are {size} {longer} than before, {where}"
+        return f"from step {self.since_step:,} on steps get {longer}, {size} until the end, {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPeriod:
+    """Steps at regular distances that take longer than those between them.
+
+    Attributes:
+        every: Every how many steps.
+        excess_ms: By how much they are longer, the mean (in milliseconds).
+        phase: The phase that is longer in them by most.
+        workers: How many workers the loader has; None where that is not known.
+    """
+
+    every: int
+    excess_ms: float
+    phase: str
+    workers: int | None = None
+
+    def __str__(self) -> str:
+        longer = f"{duration(self.excess_ms)} longer, most of it in `{self.phase}`"
+        workers = ": as many as the loader has workers" * (self.every == self.workers)
+        return f"1 in {self.every} steps, at regular distances, takes {longer}{workers}"
+
+
+_device_ms = attrgetter("device_ms")
+
+
+class LevelRecorder:
+    """Keep the sums of a run after every block of steps, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._every = _BLOCK_STEPS
+        self._next = 0
+        # The number of the newest step, how many there were, and the device time of each phase;
+        # that of the step is named "".
+        self._totals: list[tuple[int, int, dict[str, float]]] = []
+
+    def note(self, number: int, sums: Sums) -> None:
+        """Note the sums over all steps, of which the newest has this number."""
+        n = sums.step.n
+        if n < self._next:
+            return
+        # Without a function of Python for each phase.
+        totals = dict(zip(sums.phases, map(_device_ms, sums.phases.values()), strict=True))
+        totals[""] = sums.step.device_ms
+        self._totals.append((number, n, totals))
+        self._next = n + self._every
+        if len(self._totals) > 2 * _MOST_BLOCKS:
+            del self._totals[1::2]
+            self._every *= 2
+
+    def find(self) -> LastingChange | None:
+        """Return the change of the step's length that lasts; None if there is none."""
+        totals = self._totals
+        if len(totals) <= _FEWEST_BLOCKS:
+            return None
+        n = np.array([n for _, n, _ in totals], dtype=float)
+        step_ms = _means(totals, n, "")
+        ended_ms = np.cumsum(step_ms * np.diff(n))
+        settling = int(np.searchsorted(ended_ms, _SETTLING_MS))
+        first = min(settling, int(len(step_ms) * _SETTLING_SHARE))
+        fitted = _fit(step_ms[first:])
+        if fitted is None:
+            return None
+        start, shape, before_ms, change_ms, error_ms = fitted
+        parts = {
+            name: _slope(_without_outliers(_means(totals, n, name)[first:]), shape)
+            for name in totals[-1][2]
+            if name
+        }
+        phase = _most_changed(parts, change_ms)
+        return LastingChange(
+            kind="trend" if _is_trend(shape) else "jump",
+            since_step=totals[first + start][0] + 1,
+            change=change_ms / before_ms,
+            error=1.96 * error_ms / before_ms,
+            before_ms=before_ms,
+            phase=phase,
+            phase_change_ms=parts.get(phase, 0.0),
+        )
+
+
+def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeriod | None:
+    """Return the regular distance of the long steps in a history; None if there is none."""
+    step_ms = times["step_ms"]
+    is_long = step_ms > _LONG * np.median(step_ms) if len(step_ms) else np.zeros(0, bool)
+    if is_long.sum() < _FEWEST_LONG:
+        return None
+    distances, counts = np.unique(np.diff(times["step"][is_long]), return_counts=True)
+    every = int(distances[np.argmax(counts)])
+    is_regular = counts[distances % every == 0].sum() >= _REGULAR * counts.sum()
+    if every < 2 or not is_regular or 2 * counts.max() < counts.sum():
+        return None
+    excess_ms = {
+        name: float(np.mean(ms[is_long]) - np.mean(ms[~is_long]))
+        for name in list_phases(times)
+        for ms in [np.nan_to_num(times[f"{name}_ms"])]
+    }
+    all_ms = float(np.mean(step_ms[is_long]) - np.mean(step_ms[~is_long]))
+    return SlowPeriod(every, all_ms, _most_changed(excess_ms, all_ms), workers)
+
+
+def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
+    """Return the means of a phase over the steps of each block."""
+    return np.diff([sums.get(name, 0.0) for _, _, sums in totals]) / np.diff(n)
+
+
+def _slope(values: Floats, shape: Floats) -> float:
+    """Return by how much values change where the shape goes from 0 to 1, by least squares."""
+    centered = shape - shape.mean()
+    return float(centered @ values / (centered @ centered))
+
+
+def _most_changed(parts: Mapping[str, float], change_ms: float) -> str:
+    """Return the phase that changed most in the direction of a step, or the part of it that did."""
+    along = {name: ms if change_ms > 0.0 else -ms for name, ms in parts.items()}
+    found = ""
+    while True:
+        least = _MOST_OF_IT * along.get(found, 0.0)
+        inside = [one for one in along if one.rpartition("/")[0] == found and along[one] > least]
+        if not inside:
+            return found
+        found = max(inside, key=along.__getitem__)
+
+
+def _fit(blocks_ms: Floats) -> tuple[int, Floats, float, float, float] | None:
+    """Fit each jump and each trend to the means of blocks; return the best if it is certain.
+
+    Returns:
+        The block with which it starts, its shape (0 before, 1 at the end), the level before, the
+        change and its standard error (in milliseconds).
+    """
+    n = len(blocks_ms)
+    values = _without_outliers(blocks_ms)
+    starts, shapes = _shapes(n)
+    centered = shapes - shapes.mean(axis=1, keepdims=True)
+    squares = (centered * centered).sum(axis=1)
+    products = centered @ values
+    best = int(np.argmax(products**2 / squares))
+    change = products[best] / squares[best]
+    if change == 0.0:
+        return None
+    shape, start = shapes[best], int(starts[best])
+    before = values.mean() - change * shape.mean()
+    left = values - before - change * shape
+    of_left = float(left @ left)
+    # Steps in a row are alike: of noise with this correlation the mean varies by more. The second
+    # term is its bias in short runs.
+    correlation = float(left[1:] @ left[:-1]) / of_left if of_left else 0.0
+    correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
+    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation) / squares[best]
+    # The start was chosen, too.
+    error = np.sqrt(variance) * (1.0 + 6.0 / n)
+    earlier, later = values[:start], values[start:]
+    if _is_trend(shape):
+        earlier, later = values[: max(start, n // 3)], values[-(n // 3) :]
+    ordered = np.mean(np.sign(change) * (later[:, None] - earlier) > 0.0)
+    is_certain = (
+        abs(change) >= max(_LEAST_ERRORS * error, _LEAST_CHANGE * before)
+        and ordered >= _LEAST_ORDERED
+    )
+    return (start, shape, float(before), float(change), float(error)) if is_certain else None
+
+
+def _is_trend(shape: Floats) -> bool:
+    return bool(shape[-2] < 1.0)
+
+
+@lru_cache(maxsize=4)
+def _shapes(n: int) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the starts and shapes of all jumps and trends that `n` blocks may have."""
+    fewest = max(_SHORTEST_LEVEL, int(n * _LEAST_PART))
+    block = np.arange(n)
+    jumps = np.arange(fewest, n - fewest + 1)
+    trends = np.array([0, *range(fewest, n - 2 * fewest + 1)])
+    risen = np.clip(block - trends[:, None], 0, None) / (n - 1 - trends[:, None])
+    shapes = np.vstack([(block >= jumps[:, None]).astype(float), risen])
+    return np.concatenate([jumps, trends]), shapes
+
+
+def _without_outliers(values: Floats) -> Floats:
+    """Return values that are at most four deviations away from the median of those around."""
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(values, 3, mode="reflect"), 7)
+    medians = np.median(around, axis=1)
+    away = values - medians
+    # The quantile tells a deviation also where most blocks are alike.
+    most = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
+    return medians + np.clip(away, -most, most)

@@ -1,0 +1,173 @@
+"""Lasting changes: since when steps take longer, or shorter, than at the start."""
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_loop import Loop, hooks
+
+import lightning_gputime
+from lightning_gputime._results.changes import LevelRecorder, find_period
+from lightning_gputime._results.sums import Sums
+
+MADE = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "lasting_changes.py"))
+find, count, of_any_length = (MADE[name] for name in ("find", "count", "of_any_length"))
+STEADY, PLANTED = MADE["STEADY"], MADE["PLANTED"]
+N = 4000
+
+
+def level(first: float, last: float, at: int) -> Any:
+    return np.where(np.arange(N) < at, first, last)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind", "since_step", "change"),
+    [
+        (level(1.0, 1.125, 2000), "jump", 2000, 0.125),
+        (level(1.0, 0.75, 2500), "jump", 2500, -0.25),
+        # A trend starts where the run has settled: 3 minutes are 1,800 steps, more than a third.
+        (np.linspace(1.0, 2.0, N), "trend", 1350, 0.493),
+        (level(1.0, 1.015, 2000), "", 0, 0.0),  # It is too small to matter.
+        (level(1.0, 2.0, 3900), "", 0, 0.0),  # It has not lasted yet.
+        (level(2.0, 1.0, 300), "", 0, 0.0),  # The run settles.
+        (np.ones(N), "", 0, 0.0),
+        (level(1.0, 1.125, 2000)[:600], "", 0, 0.0),  # Too few blocks.
+    ],
+)
+def test_a_change_that_lasts_is_told_with_its_start(
+    steps: Any, kind: str, since_step: int, change: float
+) -> None:
+    found = find(steps)
+    if not kind:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.kind, found.since_step, found.phase) == (kind, since_step, "forward")
+    assert found.change == pytest.approx(change, rel=0.02)
+    assert found.phase_change_ms == pytest.approx(found.change * found.before_ms)
+
+
+def test_the_phase_that_grew_is_named_by_its_smallest_part() -> None:
+    recorder, sums = LevelRecorder(), Sums()
+    for number in range(100):
+        grown = float(number >= 50)
+        parts = {"data": 2.0 + 3.0 * grown, "data/fetch": 1.0 + 2.5 * grown, "data/copy": 1.0}
+        parts |= {"data/copy": 1.0 + 0.5 * grown, "forward": 5.0 - grown}
+        for name, ms in parts.items():
+            sums.phases[name].add(25, 25 * ms, 0.0, ms)
+        sums.step.add(25, 25 * (parts["data"] + parts["forward"]), 0.0, 9.0)
+        recorder.note(25 * number + 24, sums)
+    found = recorder.find()
+    assert found is not None
+    assert (found.since_step, found.phase) == (1250, "data/fetch")
+    assert (found.before_ms, found.phase_change_ms) == pytest.approx((7.0, 2.5))
+    assert str(found) == (
+        "since step 1,250 steps are 28.6% ± 0.0% longer than before, most of it in `data/fetch`"
+    )
+
+
+def test_a_long_run_takes_no_more_memory() -> None:
+    recorder, sums = LevelRecorder(), Sums()
+    sizes = []
+    for number in range(0, 1_000_000, 25):
+        sums.step.add(25, 2500.0 if number < 600_000 else 3000.0, 0.0, 120.0)
+        recorder.note(number, sums)
+        sizes.append(len(recorder._totals))
+    assert max(sizes) <= 513
+    found = recorder.find()
+    assert found is not None
+    assert found.change == pytest.approx(0.2, rel=1e-3)
+    # To within two blocks of 1 in 256 of the run.
+    assert found.since_step == pytest.approx(600_000, abs=8000)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_nothing_is_said_of_a_steady_run(name: str) -> None:
+    assert count(of_any_length(STEADY[name]), 20) == 0
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_in_noise_is_found(name: str) -> None:
+    assert count(PLANTED[name], 10) >= 9
+
+
+def fetched(gpu: FakeGPU, fetch_ms: Callable[[int], float], n: int) -> Iterator[torch.Tensor]:
+    for number in range(n):
+        gpu.host_work(fetch_ms(number))
+        yield torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("fetch_ms", "forward_ms", "said"),
+    [
+        # A dataset whose items take ever longer.
+        (
+            lambda i: 20.0 + 10.0 * i / N,
+            lambda i: 0.0,
+            "from step 1,350 on steps get longer, 27.9% ± 0.1% until the end, most of it in `data`",
+        ),
+        # What is kept alive from some step on takes time in each that follows.
+        (
+            lambda i: 10.0,
+            lambda i: 5.0 * (i >= 2500),
+            "since step 2,500 steps are 34.2% ± 0.0% longer than before, most of it in `forward`",
+        ),
+        # As many workers, of which one is slow.
+        (
+            lambda i: 50.0 if i % 8 == 3 else 10.0,
+            lambda i: 0.0,
+            "1 in 8 steps, at regular distances, takes 35.3 ms longer, most of it in `data`",
+        ),
+    ],
+)
+def test_a_loop_says_since_when_and_in_which_phase(
+    loop: Loop,
+    fetch_ms: Callable[[int], float],
+    forward_ms: Callable[[int], float],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    with hooks(loop, every_n_steps=1) as timer:
+        for number, x in enumerate(timer.steps(fetched(loop.gpu, fetch_ms, N))):
+            with timer.phase("forward"):
+                loop.gpu.work(forward_ms(number))
+            loop.train(x)
+    summary = timer.summary()
+    assert any(said in line for line in str(summary).splitlines())
+    assert (summary.lasting_change is None) is (summary.slow_period is not None)
+    timer.save(tmp_path / "run.json")
+    loaded = lightning_gputime.load(tmp_path / "run.json").summary
+    assert (loaded.lasting_change, loaded.slow_period) == (
+        summary.lasting_change,
+        summary.slow_period,
+    )
+    assert {"lasting_change", "slow_period"} - {*summary.to_dict()}
+
+
+@pytest.mark.parametrize(
+    ("is_long", "every"),
+    [
+        (lambda i: i % 8 == 3, 8),
+        (lambda i: i % 8 == 3 and i % 40 != 11, 8),  # One in five is missing.
+        (lambda i: i % 2 == 0, None),  # Then the median says nothing.
+        (lambda i: i % 100 == 0 and i < 900, None),  # Too few.
+        (lambda i: (i * 7919) % 101 < 10, None),
+        (lambda i: True, None),
+    ],
+)
+def test_only_regular_distances_are_a_period(is_long: Callable[[int], bool], every: int) -> None:
+    times = np.zeros(1000, [("step", int), ("step_ms", float), ("data_ms", float)])
+    times["step"] = np.arange(1000)
+    times["step_ms"] = times["data_ms"] = [30.0 if is_long(i) else 20.0 for i in range(1000)]
+    found = find_period(times, 8)
+    assert (found.every if found else None) == every
+    if found:
+        assert str(found) == (
+            "1 in 8 steps, at regular distances, takes 10 ms longer, most of it in `data`:"
+            " as many as the loader has workers"
+        )
