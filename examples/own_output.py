@@ -3,6 +3,8 @@
 python examples/own_output.py
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -20,7 +22,7 @@ class Longest:
         if self.step is None or times.step_ms > self.step.step_ms:
             self.step = times
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return what is logged beside the means, under the timer's prefix."""
         return {"longest_ms": self.step.step_ms} if self.step else {}
 

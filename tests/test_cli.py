@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def count(batch: torch.Tensor) -> float:
 class Observer:
     """An observer that a file can name."""
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         return {}
 
 

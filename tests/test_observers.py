@@ -1,5 +1,6 @@
 """Observers of a user's own: they are told what is promised, and their errors stay theirs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Notes:
     def on_slow_step(self, step: SlowStep) -> None:
         self._note("on_slow_step")
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         self._note("metrics")
         return {"noted": 1.0}
 
@@ -73,7 +74,7 @@ def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int
         def on_step(self, times: StepTimes) -> None:
             self.number = times.step
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
             return {"newest": self.number}
 
     logger = Logger()

@@ -152,14 +152,15 @@ class MeanLog:
                 beside = results.throughput.metrics(sums)
                 if results.peaks is not None:
                     beside |= results.peaks.metrics(self.newest, keep=only_publish)
-                if results.observers:
-                    own = metrics_of(results.observers)
             values = {
                 f"{name}_ms": ms
                 for name, ms in means.items()
                 if not name.startswith(_ONE_CALLBACK) or name == CALLBACK_WAIT
             }
-            self.log_values(values | beside, self.newest, own, only_publish=only_publish)
+            values |= beside
+            if results is not None and results.observers:
+                own = metrics_of(results.observers, values)
+            self.log_values(values, self.newest, own, only_publish=only_publish)
 
     def log_values(
         self,

@@ -50,7 +50,7 @@ class StepObserver(Protocol):
         ...     def on_step(self, times):
         ...         self.longest_ms = max(self.longest_ms, times.step_ms)
         ...
-        ...     def metrics(self):
+        ...     def metrics(self, means):
         ...         return {"longest_ms": self.longest_ms}
         >>> timer = GPUPhaseTimer(observers=[Longest()])
     """
@@ -64,8 +64,12 @@ class StepObserver(Protocol):
     def on_slow_step(self, step: SlowStep) -> None:
         """Take a step that took much longer than those before it, with its causes."""
 
-    def metrics(self) -> Mapping[str, float]:
-        """Return what is logged beside the means since the last log, by name without prefix."""
+    def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what is logged beside the means since the last log, by name without prefix.
+
+        Args:
+            means: These means, by name without prefix, such as `step_ms` and `items_per_s`.
+        """
         raise NotImplementedError
 
     def summary(self) -> Section | str | None:
@@ -104,20 +108,20 @@ def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     )
 
 
-def metrics_of(observers: Sequence[Any]) -> dict[str, float]:
+def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:
     """Return what observers add to a log; one that raises adds nothing."""
     metrics: dict[str, float] = {}
-    for _, found in _ask(observers, "metrics"):
+    for _, found in _ask(observers, "metrics", means):
         metrics |= found
     return metrics
 
 
-def _ask(observers: Sequence[Any], name: str) -> Iterator[Any]:
+def _ask(observers: Sequence[Any], name: str, *args: Any) -> Iterator[Any]:
     """Yield each observer that has a method, and what it returns; a warning where it raises."""
     for one in observers:
         if hasattr(one, name):
             try:
-                found = getattr(one, name)()
+                found = getattr(one, name)(*args)
             except Exception as error:
                 messages.warning("%s.%s() failed: %r", type(one).__name__, name, error)
                 continue

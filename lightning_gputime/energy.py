@@ -1,0 +1,101 @@
+"""The energy of a GPU, as its own counter tells it: joules a step, and items a joule."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not told.
+
+
+class EnergyMeter:
+    """Measure the energy of a GPU between two logs; give it to a timer as an observer.
+
+    It logs `energy_j`, the energy of a step (in joules), `power_w`, the mean power (in watts), and
+    `items_per_j`, the items a joule, where a timer knows items. The counter is read at logs alone,
+    never in a step. It counts all that the GPU runs, evaluation and other processes included, and
+    is no finer than 100 ms: it cannot be split by phase. A step has the mean power of its window.
+
+    Its source is `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer), by the package
+    `nvidia-ml-py`: `pip install "lightning-gputime[energy]"`.
+
+    Args:
+        device: The GPU, a number or a `torch.device`; by default torch's current one when
+            measuring begins.
+
+    Raises:
+        ImportError: If `nvidia-ml-py` is not installed.
+
+    Example:
+        >>> timer = GPUPhaseTimer(observers=[EnergyMeter()])
+    """
+
+    def __init__(self, device: int | torch.device | None = None) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise ImportError(
+                'EnergyMeter needs nvidia-ml-py: pip install "lightning-gputime[energy]"'
+            ) from error
+        self._nvml: Any = pynvml
+        self._device = device
+        self._handle: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._last: tuple[float, float] | None = None
+        self._newest: dict[str, float] = {}
+        # Over all windows: seconds, joules, joules a step and items, each times the seconds.
+        self._seconds = self._joules = self._of_steps = self._items = 0.0
+
+    def attach(self) -> None:
+        """Find the counter of the GPU, and read it."""
+        self._reset()
+        self._nvml.nvmlInit()
+        # The number of a device differs where CUDA_VISIBLE_DEVICES hides some.
+        index = torch.cuda.current_device() if self._device is None else self._device
+        found = torch.cuda.get_device_properties(index)
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{found.uuid}")
+        self._last = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        """Return the time (in seconds) and the energy so far (in joules)."""
+        joules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+        return time.monotonic(), joules
+
+    def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the energy since the last log."""
+        if self._last is None:
+            return {}
+        now = self._read()
+        seconds, joules = (b - a for a, b in zip(self._last, now, strict=True))
+        if seconds < _SHORTEST_S:
+            return self._newest
+        self._last = now
+        power_w = joules / seconds
+        step_j, items_per_s = power_w * means["step_ms"] / 1e3, means.get("items_per_s", 0.0)
+        self._seconds += seconds
+        self._joules += joules
+        self._of_steps += step_j * seconds
+        self._items += items_per_s * seconds
+        self._newest = {"energy_j": step_j, "power_w": power_w}
+        if items_per_s and power_w:
+            self._newest["items_per_j"] = items_per_s / power_w
+        return self._newest
+
+    def summary(self) -> str | None:
+        """Return the means over all windows."""
+        if not self._joules:
+            return None
+        said = (
+            f"{self._of_steps / self._seconds:.3g} J a step, at"
+            f" {self._joules / self._seconds:,.0f} W"
+        )
+        return f"{said}, {self._items / self._joules:.3g} items a joule" if self._items else said
+
+    def remove(self) -> None:
+        """Let the counter go. Safe to call twice."""
+        if self._handle is not None:
+            self._handle = self._last = None
+            self._nvml.nvmlShutdown()

@@ -1,0 +1,96 @@
+"""The energy of a GPU by its own counter, of which a module of ours takes the place."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_loop import Logger, Loop, hooks
+
+from lightning_gputime import energy
+from lightning_gputime.energy import EnergyMeter
+
+STEP_MS = 15.625
+WATTS = 400.0
+
+
+class Counter(SimpleNamespace):
+    """NVML of a GPU that takes `WATTS` all the time."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(
+            nvmlInit=lambda: self.open(1),
+            nvmlShutdown=lambda: self.open(-1),
+            nvmlDeviceGetHandleByUUID={"GPU-abc": 7}.__getitem__,
+            nvmlDeviceGetTotalEnergyConsumption=self.read_mj,
+        )
+        self.gpu, self.opened, self.reads = loop.gpu, 0, 0
+
+    def open(self, n: int) -> None:
+        self.opened += n
+
+    def read_mj(self, handle: int) -> float:
+        assert handle == 7
+        self.reads += 1
+        return self.gpu.host_ns() / 1e6 * WATTS
+
+
+@pytest.fixture
+def counter(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> Counter:
+    found = Counter(loop)
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: loop.gpu.host_ns() / 1e9))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    properties = {1: SimpleNamespace(uuid="abc")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    return found
+
+
+def train(loop: Loop, n: int, **options: Any) -> tuple[list[dict[str, float]], str]:
+    logger = Logger()
+    with hooks(loop, observers=[EnergyMeter()], logger=logger, **options) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+            loop.gpu.host_work(STEP_MS)
+    return [metrics for _, metrics in logger.calls], str(timer.summary())
+
+
+def test_a_step_has_the_mean_power_of_its_window(loop: Loop, counter: Counter) -> None:
+    logs, summary = train(loop, 400, log_every_n_steps=100)
+    for metrics in logs:
+        assert metrics["phase_time/power_w"] == pytest.approx(WATTS)
+        step_ms, items_per_s = metrics["phase_time/step_ms"], metrics["phase_time/items_per_s"]
+        assert metrics["phase_time/energy_j"] == pytest.approx(WATTS * step_ms / 1e3)
+        assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_s / WATTS)
+    assert "6.25 J a step, at 400 W, 0.16 items a joule" in summary
+    # At the start and at each log, never in a step.
+    assert (counter.reads, counter.opened, len(logs)) == (5, 0, 4)
+
+
+def test_a_window_too_short_for_the_counter_repeats_the_last(loop: Loop, counter: Counter) -> None:
+    # Of 16 ms each: most hold no new reading.
+    logs, _ = train(loop, 200, log_every_n_steps=1)
+    assert {round(one.get("phase_time/power_w", WATTS), 6) for one in logs} == {WATTS}
+    assert "phase_time/power_w" not in logs[0]
+    assert "phase_time/power_w" in logs[-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_gpu_it_is_said_and_nothing_is_logged(
+    loop: Loop, counter: Counter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(torch.cuda, "current_device", fail)
+    logs, summary = train(loop, 100, log_every_n_steps=50)
+    assert not any("power" in name for metrics in logs for name in metrics)
+    assert " J a step" not in summary
+    assert caplog.text.count("No CUDA GPUs are available") == 1
+
+
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=r'pip install "lightning-gputime\[energy\]"'):
+        EnergyMeter()
