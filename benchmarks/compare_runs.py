@@ -1,13 +1,15 @@
-"""Measures how often two runs are called different that are equal, and that are not.
+"""Measures how often runs are called different that are equal, and that are not.
 
-    python benchmarks/compare_runs.py record long --n 40
-    python benchmarks/compare_runs.py record short --n 120 --steps 250
-    python benchmarks/compare_runs.py judge long short --out benchmarks/results/compare_runs.json
+    python benchmarks/compare_runs.py record runs --n 64 --steps 250
+    python benchmarks/compare_runs.py judge runs --out benchmarks/results/compare_runs.json
+    python benchmarks/compare_runs.py bench --out benchmarks/results/compare_runs_bench.json
 
 `record` trains a small net on the CPU, in steps of some 15 ms, each time in a process of its own,
-and saves each run. `judge` compares them: as they were run, and what is resampled from them in
-blocks.
-The rule of TraceML (means, and fixed bands of 3 and 8 %) stands beside it.
+and saves each run. `judge` compares runs of made noise, what is resampled from one recorded run in
+blocks, and the recorded runs, dealt to two sides by lot. Of each it compares equal ones, and such
+of which one side has +2 % in the whole step, or +10 % in a phase that takes 2 % of it.
+The rule of TraceML (means, and a fixed band of 3 %) stands beside it. `bench` does what the command
+of this name does, with runs of made noise, and a drift of the machine from run to run.
 """
 
 import argparse
@@ -26,25 +28,54 @@ from typing import Any
 import numpy as np
 import torch
 from record import environment, new_parser, save
+from scipy import signal
 from torch import nn
 
-from lightning_gputime import GPUPhaseHooks, Run, compare, load
+from lightning_gputime import Environment, GPUPhaseHooks, Run, RunComparison, compare, load
+from lightning_gputime._auto_instrumentation.bench import _LOOKS
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.results import Results
+from lightning_gputime._saved_runs.compare import compare_groups
 from lightning_gputime._saved_runs.page import page
 
 WARMUP = 20
 PAIRS = 200
-BLOCKS = (10, 25, 50)
+STEPS = (50, 250, 1000, 10_000)
+A_SIDE = (2, 3, 5)
+"""How many runs a side has."""
+
+BLOCK = 25
 """So many steps that follow each other are drawn together."""
 
-MORE = 0.01
-"""What is added to the steps of one side, as a part of the median step."""
+STEP_MORE, PHASE_MORE = 0.02, 0.1
+"""What is planted: in the whole step, and in the phase "norm", which takes 2 % of it."""
 
-BANDS = (0.03, 0.08)
-"""TraceML 0.5.0 calls a mean that is longer by these parts a regression, and a severe one."""
+TURNS = 12
+"""How many runs of each a bench takes at most."""
+
+BAND = 0.03
+"""TraceML 0.5.0 calls a mean that is longer by this part a regression."""
+
+SHARES = {
+    "data": 0.02,
+    "forward": 0.28,
+    "loss": 0.02,
+    "norm": 0.02,
+    "backward": 0.5,
+    "optimizer": 0.14,
+    "other": 0.02,
+}
+"""Of the phases of a made step."""
+
+NOISE = {
+    "as steady as an H200": (0.0008, 0.97, 0.0003),
+    "1 % in steps, 0.3 % between runs": (0.01, 0.9, 0.003),
+    "5 % in steps, 1 % between runs": (0.05, 0.97, 0.01),
+}
+"""Of a run's steps: the deviation of what lasts, how much of it lasts to the next step, and the
+deviation between runs."""
 
 Sides = tuple[Sequence[Run], Sequence[Run]]
-
 
 SIZES = {"cpu": (512, 256), "cuda": (4096, 1024)}
 """The width of the net, and the batch: a step takes some 15 ms."""
@@ -79,105 +110,186 @@ def record(folder: Path, n: int, steps: int, device: str) -> None:
         subprocess.run(command, check=True)
 
 
-def resampled(run: Run, block: int, n: int, rng: np.random.Generator) -> Run:
-    """Returns a run of steps that are drawn from another, some neighbours at a time."""
+def run_of(step_ms: Any, phases_ms: dict[str, Any], like: Run | None = None) -> Run:
+    """Returns a run of these times."""
+    names = ["step_ms", *(f"{name}_ms" for name in phases_ms)]
+    history = np.zeros(len(step_ms), [("step", np.int64), *((name, float) for name in names)])
+    history["step"] = np.arange(len(step_ms))
+    for name, times in zip(names, (step_ms, *phases_ms.values()), strict=True):
+        history[name] = times
+    if like is not None:
+        return replace(like, history=history, warmup_steps=0)
+    return Run(Environment(), history, 0, Results(1, 0).summary())
+
+
+def made(noise: str, steps: int, rng: np.random.Generator) -> Run:
+    """Returns a run of 15 ms a step, in which one step in 100 is slow."""
+    deviation, lasting, between = NOISE[noise]
+    new = rng.standard_normal(steps)
+    new[1:] *= np.sqrt(1 - lasting**2)
+    # Six tenths of the variance last, the rest is new in each step.
+    lasts = np.sqrt(0.6) * signal.lfilter([1.0], [1.0, -lasting], new)
+    both = lasts + np.sqrt(0.4) * rng.standard_normal(steps)
+    factor = np.exp(between * rng.standard_normal() + deviation * both)
+    factor *= 1 + (rng.random(steps) < 0.01) * rng.exponential(0.5, steps)
+    phases_ms = {
+        name: 15 * share * factor * np.exp(deviation * rng.standard_normal(steps))
+        for name, share in SHARES.items()
+    }
+    return run_of(sum(phases_ms.values()), phases_ms)
+
+
+def with_norm(run: Run) -> Run:
+    """Returns a run in which 2 % of the step are a phase of their own, as noisy as `optimizer`."""
     steps = run.measured
-    starts = rng.integers(0, len(steps) - block + 1, n // block)
-    return replace(
-        run, history=np.concatenate([steps[i : i + block] for i in starts]), warmup_steps=0
-    )
+    phases_ms = {name: steps[f"{name}_ms"].copy() for name in SHARES if name != "norm"}
+    middle = np.median(steps["step_ms"]) / np.median(phases_ms["optimizer"])
+    norm = np.minimum(SHARES["norm"] * middle * phases_ms["optimizer"], phases_ms["forward"])
+    phases_ms["forward"] -= norm
+    return run_of(steps["step_ms"], {**phases_ms, "norm": norm}, run)
 
 
-def slowed(run: Run) -> Run:
-    """Returns a run whose backward takes longer, by a part of the median step."""
+def resampled(run: Run, steps: int, rng: np.random.Generator) -> Run:
+    """Returns a run of steps that are drawn from another, some neighbours at a time."""
+    starts = rng.integers(0, len(run.history) - BLOCK + 1, steps // BLOCK)
+    drawn = np.concatenate([run.history[i : i + BLOCK] for i in starts])
+    return replace(run, history=drawn)
+
+
+def slower(run: Run, phase: str) -> Run:
+    """Returns a run whose steps are longer by a part of each, or whose phase is."""
     history = run.history.copy()
-    more_ms = MORE * np.median(run.measured["step_ms"])
-    for name in ("step_ms", "backward_ms"):
-        history[name] += more_ms
+    if phase == "step":
+        for name in (history.dtype.names or ())[1:]:
+            history[name] *= 1 + STEP_MORE
+    else:
+        history["step_ms"] += PHASE_MORE * history[f"{phase}_ms"]
+        history[f"{phase}_ms"] *= 1 + PHASE_MORE
     return replace(run, history=history)
 
 
-def is_different(sides: Sides) -> bool:
-    """Tells what we say of a pair."""
-    return compare(*sides).verdict != "alike"
+def is_claimed(found: RunComparison) -> bool:
+    """Tells whether anything is called different: the step, its mean or a phase."""
+    told = [found.step, found.mean, *(found.rows[name] for name in found.judged)]
+    return any(one.is_certain for one in told)
 
 
-def by_bands(sides: Sides, band: float = BANDS[0]) -> bool:
+def by_band(sides: Sides) -> bool:
     """Tells what TraceML's rule says of a pair."""
     before, after = (np.mean([run.measured["step_ms"].mean() for run in side]) for side in sides)
-    return bool(abs(after / before - 1) >= band)
+    return bool(abs(after / before - 1) >= BAND)
 
 
-RULES: dict[str, Callable[[Sides], bool]] = {
-    "ours": is_different,
-    "bands, 3 %": by_bands,
-    "bands, 8 %": lambda sides: by_bands(sides, BANDS[1]),
-}
-
-
-def called_different(pairs: Sequence[Sides]) -> dict[str, Any]:
-    """Returns of how many pairs each rule says that they differ."""
-    found: dict[str, Any] = {"pairs": len(pairs)}
-    for name, rule in RULES.items():
-        found[name] = round(sum(map(rule, pairs)) / len(pairs), 3)
-    errors = [compare(*sides).step.error_ratio for sides in pairs]
-    return {**found, "median error": round(float(np.median(errors)), 4)}
-
-
-def drawn(
-    runs: Sequence[Run], block: int, n: int, rng: np.random.Generator, *, many: int = 1
-) -> dict[str, Any]:
-    """Returns what is said of pairs that are resampled from one run each, and of slower ones."""
-    equal, slower = [], []
+def judged(new_sides: Callable[[], Sides]) -> dict[str, Any]:
+    """Returns what is said of equal sides, and of such with something planted."""
+    equal, planted = [], []
     for i in range(PAIRS):
-        run = runs[i % len(runs)]
-        before, after = ([resampled(run, block, n, rng) for _ in range(many)] for _ in range(2))
-        equal.append((before, after))
-        slower.append((before, [slowed(one) for one in after]))
-    return {"equal": called_different(equal), "1 % slower": called_different(slower)}
-
-
-def really_run(runs: Sequence[Run], many: int) -> dict[str, Any]:
-    """Returns what is said of pairs of equal runs, which took turns: before, after, before, ..."""
-    groups = [runs[i : i + 2 * many] for i in range(0, len(runs) - 2 * many + 1, 2 * many)]
-    equal = [(group[::2], group[1::2]) for group in groups]
-    slower = [(before, [slowed(one) for one in after]) for before, after in equal]
-    return {"equal": called_different(equal), "1 % slower": called_different(slower)}
-
-
-def spread(run: Run) -> float:
-    """Returns the width of the middle half of the steps, by their median."""
-    low, middle, high = np.quantile(run.measured["step_ms"], (0.25, 0.5, 0.75))
-    return float((high - low) / middle)
-
-
-def judge(long: Sequence[Run], short: Sequence[Run]) -> dict[str, Any]:
-    """Returns how often each rule calls a pair different."""
-    rng = np.random.default_rng(0)
-    quiet = sorted(long, key=spread)[: len(long) // 4]
-    medians = [float(np.median(run.measured["step_ms"])) for run in long]
-    begin = time.perf_counter()
-    found: dict[str, Any] = {
-        "runs": {
-            "long": len(long),
-            "short": len(short),
-            "median step of the long ones, shortest and longest, ms": [min(medians), max(medians)],
-            "spread of the quiet ones, largest": round(max(map(spread, quiet)), 3),
-        },
-        "resampled, all runs, 1,000 steps": {
-            f"blocks of {block}": drawn(long, block, 1000, rng) for block in BLOCKS
-        },
-        "resampled, the quiet quarter, 1,000 steps": {
-            f"blocks of {block}": drawn(quiet, block, 1000, rng) for block in BLOCKS
-        },
-        "resampled, the quiet quarter, 10,000 steps": {
-            f"blocks of {block}": drawn(quiet, block, 10_000, rng) for block in BLOCKS
-        },
-        "really run, 1 a side": really_run(long, 1),
-        "really run, 2 a side": really_run(short, 2),
-        "really run, 3 a side": really_run(short, 3),
+        before, after = new_sides()
+        found = compare(before, after)
+        equal.append((is_claimed(found), by_band((before, after)), found.step.error_ratio))
+        if i % 2 == 0:
+            step = compare(before, [slower(run, "step") for run in after])
+            phase = compare(before, [slower(run, "norm") for run in after])
+            planted.append((step.verdict == "slower", phase.rows["norm"].verdict == "slower"))
+    claimed, band, error = np.array(equal).T
+    in_step, in_phase = np.array(planted).T
+    return {
+        "equal, called different": round(float(claimed.mean()), 3),
+        "equal, by a band of 3 %": round(float(band.mean()), 3),
+        "+2 % in the step, found": round(float(in_step.mean()), 3),
+        "+10 % in a phase of 2 %, found": round(float(in_phase.mean()), 3),
+        "error of the step, median": round(float(np.median(error)), 4),
     }
+
+
+def judge(runs: Sequence[Run]) -> dict[str, Any]:
+    """Returns how often each kind of pairs is called different."""
+    rng = np.random.default_rng(0)
+    begin = time.perf_counter()
+    medians = sorted(float(np.median(run.measured["step_ms"])) for run in runs)
+    found: dict[str, Any] = {
+        "equal pairs of each": PAIRS,
+        "pairs with something planted": PAIRS // 2,
+        "recorded runs": len(runs),
+        "their median steps, shortest, middle and longest, ms": [
+            round(medians[i], 1) for i in (0, len(medians) // 2, -1)
+        ],
+    }
+
+    def tell(kind: str, steps: int, many: int, new_sides: Callable[[], Sides]) -> None:
+        name = f"{kind}: {many} a side of {steps:,} steps"
+        found[name] = judged(new_sides)
+        print(name, found[name], flush=True)
+
+    cases = [(steps, many) for steps in STEPS for many in A_SIDE if steps * many <= 20_000]
+    for noise in NOISE:
+        for steps, many in cases:
+            one = partial(made, noise, steps, rng)
+            tell(noise, steps, many, partial(pair_of, one, many))
+    ours = [with_norm(run) for run in runs]
+    for steps, many in cases:
+        tell("resampled", steps, many, partial(drawn_pair, ours, steps, many, rng))
+    for steps in (50, len(ours[0].history)):
+        for many in A_SIDE:
+            tell("recorded", steps, many, partial(dealt_pair, ours, steps, many, rng))
     return {**found, "seconds": round(time.perf_counter() - begin)}
+
+
+def pair_of(new: Callable[[], Run], many: int) -> Sides:
+    """Returns two sides of new runs."""
+    return [new() for _ in range(many)], [new() for _ in range(many)]
+
+
+def drawn_pair(runs: Sequence[Run], steps: int, many: int, rng: np.random.Generator) -> Sides:
+    """Returns two sides that are all resampled from one run: they are equal for certain."""
+    run = runs[int(rng.integers(len(runs)))]
+    return pair_of(lambda: resampled(run, steps, rng), many)
+
+
+def dealt_pair(runs: Sequence[Run], steps: int, many: int, rng: np.random.Generator) -> Sides:
+    """Returns two sides of recorded runs, which are dealt by lot."""
+    chosen = [runs[i] for i in rng.permutation(len(runs))[: 2 * many]]
+    cut = [replace(run, history=run.history[:steps]) for run in chosen]
+    return cut[:many], cut[many:]
+
+
+def benched(noise: str, more: str, rng: np.random.Generator) -> tuple[RunComparison, int]:
+    """Returns what `bench` says at its end of runs of 250 steps, and after how many turns."""
+    drift = NOISE[noise][2] * np.cumsum(rng.standard_normal(2 * TURNS))
+    sides: tuple[list[Run], list[Run]] = ([], [])
+    looks = [*(n for n in _LOOKS if n < TURNS), TURNS]
+    for turn in range(1, TURNS + 1):
+        for i in (0, 1) if turn % 2 else (1, 0):
+            n = len(sides[0]) + len(sides[1])
+            run = made(noise, 250, rng)
+            for name in (run.history.dtype.names or ())[1:]:
+                run.history[name] *= np.exp(drift[n])
+            started = replace(run.environment, started=f"2026-01-01T00:00:{n:02}+00:00")
+            run = replace(run, environment=started)
+            sides[i].append(slower(run, more) if i and more else run)
+        if turn in looks:
+            found = compare_groups(sides, looks=len(looks))
+            if found.is_settled(0.0, "step"):
+                break
+    return found, turn
+
+
+def bench() -> dict[str, Any]:
+    """Returns how often benches of equal commands, and of slower ones, end in a difference."""
+    rng = np.random.default_rng(0)
+    results: dict[str, Any] = {"benches of each": PAIRS, "turns at most": TURNS}
+    for noise in NOISE:
+        equal = [benched(noise, "", rng) for _ in range(PAIRS)]
+        more = [benched(noise, "step", rng) for _ in range(PAIRS)]
+        results[noise] = {
+            "equal, the step called different": np.mean([one.step.is_certain for one, _ in equal]),
+            "equal, anything called different": np.mean([is_claimed(one) for one, _ in equal]),
+            "+2 % in the step, found": np.mean([one.verdict == "slower" for one, _ in more]),
+            "+2 % in the step, turns, median": np.median([turns for _, turns in more]),
+        }
+        results[noise] = {name: round(float(one), 3) for name, one in results[noise].items()}
+        print(noise, results[noise], flush=True)
+    return results
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -227,8 +339,8 @@ def main() -> None:
     """Records runs, or judges them."""
     parser = new_parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=("record", "train", "judge"))
-    parser.add_argument("paths", type=Path, nargs="+")
+    parser.add_argument("what", choices=("record", "train", "judge", "bench"))
+    parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--n", type=int, default=40)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
@@ -237,13 +349,13 @@ def main() -> None:
         train(args.paths[0], args.steps, args.device)
     elif args.what == "record":
         record(args.paths[0], args.n, args.steps, args.device)
+    elif args.what == "bench":
+        save(args.out, {**environment("host", "torch", "command"), "results": bench()})
     else:
-        long, short = ([load(one) for one in sorted(path.glob("*.gz"))] for path in args.paths)
-        found = judge(long, short)
+        found = judge([load(one) for one in sorted(args.paths[0].glob("*.gz"))])
         with tempfile.TemporaryDirectory() as folder:
             found["100,000 steps"] = large(np.random.default_rng(0), Path(folder))
-        for name, value in found.items():
-            print(name, value)
+        print(found["100,000 steps"])
         save(args.out, {**environment("host", "torch", "command"), "results": found})
 
 

@@ -189,6 +189,32 @@ def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() 
     assert found >= 90
 
 
+def test_groups_are_rarely_called_different_and_what_is_planted_is_found() -> None:
+    rng = np.random.default_rng(0)
+    template = run(n=24, more={"small": 0.3})
+    shares = {"data": 0.1, "forward": 0.4, "small": 0.02, "backward": 0.48}
+
+    def group(*, step: float = 1.0, small: float = 1.0) -> list[Run]:
+        """Three runs of 250 steps: 1 % noise in steps, and 0.3 % between runs."""
+        runs = []
+        for level in 10 * step * np.exp(0.003 * rng.standard_normal(3)):
+            history = np.zeros(250, template.history.dtype)
+            both = level * np.exp(0.01 * noise(int(rng.integers(2**31)), 250))
+            for name, share in shares.items():
+                own = share * both * np.exp(0.01 * rng.standard_normal(250))
+                history[f"{name}_ms"] = own * (small if name == "small" else 1.0)
+                history["step_ms"] += history[f"{name}_ms"]
+            runs.append(replace(template, history=history, warmup_steps=0))
+        return runs
+
+    equal = [claims(compare(group(), group())) for _ in range(200)]
+    slower = [compare(group(), group(step=1.02)).is_above(0.0, "step") for _ in range(50)]
+    small = [compare(group(), group(small=1.1)).is_above(0.0, "small") for _ in range(50)]
+    assert sum(equal) <= 10
+    assert sum(slower) >= 45
+    assert sum(small) >= 45
+
+
 @pytest.mark.parametrize("part", [0.25, 0.75])
 def test_equal_runs_of_two_speeds_are_rarely_called_different(part: float) -> None:
     rng = np.random.default_rng(0)
