@@ -1,6 +1,5 @@
 """The comparison of runs: by how much their steps differ, in which phase, and whether by chance."""
 
-import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -320,13 +319,9 @@ def _compare_two(
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
     """Return whether the runs, in the order in which they started, are pairs of both sides."""
-    pairs = [
-        (one.environment.started, other.environment.started)
-        for one, other in zip(before, after, strict=False)
-    ]
-    return len(before) == len(after) >= _MIN_PAIRS and all(
-        max(pair) < min(following) for pair, following in itertools.pairwise(pairs)
-    )
+    pairs = zip(before, after, strict=False)
+    started = [one for pair in pairs for one in sorted(run.environment.started for run in pair)]
+    return len(before) == len(after) >= _MIN_PAIRS and started == sorted(set(started))
 
 
 def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
