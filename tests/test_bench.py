@@ -76,6 +76,8 @@ def test_commands_take_turns_and_what_they_save_is_a_folder_each(
         ("1.5", ["step:5%"], 3, 1),
         ("0.75", ["step:5%"], 7, 0),  # Just at the bound.
         ("1.5", ["5%", "forward:50%"], 3, 1),
+        ("1.5", ["forward:0%", "step:5%"], 3, 1),  # One that is above is enough.
+        ("0", ["forward:0%", "step:5%"], 7, 0),  # One that is below is not.
     ],
 )
 def test_it_ends_when_the_answer_is_certain(

@@ -335,11 +335,21 @@ def test_a_phase_below_a_hundredth_of_the_step_is_asked_only_by_name() -> None:
     assert found.is_above(0.5, "tiny")
 
 
-def test_an_answer_is_settled_where_the_interval_is_on_one_side_of_the_bound() -> None:
+BOTH = {
+    0.0: (True, False),
+    0.05: (True, False),
+    0.067: (False, False),
+    0.08: (False, True),
+}
+
+
+def test_an_interval_is_above_the_bound_or_below_or_around_it() -> None:
     # Backward is 6.7 % longer, give or take 1 %.
     found = compare(run(1), run(2, more={"backward": 0.6}))
-    settled = {b: found.is_settled(b, "backward") for b in (0.0, 0.05, 0.067, 0.08)}
-    assert settled == {0.0: True, 0.05: True, 0.067: False, 0.08: True}
+    sides = {b: (found.is_above(b, "backward"), found.is_below(b, "backward")) for b in BOTH}
+    assert sides == BOTH
+    assert found.is_below(0.08)
+    assert not found.is_below(0.06)
 
 
 def in_turns(*pairs: tuple[float, float], order: str = "abba") -> tuple[list[Run], list[Run]]:

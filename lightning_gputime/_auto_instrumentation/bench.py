@@ -52,8 +52,9 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             _run(commands[side], groups[i][-1])
         found = compare_groups(groups, anyway=args.anyway, looks=len(looks))
         _tell(f"turn {turn} of {args.turns}: {found.sentence}")
-        settled = [found.is_settled(*bound) for bound in args.fail_above or [(0.0, "step")]]
-        if turn in looks and all(settled):
+        bounds = args.fail_above or [(0.0, "step")]
+        is_below = all(found.is_below(*bound) for bound in bounds)
+        if turn in looks and (is_below or any(found.is_above(*bound) for bound in bounds)):
             break
     _tell(f"the runs are in {folder}")
     return found

@@ -169,10 +169,9 @@ class RunComparison(Tabular):
         asked += [self.mean] if phase in ("", "step") else []
         return any(one.is_above(bound) for one in asked)
 
-    def is_settled(self, bound: float, phase: str = "") -> bool:
-        """Return whether all that is asked is certainly below the bound, or anything above it."""
-        below = (one.ratio + one.error_ratio < bound for one in self._asked(phase))
-        return self.is_above(bound, phase) or all(below)
+    def is_below(self, bound: float, phase: str = "") -> bool:
+        """Return whether all that `is_above` asks of, but the mean, lies certainly below."""
+        return all(one.ratio + one.error_ratio < bound for one in self._asked(phase))
 
     def _asked(self, phase: str) -> list[Difference]:
         known = {"step": self.step, **self.rows}
