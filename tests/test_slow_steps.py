@@ -214,10 +214,10 @@ def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
     assert [str(slow) for slow in timer.slowest()] == [
-        "step 30 took 74.4 ms, usually 15.6, and grew in `loss`:"
-        " 58.8 ms garbage collection (generation 2)",
-        "step 20 took 34.4 ms, usually 15.6, and grew in `loss`:"
-        " 18.8 ms garbage collection (generation 2)",
+        "step 30: +58.8 ms over the usual 15.6, of it 58.8 garbage collection (generation 2);"
+        " most of it in `loss`",
+        "step 20: +18.8 ms over the usual 15.6, of it 18.8 garbage collection (generation 2);"
+        " most of it in `loss`",
     ]
     assert [slow.step for slow in timer.slowest(1)] == [30]
 
@@ -234,7 +234,8 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
         "2 of 60 steps were slow and cost 7.6% of the time: garbage collection 1.8%,"
         " unexplained 5.8%",
         "",
-        "the worst: step 30 took 74.4 ms, usually 15.6, and grew in `loss`: 58.8 ms unexplained",
+        "the worst: step 30: +58.8 ms over the usual 15.6, of it 58.8 unexplained;"
+        " most of it in `loss`",
     ]
     assert summary.to_dict()["slow"]["n"] == 2
 

@@ -161,8 +161,7 @@ class SlowStepAnalyzer:
             self._allocator.sample(self._now_ns())
 
     def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
-        threshold_ms, usual_ms = self._baseline.slow_threshold_ms, self._baseline.step_ms
-        slow = []
+        threshold_ms, slow = self._baseline.slow_threshold_ms, []
         for step, ms in zip(steps, each_ms, strict=True):
             if ms <= threshold_ms:
                 continue
@@ -173,8 +172,7 @@ class SlowStepAnalyzer:
             found = ExcessAttribution(step, ms, self._baseline, [*self._waits])
             for detect in self.detectors:
                 detect(found)
-            unexplained_ms, causes = found.unexplained_ms, found.causes()
-            slow.append(SlowStep(step.number, ms, usual_ms, found.phase, causes, unexplained_ms))
+            slow.append(found.result(step.number))
         return slow
 
     def _give_up(self, error: Exception) -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 from lightning_gputime._phases import CALLBACKS, of_one_callback, resolve_labels
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.slow import Cause, CauseKind
+from lightning_gputime._results.slow import HAVE_PHASES, Cause, CauseKind, SlowStep
 
 _SIZE = 50  # Number of steps in a baseline.
 _FEWEST = 10  # Fewer steps make no baseline.
@@ -163,7 +163,7 @@ class ExcessAttribution:
         self, step: StepRecord, step_ms: float, baseline: Baseline, waits: Sequence[tuple[int, int]]
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
-        self.baseline = baseline
+        self.step_ms, self.baseline = step_ms, baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
         # Without a wait of the host's it was hardly ahead.
@@ -186,17 +186,6 @@ class ExcessAttribution:
         """Its parts, those first with most unattributed host time."""
         parts = self._parts.values()
         return sorted(parts, key=lambda part: part.unattributed_host_ms, reverse=True)
-
-    @property
-    def phase(self) -> str:
-        """The part with the largest excess on the device."""
-        name = max(self._parts.values(), key=lambda part: part.device_excess_ms).name
-        return CALLBACKS if of_one_callback(name) else name
-
-    @property
-    def unexplained_ms(self) -> float:
-        """How much of its excess has no cause (in milliseconds)."""
-        return max(self.excess_ms - sum(cause.reached_ms for cause in self.causes()), 0.0)
 
     def attribute_spans(self, spans: Iterable[Span]) -> None:
         """Attribute host time to what started and ended at a known time."""
@@ -222,18 +211,24 @@ class ExcessAttribution:
                 part.unattributed_host_ms -= ms
                 most_ms -= ms
 
-    def causes(self) -> tuple[Cause, ...]:
-        """Return the causes, those first of which most reached the device."""
+    def result(self, number: int) -> SlowStep:
+        """Return what is known of the step: the causes, those first of which most reached it."""
         host_ms: _Causes = defaultdict(float)
         reached_ms: _Causes = defaultdict(float)
+        grew_ms: dict[str, float] = defaultdict(float)  # By phase.
+        lost_ms: dict[str, float] = defaultdict(float)  # Of it, what is no work of the phase.
         for part in self._parts.values():
+            name = CALLBACKS if of_one_callback(part.name) else part.name
             left_ms = part.device_excess_ms
+            grew_ms[name] += left_ms
+            lost_ms[name] += left_ms
             for causes, most_ms in ((part.device_causes, inf), (part.host_causes, part.idle_ms)):
                 total_ms = sum(causes.values())
                 share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
                 left_ms -= total_ms * share
                 for cause, ms in causes.items():
                     reached_ms[cause] += ms * share
+                    lost_ms[name] -= ms * share * (cause[0] in HAVE_PHASES)
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
         # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
@@ -244,4 +239,17 @@ class ExcessAttribution:
             for (kind, detail), ms in reached_ms.items()
             if ms * share >= _LEAST_SHARE * self.excess_ms
         ]
-        return tuple(sorted(found, key=lambda cause: cause.reached_ms, reverse=True))
+        found.sort(key=lambda cause: cause.reached_ms, reverse=True)
+        phase = max(grew_ms, key=grew_ms.__getitem__)
+        of_phases_ms = sum(one.reached_ms for one in found if one.kind in HAVE_PHASES)
+        lost_share = (self.excess_ms - of_phases_ms) / (sum(lost_ms.values()) or inf)
+        return SlowStep(
+            step=number,
+            step_ms=self.step_ms,
+            usual_ms=self.baseline.step_ms,
+            phase=phase,
+            causes=tuple(found),
+            unexplained_ms=max(self.excess_ms - sum(one.reached_ms for one in found), 0.0),
+            phase_excess_ms=grew_ms[phase] * self.excess_ms / (sum(grew_ms.values()) or inf),
+            lost_by_phase_ms={name: ms * lost_share for name, ms in lost_ms.items() if ms > 0.0},
+        )

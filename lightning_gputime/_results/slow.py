@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_gputime._results.table import unit_of
@@ -10,6 +10,9 @@ from lightning_gputime._results.table import unit_of
 CauseKind = Literal[
     "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"
 ]
+
+# Whose time is that of phases of their own: `data`, `callbacks` and `comm`.
+HAVE_PHASES: tuple[CauseKind, ...] = ("loader", "callback", "ranks")
 
 # What a kind of cause is called in a sentence, where that is not its name.
 _WORDS: Mapping[str, str] = {
@@ -59,6 +62,9 @@ class SlowStep:
         phase: The phase, or the part of one, with the largest excess.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
+        phase_excess_ms: How much of its excess is in that phase (in milliseconds).
+        lost_by_phase_ms: What of its excess neither the loader, nor a callback, nor other ranks
+            explain, by phase (in milliseconds).
     """
 
     step: int
@@ -67,6 +73,8 @@ class SlowStep:
     phase: str
     causes: tuple[Cause, ...]
     unexplained_ms: float
+    phase_excess_ms: float = 0.0
+    lost_by_phase_ms: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts, ready for JSON, with the names of the causes and the sentence."""
@@ -82,12 +90,14 @@ class SlowStep:
         unit, grounds = unit_of(self.usual_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-            grounds.append(f"{unit.of(cause.reached_ms)} {cause.name}{detail}")
+            grounds.append(f"{unit.number(cause.reached_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
-            grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
+            grounds.append(f"{unit.number(self.unexplained_ms)} unexplained")
+        here_ms = self.phase_excess_ms
+        where = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.number(here_ms)} of it"
         return (
-            f"step {self.step} took {unit.of(self.step_ms)}, usually {unit.number(self.usual_ms)},"
-            f" and grew in `{self.phase}`: {', '.join(grounds)}"
+            f"step {self.step}: +{unit.of(self.excess_ms)} over the usual"
+            f" {unit.number(self.usual_ms)}, of it {', '.join(grounds)}; {where} in `{self.phase}`"
         )
 
 
@@ -101,6 +111,8 @@ class SlowSummary:
     cause_shares: Mapping[str, float]  # Of that time, by the name of the cause, the largest first.
     unexplained_share: float  # Of that time, without a known cause.
     worst: SlowStep  # The one with the largest excess.
+    # Of that time, by phase, what neither the loader, nor a callback, nor other ranks explain.
+    lost_by_phase: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -121,6 +133,7 @@ class SlowSummary:
 _Sums = Mapping[tuple[str, str], float]
 
 _COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained")
+_LOST = "lost"  # In place of the kind, where the name is that of a phase.
 
 
 class SlowLog:
@@ -183,6 +196,7 @@ class SlowLog:
             cause_shares={name: ms / all_ms for name, ms in causes},
             unexplained_share=sums[_UNEXPLAINED] / all_ms,
             worst=_largest(self._worst)[0],
+            lost_by_phase={name: ms / all_ms for (kind, name), ms in sums.items() if kind == _LOST},
         )
 
 
@@ -195,6 +209,8 @@ def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
         found[_UNEXPLAINED] += step.unexplained_ms
         for cause in step.causes:
             found[cause.kind, cause.name] += cause.reached_ms
+        for phase, ms in step.lost_by_phase_ms.items():
+            found[_LOST, phase] += ms
     return found
 
 
@@ -202,7 +218,7 @@ def _causes(sums: _Sums, at: Literal[0, 1]) -> dict[str, float]:
     """Return how much each kind of cause (0), or each name (1), has."""
     found: dict[str, float] = defaultdict(float)
     for key, ms in sums.items():
-        if key[0]:
+        if key[0] not in ("", _LOST):
             found[key[at]] += ms
     return found
 
