@@ -108,7 +108,7 @@ def in_plain_loop(task: Task, batch: Batch, device: torch.device, steps: int) ->
 
 
 def with_probes(task: Task, batch: Batch, device: torch.device, steps: int) -> dict[str, Any]:
-    """Returns what the peak is lost to."""
+    """Returns where the time of the steps went, with the part at the peak."""
     task.to(device)
     optimizer = task.configure_optimizers()
     with GPUPhaseHooks(task.net, optimizer, flops="count", probe_every_n_steps=10) as timer:
@@ -117,10 +117,10 @@ def with_probes(task: Task, batch: Batch, device: torch.device, steps: int) -> d
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    work = timer.summary().work
-    assert work is not None
-    print("\n".join(work.sentences), flush=True)
-    return {"mfu": work.mfu, "lost": work.lost, "sentences": work.sentences}
+    summary = timer.summary()
+    assert summary.losses is not None
+    print(summary.losses, flush=True)
+    return {"mfu": summary.mfu, "losses": summary.to_dict()["losses"]}
 
 
 class Kept(pl.loggers.logger.DummyLogger):

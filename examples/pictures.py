@@ -126,13 +126,11 @@ def hero(
 def draw_terminal(timer: GPUPhaseHooks, title: str) -> Figure:
     """Draws what bounds the training, what to do, the lanes of a usual step, and the table."""
     summary = timer.summary()
-    lead, header, table, *sentences = str(summary).split("\n\n")
-    verdict, *advice = lead.splitlines()
-    said = [
-        (line, sentence is verdict)
-        for sentence in (verdict, *advice, *sentences)
-        for line in textwrap.wrap(sentence, COLUMNS)
-    ]
+    lead, title, phases = str(summary).partition("Time per step")
+    verdict, *losses = lead.splitlines()
+    header, table, *sentences = f"{title}{phases}".split("\n\n")
+    told = [line for sentence in sentences for line in textwrap.wrap(sentence, COLUMNS)]
+    said = [(verdict, True), *((line, False) for line in [*losses[1:-1], *told])]
     rows = table.splitlines()
     height = 0.42 + 0.26 * len(said) + 1.95 + 0.2 * (len(rows) + 3)
     figure = Figure(figsize=(INCHES, height), facecolor=BACKGROUND)

@@ -329,8 +329,10 @@ def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
             with torch.no_grad():
                 for _ in range(150):
                     ema(torch.ones(1, 2))
-    text = str(timer.summary())
-    assert "put what is no step, such as a validation, into `with timer.paused()`" in text
+    summary = timer.summary()
+    advice = "put what is no step, such as a validation, into `with timer.paused()`"
+    assert f"`data` is long in few steps: {advice}" in summary.advice
+    text = str(summary)
     assert text.startswith("uneven: ")
     assert "`data`, most of it in few steps" in text
 

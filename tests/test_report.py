@@ -16,6 +16,7 @@ from test_runs import timed
 
 from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
 from lightning_gputime._cli import main
+from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
@@ -46,7 +47,7 @@ def full() -> Run:
     return replace(
         one,
         name=f"run {EVIL}",
-        summary=summary,
+        summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
             SlowStep(7, 90.5, 15.0, EVIL, (Cause("garbage", 70.25, 70.25, EVIL),), 5.25).to_dict()
@@ -80,11 +81,11 @@ def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
         "Phases over steps",
         "How long the steps took",
         "Slowest steps",
-        "70.2 ms garbage collection",
-        "5.25 ms unexplained",
+        "of it 70.2 garbage collection",
+        "5.25 unexplained",
         "Evaluation",
-        "Where the whole fit went",
-        "71.0 %",
+        "Where the time went",
+        "20.0%",
         "Environment",
         "H200",
     ):
@@ -108,8 +109,10 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
     body = without_library(
         made(Run(Environment(), *results.history_and_warmup(), results.summary()))
     )
-    for absent in ("Slowest steps", "Evaluation", "Where the whole fit went"):
+    for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
+    # Of the time of these steps all was work.
+    assert re.search(r"GPU work</th>.{,40}>3 ms</th>.{,40}>100.0%</th>.{,40}>█{25}<", body)
 
 
 @needs_bokeh
@@ -259,9 +262,9 @@ def test_a_legend_is_no_higher_than_its_chart() -> None:
 
 @needs_bokeh
 def test_names_in_the_verdict_and_the_sentences_are_in_the_type_of_code() -> None:
-    one = short(30)
-    summary = replace(one.summary, advice=(f"split `{EVIL}`",))
-    text = without_library(made(replace(one, summary=summary)))
-    head = text.partition("<h2>")[0]
+    results = Results(100, 0, on_host_clock=True)
+    results.add([raw(i, **{"<b>&": 1.0}) for i in range(30)])
+    one = Run(Environment(), *results.history_and_warmup(), results.summary())
+    head = without_library(made(one)).partition("<h2>")[0]
     assert "`" not in head
-    assert "<code>&lt;/script&gt;" in head
+    assert "<code>&lt;b&gt;&amp;</code>" in head

@@ -123,8 +123,18 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
     text = str(filled(raw(0, 1.5, **step)).summary())
     assert text.splitlines() == [
         "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
-        "Next: a larger batch; torch.compile; CUDA graphs;"
-        " probe_every_n_steps=100 tells how much there is to win",
+        "",
+        "of the timed steps   share  without it, at most  what to do",
+        "---------------------------------------------------------------",
+        "2 others              1.0%",
+        "GPU work             99.0%                       a larger batch",
+        "                                                 torch.compile",
+        "                                                 CUDA graphs",
+        "---------------------------------------------------------------",
+        "130 ms              100.0%",
+        "",
+        "Not known: launch gaps need probe_every_n_steps=100; the part at the peak needs"
+        ' flops="count"',
         "",
         "Time per step in ms over 1 step",
         "",
@@ -251,7 +261,7 @@ def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> No
 
 def test_a_notebook_shows_a_table_with_every_number() -> None:
     text = filled(raw(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
-    assert text.count("<tr>") == 4
+    assert text.count("<tr>") == 4 + 3
     left, right = "text-align:left", "text-align:right"
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in text
     assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in text

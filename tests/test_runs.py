@@ -247,12 +247,13 @@ def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
     content = json.loads((tmp_path / "run.json").read_text())
     content["environment"]["device"] = "H200\x1b[2J\nµ"
-    content["summary"]["advice"] = ["a", "b\x9b"]
+    content["summary"]["losses"]["work"]["advice"] = ["a", "b\x9b"]
     content["slow_steps"] = [{"text\x07": "\x1b]0;x"}]
     (tmp_path / "run.json").write_text(json.dumps(content))
     run = load(tmp_path / "run.json")
     assert run.environment.device == "H200\ufffd[2J\nµ"
-    assert run.summary.advice == ("a", "b\ufffd")
+    assert run.summary.losses is not None
+    assert run.summary.losses.work.advice == ("a", "b\ufffd")
     assert run.slow_steps == [{"text\ufffd": "\ufffd]0;x"}]
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._results.throughput import GAPS, KERNELS, in_points
+from lightning_gputime._results.advice import GAPS, GPU_WORK
 from lightning_gputime._work import peaks
 from lightning_gputime._work import work as counting
 from lightning_gputime._work.peaks import dtype_of_call, peak_tflops, precision_of
@@ -1298,40 +1298,27 @@ def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
             optimizer.step()
             optimizer.zero_grad()
     summary = timer.summary()
-    work = summary.work
-    assert work is not None
-    assert work.lost
-    assert summary.mfu is not None
-    assert summary.mfu + sum(work.lost.values()) == pytest.approx(1.0, abs=1e-12)
-    assert work.lost[GAPS] == pytest.approx(summary.gap_share)
+    losses = summary.losses
+    assert losses is not None
+    assert sum(row.share for row in (*losses.rows, losses.work)) == pytest.approx(1.0, abs=1e-12)
     step_ms = summary.step.mean_ms
-    assert work.lost["optimizer"] == pytest.approx(1.0 / step_ms)
-    assert work.lost["other"] == pytest.approx(1.0 / step_ms)
-    kernels = 6.0 / step_ms - summary.mfu
-    assert work.lost[KERNELS] == pytest.approx(kernels)
-    assert f"MFU {round(100 * summary.mfu)} %; lost: " in str(summary)
+    # 1 ms in `other`, 6 in the model, 1 in the update; and the device runs dry for 2, in the first
+    # step for 9.
+    assert losses[GPU_WORK] == pytest.approx(8.0 / step_ms)
+    assert losses[GAPS] == pytest.approx(2.0 / step_ms)
+    assert losses["slow steps: unexplained"] == pytest.approx(7.0 / summary.steps / step_ms)
+    assert losses.peak_share == summary.mfu
+    assert losses.unknown == ""
+    assert "  at the peak  " in str(losses)
 
 
 @pytest.mark.usefixtures("h200")
 def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
-    work = timer.summary().work
-    assert work is not None
-    assert work.lost == {}
+    losses = timer.summary().losses
+    assert losses is not None
+    assert losses.peak_share is None
     assert "which cannot be: FLOPs or precision are not those" in str(timer.summary())
-
-
-def test_points_add_up_to_a_hundred_as_they_are_printed() -> None:
-    for shares in (
-        [1 / 3] * 3,
-        [0.125] * 8,
-        [0.999, 0.001],
-        [0.305, 0.405, 0.2, 0.09],
-        [1.2, -0.2],
-    ):
-        points = in_points({str(i): share for i, share in enumerate(shares)})
-        assert sum(points.values()) == 100
-        assert all(abs(points[str(i)] - 100 * share) < 1 for i, share in enumerate(shares))
 
 
 @pytest.mark.usefixtures("h200")
@@ -1344,10 +1331,10 @@ def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: 
     assert run.summary.work == timer.summary().work
     assert run.environment.options["flops"] == "count"
     shown = page([run])
-    assert "lost: kernels below the peak" in shown
+    assert "at the peak" in shown
     assert f"items: {FIRST}".replace("'", "&#x27;") in shown
-    both = page([run, run], lightning_gputime.compare(run, run)).count("kernels below the peak")
-    assert both > shown.count("kernels below the peak") >= 1
+    both = page([run, run], lightning_gputime.compare(run, run)).count("at the peak")
+    assert both > shown.count("at the peak") >= 1
 
 
 def test_messages_about_work_name_the_package(

@@ -1,13 +1,20 @@
 """A slow step beside its baseline: where its excess is, and what explains it."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from typing import Any
 
-from lightning_gputime._phases import CALLBACKS, of_one_callback, resolve_labels
+from lightning_gputime._phases import (
+    BETWEEN_BATCHES,
+    CALLBACKS,
+    is_wait,
+    of_one_callback,
+    resolve_labels,
+)
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.slow import HAVE_PHASES, Cause, CauseKind, SlowStep
+from lightning_gputime._results.slow import HAVE_PHASES, UNEXPLAINED, Cause, CauseKind, SlowStep
 
 _SIZE = 50  # Number of steps in a baseline.
 _FEWEST = 10  # Fewer steps make no baseline.
@@ -22,6 +29,8 @@ _LEAST_SHARE = 0.05
 
 # Times by cause, and by what it was (in milliseconds).
 _Causes = defaultdict[tuple[CauseKind, str], float]
+
+_NONE: tuple[Any, str] = (None, "")
 
 # When something that held up the host started and ended (in nanoseconds), and what it was.
 Span = tuple[int, int, CauseKind, str]
@@ -215,20 +224,18 @@ class ExcessAttribution:
         """Return what is known of the step: the causes, those first of which most reached it."""
         host_ms: _Causes = defaultdict(float)
         reached_ms: _Causes = defaultdict(float)
-        grew_ms: dict[str, float] = defaultdict(float)  # By phase.
-        lost_ms: dict[str, float] = defaultdict(float)  # Of it, what is no work of the phase.
+        phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))
         for part in self._parts.values():
-            name = CALLBACKS if of_one_callback(part.name) else part.name
+            phase_ms = phases_ms[CALLBACKS if of_one_callback(part.name) else part.name]
             left_ms = part.device_excess_ms
-            grew_ms[name] += left_ms
-            lost_ms[name] += left_ms
             for causes, most_ms in ((part.device_causes, inf), (part.host_causes, part.idle_ms)):
                 total_ms = sum(causes.values())
                 share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
                 left_ms -= total_ms * share
                 for cause, ms in causes.items():
                     reached_ms[cause] += ms * share
-                    lost_ms[name] -= ms * share * (cause[0] in HAVE_PHASES)
+                    phase_ms[cause] += ms * share
+            phase_ms[_NONE] += left_ms
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
         # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
@@ -240,16 +247,37 @@ class ExcessAttribution:
             if ms * share >= _LEAST_SHARE * self.excess_ms
         ]
         found.sort(key=lambda cause: cause.reached_ms, reverse=True)
+        unexplained_ms = max(self.excess_ms - sum(one.reached_ms for one in found), 0.0)
+        grew_ms = {name: sum(causes.values()) for name, causes in phases_ms.items()}
         phase = max(grew_ms, key=grew_ms.__getitem__)
-        of_phases_ms = sum(one.reached_ms for one in found if one.kind in HAVE_PHASES)
-        lost_share = (self.excess_ms - of_phases_ms) / (sum(lost_ms.values()) or inf)
         return SlowStep(
             step=number,
             step_ms=self.step_ms,
             usual_ms=self.baseline.step_ms,
             phase=phase,
             causes=tuple(found),
-            unexplained_ms=max(self.excess_ms - sum(one.reached_ms for one in found), 0.0),
+            unexplained_ms=unexplained_ms,
             phase_excess_ms=grew_ms[phase] * self.excess_ms / (sum(grew_ms.values()) or inf),
-            lost_by_phase_ms={name: ms * lost_share for name, ms in lost_ms.items() if ms > 0.0},
+            lost_ms=_lost(phases_ms, found, share, unexplained_ms),
         )
+
+
+def _lost(
+    phases_ms: Mapping[str, _Causes], found: Sequence[Cause], share: float, unexplained_ms: float
+) -> dict[str, dict[str, float]]:
+    """Return what is not that of a phase such as `data` anyway, by phase and cause."""
+    names = {(one.kind, one.detail): one.name for one in found}
+    lost_ms: dict[str, dict[str, float]] = {}
+    left_ms = {}
+    for phase, causes in phases_ms.items():
+        left_ms[phase] = sum(ms for cause, ms in causes.items() if cause not in names)
+        for one in causes:
+            if one in names and one[0] not in HAVE_PHASES:
+                lost = lost_ms.setdefault(phase, {})
+                lost[names[one]] = lost.get(names[one], 0.0) + causes[one] * share
+    # What has no cause is where most has none.
+    scale = unexplained_ms / (sum(left_ms.values()) or inf)
+    for phase, ms in left_ms.items():
+        if ms * scale and phase.partition("/")[0] not in BETWEEN_BATCHES and not is_wait(phase):
+            lost_ms.setdefault(phase, {})[UNEXPLAINED] = ms * scale
+    return lost_ms

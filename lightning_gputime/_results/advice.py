@@ -1,27 +1,44 @@
-"""What to do next, as far as the numbers back it."""
+"""Where the wall clock of a run went, and what to do about it as far as the numbers back it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_gputime._phases import (
     BACKWARD,
+    BETWEEN_BATCHES,
+    CALLBACK_WAIT,
+    CALLBACKS,
     COPY,
     DATA,
     FETCH,
     FORWARD,
     OPTIMIZER,
     OTHER,
+    WAIT,
     is_wait,
 )
 from lightning_gputime._results import verdict
+from lightning_gputime._results.ledger import CHECKPOINTS, STEPS, VALIDATION, Ledger
+from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration
 
-_WORTH_IT = 0.1  # From this fraction of the step on, something is worth an advice.
+COMMUNICATION = "communication"
+SLOWEST_RANK = "the slowest rank"
+GAPS = "launch gaps"
+SLOW = "slow steps: "
+TIMING = "timing itself"
+GPU_WORK, CPU_WORK = "GPU work", "CPU work"
+
+_WORTH_IT = 0.05  # From this fraction of the wall clock on, an entry is worth an advice.
+_LONG = 0.1  # From this fraction of the step on, a phase is.
 _PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
+
+Advice = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +59,122 @@ class TrainingSetup:
     compiled: bool = False  # At least a part of the model, by torch.
     unfused: str = ""  # The class of the optimizers that could be fused, and are not.
     has_parts: bool = True  # There are modules inside the model.
+    classes: Mapping[str, str] = field(default_factory=dict)  # Of those that `modules` means.
 
 
-def advise(summary: PhaseSummary, setup: TrainingSetup) -> tuple[str, ...]:
-    """Return what to do next, the most promising first; nothing where nothing is known to help."""
-    helps = _BY_BOUND.get(summary._judged.bound, _nothing)
-    advice = [*_leave_out(summary, setup), *helps(summary, setup)]
-    if summary.gap_share is not None and summary.gap_share >= verdict.MANY_GAPS:
-        advice += _fewer_launches(summary, setup)
-    return tuple(dict.fromkeys(advice))
+def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
+    """Return where the wall clock of a run went; None where no step was timed."""
+    if not summary.steps or not summary.step.mean_ms:
+        return None
+    work = CPU_WORK if summary.on_host_clock else GPU_WORK
+    # A fit that was looked at before its second step has no steps yet.
+    ledger = summary.ledger
+    is_fit = ledger is not None and STEPS in ledger.entries_s
+    if ledger is None or not is_fit:
+        ledger = Ledger({STEPS: summary.steps * summary.step.mean_ms / 1e3})
+    spent_s = dict(ledger.entries_s)
+    steps_s, saves_s = spent_s.pop(STEPS), ledger.saves_in_steps_s
+    of_step = _break_down_step(summary, work, saves_s / (steps_s + saves_s))
+    # The ledger has these already, and not among the steps.
+    steps_s /= 1.0 - of_step.pop(CHECKPOINTS)
+    spent_s |= {name: share * steps_s for name, share in of_step.items()}
+    wall_s = sum(spent_s.values())
+    rows = {
+        name: Loss(name, s / wall_s, _advise(name, of_step.get(name, s / wall_s), summary, setup))
+        for name, s in sorted(spent_s.items(), key=lambda one: -one[1])
+        if s > 0 or name == work
+    }
+    mfu = summary.mfu
+    return Losses(
+        work=rows.pop(work),
+        rows=tuple(rows.values()),
+        wall_s=wall_s,
+        is_fit=is_fit,
+        # More than all: the FLOPs, or the peak, are not those of this training.
+        peak_share=None if mfu is None or mfu > 1 else mfu * steps_s / wall_s,
+        unknown=_unknown(summary),
+    )
 
 
-def _nothing(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
-    yield from ()
+def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str, float]:
+    """Return the entries of a step as fractions of it, which add up to 1."""
+
+    def entry_of(name: str) -> str:
+        top = name.partition("/")[0]
+        if is_wait(name):
+            return COMMUNICATION
+        return name if name in (FETCH, COPY) else top if top in (DATA, CALLBACKS) else work
+
+    found = defaultdict[str, float](float)
+    for name, row in summary.rows.items():
+        entry, above = entry_of(name), entry_of(name.partition("/")[0])
+        if "/" not in name:
+            found[entry] += row.share
+        elif entry != above:
+            found[above] -= row.share
+            found[entry] += row.share
+
+    def move(source: str, entry: str, share: float) -> float:
+        moved = max(min(share, found[source]), 0.0)
+        found[source] -= moved
+        found[entry] += moved
+        return moved
+
+    move(CALLBACKS, CHECKPOINTS, saves)  # To a step they are a callback.
+    work_of_slow_steps = 0.0
+    if summary.slow is not None:
+        for name, causes in summary.slow.lost_shares.items():
+            moved = sum(move(entry_of(name), f"{SLOW}{cause}", n) for cause, n in causes.items())
+            work_of_slow_steps += moved * (entry_of(name) == work)
+    if (ranks := summary.ranks) is not None and ranks.slowest is not None:
+        # This is rank zero: where it is slow itself, it does not wait.
+        waits_in = entry_of(ranks.phase) if ranks.slowest == 0 else COMMUNICATION
+        move(waits_in, SLOWEST_RANK, ranks.behind_ms / summary.step.mean_ms)
+    # No probe has the excess of slow steps, which is no gap.
+    move(work, GAPS, (summary.gap_share or 0.0) - work_of_slow_steps)
+    move(work, TIMING, (summary.timing_share or 0.0) / summary.timed_every_n_steps)
+    return found
 
 
-def _leave_out(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _unknown(summary: PhaseSummary) -> str:
+    if summary.on_host_clock:
+        return "launch gaps and the part at the peak need an accelerator"
+    needs = {
+        "launch gaps need probe_every_n_steps=100": summary.probed_steps or summary.probe_failure,
+        'the part at the peak needs flops="count"': summary.mfu is not None,
+    }
+    return "; ".join(name for name, is_said in needs.items() if not is_said)
+
+
+def _advise(
+    name: str, share: float, summary: PhaseSummary, setup: TrainingSetup
+) -> tuple[str, ...]:
+    """Return what to do about an entry; nothing where nothing is known to help."""
+    advice = _ABOUT.get(name, ()) if share >= _WORTH_IT else ()
+    return advice if isinstance(advice, tuple) else tuple(dict.fromkeys(advice(summary, setup)))
+
+
+def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
+    yield from _leave_out(summary, setup)
+    bound = summary._judged.bound
+    if bound == verdict.LAUNCH and summary.gap_share is None:
+        yield from _launch_less(summary, setup)
+    elif bound == verdict.MIXED:
+        yield from _free_the_host(summary, setup)
+    elif bound == verdict.GPU:
+        compute = _share(summary, FORWARD) + _share(summary, BACKWARD)
+        if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
+            yield 'precision="bf16-mixed" (now "32-true")'
+        yield from _fuse(summary, setup)
+    if bound in (verdict.GPU, verdict.LONGEST):
+        yield from _look_inside(summary, setup)
+
+
+def _leave_out(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if summary.step.n < _ENOUGH or BACKWARD not in summary.rows:
         return
     # Longer batches are longer in backward, too.
-    least = _WORTH_IT + max(_excess(summary, BACKWARD), 0.0)
+    least = _LONG + max(_excess(summary, BACKWARD), 0.0)
     knows_fetch = setup.has_loader or FETCH in summary.rows
     for name in (OTHER, FORWARD) if knows_fetch else (DATA, OTHER, FORWARD):
         if _excess(summary, name) >= least:
@@ -76,10 +189,13 @@ def _excess(summary: PhaseSummary, name: str) -> float:
     return row.share - (row.p50_ms / step.mean_ms if 2 * row.n >= step.n else 0.0)
 
 
-def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if setup.is_on_device:
         # Workers cannot use the device that the training process has begun to use.
         yield "whole batches by index, as the dataset's tensors are on the device already"
+        return
+    if summary.is_uneven:
+        yield _ITERATE
         return
     workers, cores, ahead = setup.num_workers, setup.cores, setup.prefetch_factor
     # Most steps hardly wait for the loader, but some for long.
@@ -89,7 +205,7 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
     now = f"num_workers is {workers}{'' if cores is None else f', of {cores} CPU cores'}"
     if workers is None:
         # Without parts nothing says that it is the loader.
-        if not setup.has_loader and summary._judged.phases == (DATA,):
+        if not setup.has_loader and FETCH not in summary.rows:
             yield _ITERATE
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
@@ -103,11 +219,9 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
         yield "persistent_workers=True (now False), as few fetches take most of the time"
     if workers and is_uneven and ahead:
         yield f"prefetch_factor={2 * ahead} (now {ahead}), as fetches are uneven"
-    if _share(summary, COPY) >= _WORTH_IT:
-        yield from _copy_faster(summary, setup)
 
 
-def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if summary.on_host_clock:
         return  # Nothing is copied to a device.
     if setup.pin_memory is False:
@@ -116,63 +230,58 @@ def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
         yield "copy less: smaller types (uint8, bfloat16), which the device converts"
 
 
-def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Iterator[str]:
+def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     name, share = verdict.longest_callback(summary.rows)
-    took = duration(share * summary.step.mean_ms)
     if name:
+        took = duration(share * summary.step.mean_ms)
         yield f"run `{name}` less often, or make it cheaper ({took} a step)"
     else:
         yield "log less often: a larger log_every_n_steps"
 
 
-def _meet_the_ranks(summary: PhaseSummary, _: TrainingSetup) -> Iterator[str]:
-    ranks = summary.ranks
-    if ranks is not None and ranks.slowest is not None:
+def _meet_the_rank(summary: PhaseSummary, _: TrainingSetup) -> Advice:
+    if (ranks := summary.ranks) is not None:
         yield f"look at rank {ranks.slowest} first, in `{ranks.phase}`: the others wait for it"
-    elif summary._judged.bound == verdict.COMMUNICATION:
+
+
+def _communicate_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
+    if any(is_wait(name) and name not in (WAIT, CALLBACK_WAIT) for name in summary.rows):
         yield "more work between collectives: larger batches, or accumulation under no_sync()"
 
 
-def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
-    compute = _share(summary, FORWARD) + _share(summary, BACKWARD)
-    if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
-        yield 'precision="bf16-mixed" (now "32-true")'
-    yield from _fuse(summary, setup)
-    yield from _look_inside(summary, setup)
-
-
-def _look_inside(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _look_inside(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     [longest] = summary._judged.phases or ("",)
-    parts = {
-        name: row.share
-        for name, row in summary.rows.items()
-        if name.startswith(f"{longest}/") and not is_wait(name)
-    }
-    part = max(parts, key=parts.__getitem__, default="")
-    if parts.get(part, 0.0) >= _WORTH_IT:
-        yield f"look at `{part}`, {parts[part]:.0%} of the step"
+    if longest in BETWEEN_BATCHES:
+        return  # It is a loss.
+    parts = [name for name in summary.rows if name.startswith(f"{longest}/") and not is_wait(name)]
+    long = [name for name in parts if _share(summary, name) >= _LONG]
+    # The innermost: what is around it is as long because of it.
+    inner = [one for one in long if not any(other.startswith(f"{one}/") for other in long)]
+    if inner:
+        part = max(inner, key=lambda name: _share(summary, name))
+        name = part.rpartition("/")[2]
+        module = f"{name} {setup.classes.get(name, '')}".rstrip()
+        yield f"look at `{module}` in `{longest}`, {_share(summary, part):.0%} of the step"
     if not parts and longest in (FORWARD, BACKWARD) and setup.has_parts:
         share = _share(summary, longest)
         yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
 
 
-def _fuse(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _fuse(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     share = _share(summary, OPTIMIZER)
-    if setup.unfused and share >= _WORTH_IT:
+    if setup.unfused and share >= _LONG:
         yield f"{setup.unfused}(fused=True), as `optimizer` is {share:.0%} of the step"
 
 
-def _fewer_launches(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _launch_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
     yield f"a larger batch{now}"
     yield "torch.compile" + ('(mode="reduce-overhead")' if setup.compiled else "")
     yield "CUDA graphs"
     yield from _fuse(summary, setup)
-    if summary.gap_share is None:
-        yield "probe_every_n_steps=100 tells how much there is to win"
 
 
-def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Iterator[str]:
+def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     others = []
     for name in summary._judged.phases:
         if name in (FETCH, DATA):
@@ -191,15 +300,21 @@ def _share(summary: PhaseSummary, name: str) -> float:
     return summary.rows[name].share if name in summary.rows else 0.0
 
 
-_BY_BOUND: Mapping[str, Callable[[PhaseSummary, TrainingSetup], Iterator[str]]] = {
-    verdict.INPUT: _load_faster,
-    verdict.UNEVEN: lambda *_: iter([_ITERATE]),
-    verdict.COPIES: _copy_faster,
-    verdict.CALLBACK: _call_back_less,
-    verdict.RANK: _meet_the_ranks,
-    verdict.COMMUNICATION: _meet_the_ranks,
-    verdict.GPU: _work_less,
-    verdict.LAUNCH: _fewer_launches,
-    verdict.MIXED: _free_the_host,
-    verdict.LONGEST: _look_inside,
+# What to do about an entry: a text, or what finds one.
+_ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], Advice]] = {
+    GPU_WORK: _work_less,
+    CPU_WORK: _work_less,
+    DATA: _load_faster,
+    FETCH: _load_faster,
+    COPY: _copy_faster,
+    CALLBACKS: _call_back_less,
+    COMMUNICATION: _communicate_less,
+    SLOWEST_RANK: _meet_the_rank,
+    GAPS: _launch_less,
+    VALIDATION: ("validate less often, or on fewer batches: limit_val_batches",),
+    CHECKPOINTS: ("save less often: every_n_train_steps of ModelCheckpoint",),
+    f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
+    f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
+    f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
+    f"{SLOW}preemption": ("fewer workers and threads than CPU cores",),
 }

@@ -13,7 +13,6 @@ CHECKPOINTS = "checkpoints"
 EPOCH_ENDS = "epoch ends"
 REST = "the rest"
 _ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
-_LARGE = 0.02  # From this fraction of a fit on, the sentence names an entry.
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,11 @@ class Ledger:
             and allocated in it; all other `steps`, with their `data` and `callbacks`; `validation`;
             `checkpoints`, wherever they are saved; `epoch ends`, the hooks at the start and end of
             epochs; `the rest`, such as the tear-down.
+        saves_in_steps_s: What of `checkpoints` was saved inside a step (in seconds).
     """
 
     entries_s: Mapping[str, float]
+    saves_in_steps_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -41,28 +42,11 @@ class Ledger:
         wall_s = self.wall_s
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
-    @property
-    def sentence(self) -> str:
-        """One sentence, the steps first; empty if nothing was measured."""
-        shares = self.shares
-        if STEPS not in shares or not self.wall_s:
-            return ""
-        told = sorted(shares.items(), key=lambda one: -one[1])
-        more = [f", {name} {n:.0%}" for name, n in told if n >= _LARGE and name != STEPS]
-        return f"steps were {shares[STEPS]:.0%} of the fit of {_time(self.wall_s)}{''.join(more)}"
-
     def metrics(self) -> dict[str, float]:
         """Return what is logged: the fraction of each entry, and the wall time."""
         keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
         shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
         return {**shares, "fit/wall_s": self.wall_s}
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class WallTimeRecorder:
@@ -74,6 +58,7 @@ class WallTimeRecorder:
         self.entry = SET_UP  # What the time goes to, but for saves.
         self.has_stepped = False  # Whether `step_ends` was called.
         self._is_saving = False
+        self._saves_in_steps_ns = 0
         self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,10 +104,13 @@ class WallTimeRecorder:
     def summary(self) -> Ledger:
         """Return where the time went until now."""
         self._add_elapsed()
-        return Ledger({name: ns / 1e9 for name, ns in self._ns.items() if ns})
+        entries_s = {name: ns / 1e9 for name, ns in self._ns.items() if ns}
+        return Ledger(entries_s, self._saves_in_steps_ns / 1e9)
 
     def _add_elapsed(self) -> None:
         if self._now_ns is not None:
             now_ns = self._now_ns()
-            self._ns[CHECKPOINTS if self._is_saving else self.entry] += now_ns - self._since_ns
-            self._since_ns = now_ns
+            elapsed_ns, self._since_ns = now_ns - self._since_ns, now_ns
+            self._ns[CHECKPOINTS if self._is_saving else self.entry] += elapsed_ns
+            if self._is_saving and self.entry == STEPS:
+                self._saves_in_steps_ns += elapsed_ns

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._phases import DATA, StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._results.advice import TrainingSetup, advise
+from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.changes import LevelRecorder, find_period
 from lightning_gputime._results.history import (
     MIN_PACKED_MARKS,
@@ -141,7 +141,7 @@ class Results:
             ranks=self.ranks,
             hint="" if seen else self._hint,
         )
-        return replace(summary, advice=advise(summary, self.setup))
+        return replace(summary, losses=find_losses(summary, self.setup))
 
     def summary_to_print(self) -> PhaseSummary:
         """Return the summary, or that of the warm-up where there was nothing else."""
@@ -176,7 +176,7 @@ class Results:
             sections=sections_of(self.observers),
             slow_period=find_period(times, self.setup.num_workers),
             slow=self.slow.summary(summary.steps, sums.step.device_ms),
-            work=self.throughput.summary(sums, summary.rows, summary.step, busy.step.n > 0),
+            work=self.throughput.summary(sums),
             ledger=self.books.summary() if self.books is not None else None,
             memory=memory,
         )

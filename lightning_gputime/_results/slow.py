@@ -11,6 +11,7 @@ CauseKind = Literal[
     "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"
 ]
 
+UNEXPLAINED = "unexplained"
 # Whose time is that of phases of their own: `data`, `callbacks` and `comm`.
 HAVE_PHASES: tuple[CauseKind, ...] = ("loader", "callback", "ranks")
 
@@ -63,8 +64,8 @@ class SlowStep:
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
         phase_excess_ms: How much of its excess is in that phase (in milliseconds).
-        lost_by_phase_ms: What of its excess neither the loader, nor a callback, nor other ranks
-            explain, by phase (in milliseconds).
+        lost_ms: What of its excess is not that of `data`, `callbacks` or a wait for other ranks, by
+            phase and cause (in milliseconds).
     """
 
     step: int
@@ -74,7 +75,7 @@ class SlowStep:
     causes: tuple[Cause, ...]
     unexplained_ms: float
     phase_excess_ms: float = 0.0
-    lost_by_phase_ms: Mapping[str, float] = field(default_factory=dict)
+    lost_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts, ready for JSON, with the names of the causes and the sentence."""
@@ -111,8 +112,8 @@ class SlowSummary:
     cause_shares: Mapping[str, float]  # Of that time, by the name of the cause, the largest first.
     unexplained_share: float  # Of that time, without a known cause.
     worst: SlowStep  # The one with the largest excess.
-    # Of that time, by phase, what neither the loader, nor a callback, nor other ranks explain.
-    lost_by_phase: Mapping[str, float] = field(default_factory=dict)
+    # Of that time, by phase and cause, what is not that of a phase such as `data` anyway.
+    lost_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ class SlowSummary:
 _Sums = Mapping[tuple[str, str], float]
 
 _COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained")
-_LOST = "lost"  # In place of the kind, where the name is that of a phase.
+_LOST = "lost in "  # What stands before a phase, in place of the kind.
 
 
 class SlowLog:
@@ -196,7 +197,7 @@ class SlowLog:
             cause_shares={name: ms / all_ms for name, ms in causes},
             unexplained_share=sums[_UNEXPLAINED] / all_ms,
             worst=_largest(self._worst)[0],
-            lost_by_phase={name: ms / all_ms for (kind, name), ms in sums.items() if kind == _LOST},
+            lost_shares=_lost(sums, all_ms),
         )
 
 
@@ -209,8 +210,9 @@ def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
         found[_UNEXPLAINED] += step.unexplained_ms
         for cause in step.causes:
             found[cause.kind, cause.name] += cause.reached_ms
-        for phase, ms in step.lost_by_phase_ms.items():
-            found[_LOST, phase] += ms
+        for phase, causes_ms in step.lost_ms.items():
+            for cause_name, ms in causes_ms.items():
+                found[f"{_LOST}{phase}", cause_name] += ms
     return found
 
 
@@ -218,9 +220,18 @@ def _causes(sums: _Sums, at: Literal[0, 1]) -> dict[str, float]:
     """Return how much each kind of cause (0), or each name (1), has."""
     found: dict[str, float] = defaultdict(float)
     for key, ms in sums.items():
-        if key[0] not in ("", _LOST):
+        if key[0] and not key[0].startswith(_LOST):
             found[key[at]] += ms
     return found
+
+
+def _lost(sums: _Sums, all_ms: float) -> dict[str, dict[str, float]]:
+    """Return what was lost by phase and cause, as fractions."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for (kind, name), ms in sums.items():
+        if kind.startswith(_LOST):
+            found[kind.removeprefix(_LOST)][name] = ms / all_ms
+    return dict(found)
 
 
 def _largest(steps: Sequence[SlowStep]) -> list[SlowStep]:

@@ -10,6 +10,7 @@ from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 from lightning_gputime._results.changes import LastingChange, SlowPeriod
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.ledger import Ledger
+from lightning_gputime._results.losses import Losses
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
@@ -19,10 +20,7 @@ from lightning_gputime._results.verdict import (
     INPUT,
     UNEVEN,
     Verdict,
-    advice_sentence,
     judge,
-    longest_callback,
-    wait_sentence,
 )
 
 _RANKS = "min - max (rank)"
@@ -69,7 +67,7 @@ class PhaseSummary(Tabular):
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
         is_uneven: Whether few steps hold most of `data`, and no loader is known, so that it may be
             other code between two steps.
-        advice: What to do next, the most promising first; nothing where no number backs it.
+        losses: Where the wall clock went, and what to do about it; None of the warm-up.
         work: Work per second, and what it is of the GPU's peak.
         sections: What other observers add.
     """
@@ -97,9 +95,14 @@ class PhaseSummary(Tabular):
     memory: MemorySummary | None = None
     stage: str = ""
     is_uneven: bool = False
-    advice: tuple[str, ...] = ()
+    losses: Losses | None = None
     work: WorkSummary | None = None
     sections: tuple[Section, ...] = ()
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do next, about the dearest loss first; nothing where no number backs it."""
+        return self.losses.advice if self.losses is not None else ()
 
     @property
     def items_per_s(self) -> float | None:
@@ -148,7 +151,8 @@ class PhaseSummary(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
-        found: dict[str, Any] = plain({**asdict(self), "verdict": self.verdict})
+        derived = {"verdict": self.verdict, "advice": self.advice}
+        found: dict[str, Any] = plain({**asdict(self), **derived})
         for name in ("sections", "is_uneven", "each_timed_for", "lasting_change", "slow_period"):
             if not found[name]:
                 del found[name]
@@ -157,9 +161,12 @@ class PhaseSummary(Tabular):
     def _table(self) -> Table:
         if not self.steps:
             return Table(self._title(), [], [])
-        lead = [] if self.is_warmup else [self.verdict, advice_sentence(self.advice)]
         below = [] if self.is_warmup else [*filter(None, self._sentences())]
-        return Table(self._title(), self._lines(), below, lead=[*filter(None, lead)], drops=_DROPS)
+        losses = self.losses
+        if losses is not None and self.stage:
+            losses = replace(losses, unknown="")  # No evaluation is probed.
+        above = None if losses is None else (self.verdict, losses._table())
+        return Table(self._title(), self._lines(), below, above=above, drops=_DROPS)
 
     def _title(self) -> str:
         n = self.warmup_steps
@@ -210,17 +217,11 @@ class PhaseSummary(Tabular):
         return f"{least} - {most} ({row.slowest})"
 
     def _sentences(self) -> Iterator[str]:
-        step_ms, gaps, ahead_ms = self.step.mean_ms, self.gap_share, self.run_ahead_mean_ms
+        step_ms, ahead_ms = self.step.mean_ms, self.run_ahead_mean_ms
         unit = unit_of(step_ms)
         step = unit.of(step_ms)
-        callback, share = longest_callback(self.rows)
-        if callback:
-            yield f"another callback takes {unit.number(share * step_ms)} of {step}: `{callback}`"
-        yield wait_sentence(self.rows, self.step)
         if ahead_ms is not None and not self.on_host_clock and ahead_ms >= 0.05 * step_ms:
             yield f"the host runs {unit.of(ahead_ms)} ahead of the GPU"
-        if gaps is not None:
-            yield f"{gaps:.0%} of this step is launch gaps"
         yield self.probe_failure
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
@@ -242,7 +243,5 @@ class PhaseSummary(Tabular):
         yield from map(str, filter(None, (self.lasting_change, self.slow_period)))
         for later in (self.slow, self.ranks):
             yield from later.sentences if later is not None else ()
-        if self.ledger is not None:
-            yield self.ledger.sentence
         for section in self.sections:
             yield from section.sentences

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
 
 _BETWEEN = "  "  # What separates the columns of plain text.
+_MAX_WORDS = 40  # The width of a column of words, where that of the whole is limited.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Table:
     lines: Sequence[tuple[str, ...]]
     sentences: Sequence[str]  # Below it.
     left: Sequence[int] = (0,)  # The columns that are words.
-    lead: Sequence[str] = ()  # Above the title: the most important sentences.
+    above: tuple[str, "Table"] | None = None  # The most important sentence, and a table of it.
     # The columns to leave out where the table is too wide, in this order. No cell is ever cut.
     drops: Sequence[str] = ()
 
@@ -87,10 +88,10 @@ class Table:
         table = self if width is None else self._fitting(width)
         header, *body, whole = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, whole)))
-        lead = ["\n".join(_wrapped(sentence, width) for sentence in self.lead)]
+        lead = [_wrapped(self.above[0], width), self.above[1].text(width)] if self.above else []
         title, *below = (_wrapped(one, width) for one in (self.title, *self.sentences))
         grid = "\n".join([header, rule, *body, rule, whole])
-        return "\n\n".join([*filter(None, lead), title, grid, *below])
+        return "\n\n".join(filter(None, [*lead, title, grid, *below]))
 
     def html(self) -> str:
         """Return it as HTML."""
@@ -98,9 +99,9 @@ class Table:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
         rows = "".join(self._row(line, "td") for line in body) + self._row(whole, "th")
-        lead = [*map(marked, self.lead)]
-        if lead:
-            lead = [f"<p>{'<br>'.join([f'<strong>{lead[0]}</strong>', *lead[1:]])}</p>"]
+        lead = []
+        if self.above:
+            lead = [f"<p><strong>{marked(self.above[0])}</strong></p>", self.above[1].html()]
         sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
         table = f"{caption}<thead>{self._row(header, 'th')}</thead><tbody>{rows}</tbody>"
@@ -108,7 +109,7 @@ class Table:
 
     def _fitting(self, width: int) -> "Table":
         """Leave out ever more columns, until it is no wider than `width`."""
-        table = self
+        table = replace(self, lines=[*self._broken_lines()]) if len(self.left) > 1 else self
         for name in self.drops:
             widths = [max(map(_width_of, column)) for column in zip(*table.lines, strict=True)]
             if sum(widths) + len(_BETWEEN) * (len(widths) - 1) <= width:
@@ -119,6 +120,13 @@ class Table:
                 left = [i - (i > at) for i in table.left if i != at]
                 table = replace(table, lines=lines, left=left)
         return table
+
+    def _broken_lines(self) -> Iterator[tuple[str, ...]]:
+        """Yield its lines, with the words of the last column over several."""
+        for *cells, words in self.lines:
+            first, *more = textwrap.wrap(words, _MAX_WORDS, subsequent_indent="  ") or [""]
+            yield (*cells, first)
+            yield from ((*[""] * len(cells), one) for one in more)
 
     def _padded_lines(self) -> list[str]:
         columns = []
@@ -134,7 +142,7 @@ class Table:
         cells = ""
         for i, cell in enumerate(line):
             side = "left" if i in self.left else "right"
-            text = html.escape(cell).replace("  ", "&emsp;")
+            text = marked(cell).replace("  ", "&emsp;")
             cells += f'<{tag} style="text-align:{side}">{text}</{tag}>'
         return f"<tr>{cells}</tr>"
 

@@ -1,6 +1,6 @@
 """What bounds a training, judged by the statistics of its phases."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gputime._phases import (
@@ -27,7 +27,6 @@ _OF_DATA = {FETCH: INPUT, COPY: COPIES, WAIT: RANK}
 _HOLDS_UP = {DATA: INPUT, **_OF_DATA, CALLBACKS: CALLBACK, CALLBACK_WAIT: RANK}
 _HELD_UP = 0.3  # From this fraction of a step on something holds it up.
 _LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
-_LONG_WAITS = 0.05  # From this fraction of a step on, waits for other ranks are told.
 MANY_GAPS = 0.1  # From this fraction of a step on, launch gaps are worth an advice.
 
 
@@ -145,26 +144,3 @@ def longest_callback(rows: Rows) -> tuple[str, float]:
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= _LONG_CALLBACK else ("", 0.0)
-
-
-def advice_sentence(advice: Sequence[str]) -> str:
-    """Return advice as one sentence; empty if there is none."""
-    return f"Next: {'; '.join(advice)}" if advice else ""
-
-
-def wait_sentence(rows: Rows, step: PhaseStats) -> str:
-    """Say how long waits for other ranks are, and where, from 5 % of the step on."""
-    waits = {name: row.share * step.mean_ms for name, row in rows.items() if is_wait(name)}
-    all_ms = sum(waits.values())
-    if all_ms < _LONG_WAITS * step.mean_ms or not waits:
-        return ""
-    unit = unit_of(step.mean_ms)
-    longest = sorted(waits.items(), key=lambda one: -one[1])
-    parts = [f"`{name}` {unit.number(ms)}" for name, ms in longest if 10 * ms >= all_ms]
-    # Only a trainer tells of the parts of `data`.
-    asks = FETCH in rows and waits.get(WAIT, 0.0) >= _LONG_WAITS * step.mean_ms
-    why = ", in which the trainer asks all ranks" if asks else ""
-    return (
-        f"{unit.number(all_ms)} of {unit.of(step.mean_ms)} a step are waits for other ranks and"
-        f" their collectives: {', '.join(parts)}{why}"
-    )

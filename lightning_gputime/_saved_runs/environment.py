@@ -156,6 +156,7 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
             compiled=environment.compiled,
             unfused=_unfused(loop.optimizers) if is_cuda else "",
             has_parts=any(True for _ in loop.model.children()),
+            classes={name: type(one).__name__ for name, one in loop.submodules.items()},
         )
     except Exception as error:
         messages.warning("How the training is set up could not be found: %r", error)

@@ -13,7 +13,6 @@ from markupsafe import Markup
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, duration, marked
-from lightning_gputime._results.verdict import advice_sentence
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
 
@@ -58,11 +57,10 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
         return comparison.sentence, [*comparison.notes]
     [run] = runs
     took = f"a step takes {duration(run.summary.step.mean_ms)}"
-    ledger = run.ledger.sentence if run.ledger is not None else ""
     if run.summary.is_warmup:
-        return f"{took}, of the warm-up", [ledger]
+        return f"{took}, of the warm-up", []
     verdict = run.summary.verdict or (took if run.summary.steps else "no step was timed")
-    return verdict, [advice_sentence(run.summary.advice), ledger]
+    return verdict, []
 
 
 def _sections(
@@ -78,7 +76,7 @@ def _sections(
         "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
         "Evaluation": [_evaluations(run.evaluations) for run in runs],
-        "Where the whole fit went": [_ledger(run) for run in runs],
+        "Where the time went": [_losses(run) for run in runs],
         "Environment": [_environment(run) for run in runs],
     }
     return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
@@ -193,14 +191,15 @@ def _value(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _ledger(run: Run) -> str:
-    if run.ledger is None:
+def _losses(run: Run) -> str:
+    losses, rows, end = run.summary.losses, [], 0.0
+    if losses is None:
         return ""
-    entries_s, shares = run.ledger.entries_s, run.ledger.shares
-    rows = [
-        (name, f"{entries_s[name]:.3g} s", f"{100 * share:.1f} %", "█" * round(_MAX_BAR * share))
-        for name, share in shares.items()
-    ]
+    for row in (*losses.rows, losses.work):
+        start, end = end, end + row.share
+        bar = "░" * round(_MAX_BAR * start)
+        bar += "█" * (round(_MAX_BAR * end) - len(bar))
+        rows.append((row.name, duration(1e3 * row.share * losses.wall_s), f"{row.share:.1%}", bar))
     return _table(("", "time", "share", ""), rows, left=(3,))
 
 

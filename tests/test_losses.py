@@ -1,0 +1,486 @@
+"""Where the wall clock went: nothing is missing, nothing counts twice, each says what it costs."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU, Layer, raw
+from fake_lightning import Model, trainer
+from fake_loop import Loop
+from test_slow_steps import collect, train
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseTimer, load
+from lightning_gputime._results.advice import TrainingSetup, find_losses
+from lightning_gputime._results.losses import Loss, Losses
+from lightning_gputime._results.ranks import RankSummary
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.slow import Cause, SlowStep
+from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.throughput import WorkSummary
+
+
+def losses_of(summary: PhaseSummary) -> Losses:
+    """The losses of a summary, which add up to its wall clock."""
+    losses = summary.losses
+    assert losses is not None
+    assert all(row.share > 0 for row in losses.rows)
+    assert sum(row.share for row in (*losses.rows, losses.work)) == pytest.approx(1, abs=1e-12)
+    assert [row.share for row in losses.rows] == sorted(
+        (row.share for row in losses.rows), reverse=True
+    )
+    return losses
+
+
+def found_ms(losses: Losses) -> dict[str, float]:
+    """The time of each entry (in milliseconds), to a nanosecond."""
+    rows = (*losses.rows, losses.work)
+    return {row.name: round(1e3 * row.share * losses.wall_s, 6) for row in rows}
+
+
+# A whole fit
+
+
+class HostModel(Model):
+    """A model whose step takes the host a known time, and the device none."""
+
+    def __init__(self, gpu: FakeGPU, first_ms: float, step_ms: float) -> None:
+        super().__init__(gpu)
+        self.net = Layer(gpu, 0.0)
+        self.first_ms, self.step_ms = first_ms, step_ms
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.gpu.host_work(self.step_ms if self.trainer.global_step else self.first_ms)
+        return self(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.host_work(50.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters())
+
+
+class Planted(pl.Callback):
+    """Takes the host a known time at each place of a fit."""
+
+    def __init__(self, gpu: FakeGPU, steps: int, callback_ms: float, saves: list[int]) -> None:
+        self.gpu, self.steps, self.callback_ms, self.saves = gpu, steps, callback_ms, saves
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.gpu.host_work(7.0)
+
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self.gpu.host_work(3.0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # What follows the last step is in none.
+        if trainer.global_step < self.steps:
+            self.gpu.host_work(self.callback_ms)
+        if trainer.global_step in self.saves:
+            trainer.save_checkpoint("none")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.gpu.host_work(11.0)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.gpu.host_work(13.0)
+
+
+class Saving(pl.Trainer):
+    """A trainer whose checkpoints take the host 40 ms."""
+
+    gpu: FakeGPU
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        self.gpu.host_work(40.0)
+
+
+class Fetches:
+    """A loader whose batches take the host a known time."""
+
+    def __init__(self, gpu: FakeGPU, n: int, fetch_ms: float) -> None:
+        self.gpu, self.n, self.fetch_ms = gpu, n, fetch_ms
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Any:
+        for _ in range(self.n):
+            self.gpu.host_work(self.fetch_ms)
+            yield torch.ones(1, 2)
+
+
+def planted(
+    *, steps: int = 6, fetch_ms: float = 0.0, callback_ms: float = 0.0, saves: Any = (), **more: Any
+) -> GPUPhaseTimer:
+    """Run a fit with known losses: a first step of 500 ms, and others of 60 ms of work."""
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=1, **more)
+    Saving.gpu = gpu
+    Saving(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=1,
+        callbacks=[timer, Planted(gpu, steps, callback_ms, [*saves])],
+    ).fit(
+        HostModel(gpu, 500.0, 60.0),
+        Fetches(gpu, steps, fetch_ms),
+        Fetches(gpu, 2, 0.0),
+    )
+    losses = losses_of(timer.summary())
+    assert losses.is_fit
+    assert losses.wall_s == pytest.approx(gpu.host_ns() / 1e9, abs=1e-9)
+    return timer
+
+
+AROUND = {"set-up": 7.0, "sanity check": 53.0, "validation": 100.0, "first step": 500.0}
+AROUND |= {"epoch ends": 11.0, "the rest": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        ({}, {"GPU work": 300.0}),
+        ({"fetch_ms": 20.0}, {"data/fetch": 100.0, "GPU work": 300.0, "first step": 520.0}),
+        ({"callback_ms": 10.0}, {"callbacks": 50.0, "GPU work": 300.0}),
+        # A checkpoint inside a step is no callback, too.
+        (
+            {"callback_ms": 10.0, "saves": [2, 4]},
+            {"callbacks": 50.0, "checkpoints": 80.0, "GPU work": 300.0},
+        ),
+        ({"saves": [2]}, {"checkpoints": 40.0, "GPU work": 300.0}),
+        # After the last step it is in none, and in the fit.
+        ({"saves": [2, 6]}, {"checkpoints": 80.0, "GPU work": 300.0}),
+    ],
+)
+def test_each_loss_of_a_fit_has_the_time_that_was_planted(
+    plant: dict[str, Any], expected: dict[str, float]
+) -> None:
+    found = found_ms(losses_of(planted(**plant).summary()))
+    assert found == pytest.approx({**AROUND, **expected}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "advice"),
+    [
+        ({"fetch_ms": 60.0}, "data/fetch", "cheaper transforms, or workers that load ahead"),
+        (
+            {"callback_ms": 30.0},
+            "callbacks",
+            "run `Planted.on_train_batch_end` less often, or make it cheaper (30 ms a step)",
+        ),
+        (
+            {"saves": [1, 2, 3, 4, 5]},
+            "checkpoints",
+            "save less often: every_n_train_steps of ModelCheckpoint",
+        ),
+        ({}, "validation", "validate less often, or on fewer batches: limit_val_batches"),
+    ],
+)
+def test_to_take_a_loss_away_brings_what_was_promised(
+    plant: dict[str, Any], name: str, advice: str
+) -> None:
+    losses = losses_of(planted(**plant).summary())
+    [loss] = [row for row in losses.rows if row.name == name]
+    assert loss.advice[0] == advice
+    if plant:
+        without = losses_of(planted().summary())
+        # The first fetch, and what follows the first step, are not in the steps that were timed.
+        outside_s = 0.06 if name == "data/fetch" else 0.0
+        got = losses.wall_s / (without.wall_s + outside_s)
+        assert got == pytest.approx(loss.at_most, rel=1e-6)
+
+
+def test_a_fit_that_is_looked_at_in_its_first_steps_has_the_losses_of_the_steps() -> None:
+    gpu, seen = FakeGPU(), []
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, _lag=0)
+    look = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: seen.append(timer.summary().losses)
+    )
+    trainer(timer, look).fit(HostModel(gpu, 50.0, 50.0), Fetches(gpu, 3, 0.0))
+    assert [losses is not None and losses.is_fit for losses in seen] == [False, True, True]
+
+
+def test_losses_are_saved_with_the_run_and_read_back(tmp_path: Path) -> None:
+    timer = planted(fetch_ms=20.0, save_path=tmp_path / "run.json")
+    assert load(tmp_path / "run.json").summary.losses == timer.summary().losses
+
+
+# A step
+
+
+def made(setup: TrainingSetup = TrainingSetup(), **changes: Any) -> Losses:  # noqa: B008 - frozen
+    """The losses of steps of 100 ms, of which 40 are no work of the GPU."""
+    results = Results(100, 0)
+    phases = {"data/fetch": 10.0, "data/copy": 5.0, "data/comm": 3.0, "data": 2.0}
+    phases |= {"callbacks": 8.0, "callbacks/comm": 2.0, "forward": 20.0, "backward": 40.0}
+    results.add([raw(i, 0.0, **phases, **{"backward/comm": 10.0}) for i in range(20)])
+    summary = replace(results.summary(), **changes)
+    return losses_of(replace(summary, losses=find_losses(summary, setup)))
+
+
+OF_STEP = {"data/fetch": 10.0, "data/copy": 5.0, "data": 2.0, "callbacks": 8.0}
+OF_STEP |= {"communication": 15.0, "GPU work": 60.0}
+
+
+def slow_steps(*steps: SlowStep) -> Any:
+    """What slow steps cost a run of 20 steps of 100 ms."""
+    results = Results(100, 0)
+    results.slow.add(steps, is_known=True)
+    return results.slow.summary(20, 2000.0)
+
+
+GARBAGE, LOADER = Cause("garbage", 30.0, 30.0, ""), Cause("loader", 30.0, 30.0, "")
+COLLECTED = {"garbage collection": 30.0}
+IN_FORWARD = SlowStep(7, 130.0, 100.0, "forward", (GARBAGE,), 0.0, 30.0, {"forward": COLLECTED})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        # Garbage was collected in the model for 30 of 2,000 ms, which is 1.5 of 100.
+        (
+            {"slow": slow_steps(IN_FORWARD)},
+            {"GPU work": 58.5, "slow steps: garbage collection": 1.5},
+        ),
+        # A slow fetch is the loader's in a slow step, too.
+        (
+            {"slow": slow_steps(SlowStep(7, 130.0, 100.0, "data/fetch", (LOADER,), 0.0, 30.0, {}))},
+            {},
+        ),
+        # Both in one step, and 10 ms that nobody knows of.
+        (
+            {
+                "slow": slow_steps(
+                    SlowStep(
+                        7, 170.0, 100.0, "data/fetch", (GARBAGE, LOADER), 10.0, 60.0,
+                        {"data/fetch": COLLECTED, "loss": {"unexplained": 10.0}},
+                    )
+                )
+            },
+            {
+                "data/fetch": 8.5,
+                "GPU work": 59.5,
+                "slow steps: garbage collection": 1.5,
+                "slow steps: unexplained": 0.5,
+            },
+        ),
+        # What the slow rank is behind by is a part of the wait for it.
+        (
+            {"ranks": RankSummary({}, (0, 1), 1, 6.0, "forward")},
+            {"communication": 9.0, "the slowest rank": 6.0},
+        ),
+        # This is rank 0, which does not wait for itself.
+        (
+            {"ranks": RankSummary({}, (0, 1), 0, 6.0, "data/fetch")},
+            {"data/fetch": 4.0, "the slowest rank": 6.0},
+        ),
+        (
+            {"ranks": RankSummary({}, (0, 1), 0, 6.0, "forward")},
+            {"GPU work": 54.0, "the slowest rank": 6.0},
+        ),
+        ({"ranks": RankSummary({}, (0, 1), None, 6.0, "forward")}, {}),
+        # More than there is of it.
+        (
+            {"ranks": RankSummary({}, (0, 1), 1, 40.0, "forward")},
+            {"communication": None, "the slowest rank": 15.0},
+        ),
+        # One step in 8 is timed, of which that takes a tenth.
+        (
+            {"timing_share": 0.1, "timed_every_n_steps": 8},
+            {"GPU work": 58.75, "timing itself": 1.25},
+        ),
+        ({"timing_share": 0.1}, {"GPU work": 50.0, "timing itself": 10.0}),
+        ({"on_host_clock": True}, {"GPU work": None, "CPU work": 60.0}),
+    ],
+)  # fmt: skip
+def test_no_time_of_a_step_is_in_two_losses(
+    changes: dict[str, Any], expected: dict[str, float | None]
+) -> None:
+    found = {name: ms / 20 for name, ms in found_ms(made(**changes)).items()}
+    whole = {name: ms for name, ms in {**OF_STEP, **expected}.items() if ms is not None}
+    assert found == pytest.approx(whole, abs=1e-6)
+
+
+def test_launch_gaps_are_no_work_and_hold_no_excess_of_slow_steps() -> None:
+    results = Results(100, 0)
+    results.add([raw(i, 0.0, forward=20.0, loss=5.0, backward=30.0) for i in range(20)])
+    results.add_probed(raw(20, forward=8.0, loss=5.0, backward=12.0))
+    assert found_ms(losses_of(results.summary())) == {"launch gaps": 600.0, "GPU work": 500.0}
+    # Of the gaps by the means of all steps, 55 ms were in one slow step.
+    slow = SlowStep(7, 110.0, 55.0, "forward", (), 55.0, 55.0, {"forward": {"unexplained": 55.0}})
+    results.slow.add([slow], is_known=True)
+    assert found_ms(losses_of(results.summary())) == pytest.approx(
+        {"launch gaps": 545.0, "slow steps: unexplained": 55.0, "GPU work": 500.0}
+    )
+
+
+def test_a_collection_on_the_device_is_lost_where_it_was_and_once(loop: Loop) -> None:
+    late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: loop.gpu.host_work(80.0)}
+    fetch = {40: lambda: loop.gpu.host_work(70.0)}
+    summary = train(loop, fetch, late).summary()
+    # The host had a lead of 16.625 ms in the fetch, and of 21.25 in the loss.
+    assert found_ms(losses_of(summary)) == {
+        "data": 60 * 1.0 + 70.0 - 16.625,
+        "slow steps: unexplained": 80.0 - 21.25,
+        "slow steps: garbage collection": 40.0 - 21.25,
+        "GPU work": 60 * 14.625,
+    }
+
+
+def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
+    chance = random.Random(0)
+    phases = ["data", "data/fetch", "data/comm", "callbacks", "forward", "backward/comm", "own"]
+    for _ in range(200):
+        results = Results(100, 0, on_host_clock=chance.random() < 0.2)
+        chosen = ["backward", *chance.sample(phases, chance.randrange(len(phases)))]
+        for i in range(5):
+            results.add([raw(i, 0.0, **{name: chance.random() for name in chosen})])
+        if chance.random() < 0.5:
+            results.add_probed(raw(5, **{name: chance.random() for name in chosen}))
+        lost = {
+            name: {"unexplained": 2 * chance.random(), "preemption": chance.random()}
+            for name in chosen
+            if chance.random() < 0.7
+        }
+        slow = SlowStep(3, 5.0, 1.0, "backward", (), chance.random(), 1.0, lost)
+        results.slow.add([slow] * chance.randrange(3), is_known=True)
+        results.timing_share = chance.choice([None, 2 * chance.random()])
+        results.ranks = RankSummary(
+            {}, (0, 1), chance.choice([None, 0, 1]), chance.random(), chance.choice(chosen)
+        )
+        losses_of(results.summary())
+
+
+# What it says
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            "launch gaps need probe_every_n_steps=100; the part at the peak needs flops=\"count\"",
+        ),
+        ({"probed_steps": 1}, 'the part at the peak needs flops="count"'),
+        ({"work": WorkSummary(mfu=0.4)}, "launch gaps need probe_every_n_steps=100"),
+        ({"work": WorkSummary(mfu=0.4), "probed_steps": 1}, ""),
+        # It is said why; the option would not help.
+        ({"probe_failure": "no step can be probed"}, 'the part at the peak needs flops="count"'),
+        (
+            {"on_host_clock": True},
+            "launch gaps and the part at the peak need an accelerator",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_known_is_one_line_with_what_it_needs(
+    changes: dict[str, Any], expected: str
+) -> None:
+    losses = made(**changes)
+    assert losses.unknown == expected
+    lines = [line for line in str(losses).splitlines() if line.startswith("Not known: ")]
+    assert lines == ([f"Not known: {expected}"] if expected else [])
+
+
+def test_of_an_evaluation_no_option_is_asked_for() -> None:
+    results = Results(10, 0)
+    results.add([raw(0, forward=4.0)])
+    assert "Not known" in str(results.summary())
+    assert "Not known" not in str(replace(results.summary(), stage="validation"))
+
+
+def test_the_part_at_the_peak_is_that_of_the_steps_in_the_fit() -> None:
+    timer = planted()
+    summary = replace(timer.summary(), work=WorkSummary(mfu=0.5))
+    losses = find_losses(summary, TrainingSetup())
+    assert losses is not None
+    # Of 984 ms 300 were steps.
+    assert losses.peak_share == pytest.approx(0.5 * 300 / 984)
+
+
+def test_the_table_has_a_line_for_each_loss_with_at_most_and_what_to_do() -> None:
+    rows = (
+        Loss("data/fetch", 0.31, ("num_workers=4 (now 0)",)),
+        Loss("slow steps: garbage collection", 0.0909, ("gc.freeze() after the set-up", "b" * 60)),
+        Loss("callbacks", 0.0041),
+        Loss("set-up", 0.005),
+    )
+    losses = Losses(rows, Loss("GPU work", 0.59), 12.0, is_fit=True, peak_share=0.2, unknown="x")
+    assert str(losses).splitlines() == [
+        "of the fit                       share  without it, at most  what to do",
+        "-" * 121,
+        "data/fetch                       31.0%         1.45x faster  num_workers=4 (now 0)",
+        "slow steps: garbage collection    9.1%         1.10x faster  gc.freeze() after the set-up",
+        f"{'':61}{'b' * 60}",
+        "2 others                          0.9%",
+        "GPU work                         59.0%",
+        "  at the peak                    20.0%",
+        "-" * 121,
+        "12 s                            100.0%",
+        "",
+        "Not known: x",
+    ]
+    # In a terminal of 80 columns each piece of advice is still there.
+    assert losses._table().text(80).splitlines() == [
+        "of the fit                       share  what to do",
+        "-" * 80,
+        "data/fetch                       31.0%  num_workers=4 (now 0)",
+        "slow steps: garbage collection    9.1%  gc.freeze() after the set-up",
+        f"{'':40}{'b' * 40}",
+        f"{'':40}  {'b' * 20}",
+        "2 others                          0.9%",
+        "GPU work                         59.0%",
+        "  at the peak                    20.0%",
+        "-" * 80,
+        "12 s                            100.0%",
+        "",
+        "Not known: x",
+    ]
+
+
+def test_advice_is_about_what_takes_longest_first() -> None:
+    rows = (Loss("data", 0.3, ("a", "b")), Loss("callbacks", 0.1, ("c", "a")))
+    assert Losses(rows, Loss("GPU work", 0.6, ("w",)), 1.0, is_fit=False).advice == (
+        "w",
+        "a",
+        "b",
+        "c",
+    )
+    assert Losses(rows, Loss("GPU work", 0.2, ("w",)), 1.0, is_fit=False).advice[-2:] == ("w", "c")
+
+
+def test_from_5_percent_on_a_loss_is_worth_an_advice() -> None:
+    assert {row.name: bool(row.advice) for row in made().rows} == {
+        "communication": True,
+        "data/fetch": True,
+        "callbacks": True,
+        "data/copy": False,
+        "data": False,
+    }
+
+
+def test_the_largest_module_inside_is_named_with_its_class(gpu: FakeGPU) -> None:
+    class Body(Model):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+            layers = Layer(gpu, 1.0, 2.0), nn.ReLU(), Layer(gpu, 4.0, 40.0)
+            self.body = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.body(x)
+            return result
+
+    timer = GPUPhaseTimer(
+        _clock=gpu, print_summary=False, warmup_steps=0, modules=("body", "body.*")
+    )
+    trainer(timer).fit(Body(), Fetches(gpu, 12, 0.0))
+    assert "look at `body.2 Layer` in `backward`, 80% of the step" in timer.summary().advice
