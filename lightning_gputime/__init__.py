@@ -45,9 +45,14 @@ _HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds. Who asks for no name, such as the command line, needs it not.
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lightning_gputime._messages import suggest
+
+        fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
     module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
     found = globals()[name] = getattr(module, name)
+    if name in _HEAVY:
+        found.__module__ = __name__
     return found
 
 

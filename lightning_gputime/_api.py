@@ -14,16 +14,13 @@ from lightning_gputime._results.slow import SlowStep as SlowStep
 from lightning_gputime._results.stats import PhaseStats as PhaseStats
 from lightning_gputime._results.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._results.table import Section as Section
-from lightning_gputime._saved_runs.compare import (
-    Difference as Difference,
-)
-from lightning_gputime._saved_runs.compare import (
-    RunComparison as RunComparison,
-)
-from lightning_gputime._saved_runs.compare import (
-    compare as compare,
-)
+from lightning_gputime._saved_runs.compare import Difference as Difference
+from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
+from lightning_gputime._saved_runs.compare import compare as compare
 from lightning_gputime._saved_runs.environment import Environment as Environment
 from lightning_gputime._saved_runs.saved import Run as Run
 from lightning_gputime._saved_runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
+
+for _one in [one for one in vars().values() if isinstance(one, type)]:
+    _one.__module__ = "lightning_gputime"  # Where users find it.

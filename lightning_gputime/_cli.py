@@ -138,10 +138,10 @@ def _bound(text: str) -> tuple[float, str]:
 def _show(args: argparse.Namespace) -> int:
     run = package.load(args.run)
     if args.json:
-        _print(_json(run.summary))
+        _print(_json(run.summary()))
         return GOOD
     told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
-    _print(run.summary, *(f"\n{one}" for one in told if one))
+    _print(run.summary(), *(f"\n{one}" for one in told if one))
     return GOOD
 
 

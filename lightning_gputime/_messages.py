@@ -1,6 +1,9 @@
 """What the timer says to its user, under the package's name."""
 
+import difflib
 import logging
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 _MAX_SHOWN = 60
 """A message shows this many characters of what was given."""
@@ -29,6 +32,20 @@ def format_value(one: object) -> str:
     """Return what was given, or its type where it is long."""
     text = repr(one)
     return text if len(text) <= _MAX_SHOWN else f"a {type(one).__name__}"
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return the nearest of the known names as a question, or all of them."""
+    known = [*known]
+    alike = difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean {alike[0]}?" if alike else f"there is {', '.join(known) or 'none'}"
+
+
+class Named(dict[str, Any]):
+    """A dict that answers an unknown name with the nearest one."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"{name!r}: {suggest(name, self)}")
 
 
 class WarnOnce:

@@ -5,14 +5,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite
+from numbers import Number
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from torch import nn
 
 from lightning_gputime._boundaries.modules import Modules
-from lightning_gputime._messages import format_value
+from lightning_gputime._messages import format_value, suggest
 from lightning_gputime._phases import COMM, StepTimes, check_name
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.means import GROUPS
@@ -121,7 +123,9 @@ class Options:
         for name, (least, meaning) in _INTEGERS.items():
             value = getattr(self, name)
             if name != "every_n_steps" or value != AUTO:
-                check_int(name, value, least, meaning)
+                object.__setattr__(self, name, check_int(name, value, least, meaning))
+        for name in ("items", "flops"):
+            object.__setattr__(self, name, _number(getattr(self, name)))
         check_bools(annotate=self.annotate, memory=self.memory)
         for name, error, is_right, what in _REQUIREMENTS:
             value = getattr(self, name)
@@ -152,24 +156,25 @@ class Options:
 
 
 # Options that only some timers have, and what to do in their place.
-_OF_OTHERS = {
+_FIXES = {
+    "loader": "write for batch in timer.steps(loader)",
     "save_path": "call timer.save(path)",
     "print_summary": "write print(timer.summary())",
     "on_step": "write observers=[function]",
     "prog_bar": "show timer.last.step_ms on a bar of your own",
 }
+_OF_LOOPS = ("model", "optimizers", "device", "logger", "log_every_n_steps")
 
 
-def takes_options(
-    most: int, hint: str, elsewhere: Mapping[str, str]
-) -> Callable[[type[T]], type[T]]:
+def takes_options(most: int, hint: str, owner: str = "") -> Callable[[type[T]], type[T]]:
     """Complete a timer whose constructor ends in `**options: Unpack[AllOptions]`.
 
-    Its signature and docstring then name each option, for `help()` and LightningCLI. `most` so many
-    arguments go by position: of another one the `hint` is said, of options of other timers what
-    `elsewhere` says.
+    Its signature and docstring then name each option, for `help()` and LightningCLI. It takes
+    `most` arguments by position; for another one it says the `hint`. The `owner` of the loop, if it
+    is no one's own, knows what `GPUPhaseHooks` has to be told.
     """
-    fixes = {**_OF_OTHERS, **elsewhere}
+    of_owner = (*_OF_LOOPS, "accumulate_grad_batches") if owner else ()
+    fixes = {**_FIXES, **{name: f"{owner} tells it the {name}" for name in of_owner}}
 
     def complete(cls: type[T]) -> type[T]:
         init: Any = cls.__init__
@@ -185,9 +190,9 @@ def takes_options(
                     f" position: {fixes.get(told, hint)}"
                 )
             for option in options.keys() - known - AllOptions.__annotations__.keys():
-                alike = difflib.get_close_matches(option, {**fixes, **dict.fromkeys(known)}, 1)
-                fix = f"write {alike[0]}=" if alike else f"it has {', '.join(known)}"
-                fix = fix if {*alike} <= {*known} else fixes[alike[0]]
+                fix = suggest(option, known)
+                if alike := difflib.get_close_matches(option, [*known, *fixes], 1):
+                    fix = fixes[alike[0]] if alike[0] not in known else fix
                 raise TypeError(f"{cls.__name__} has no option {option}: {fix}")
             init(self, *args, **options)
 
@@ -221,12 +226,25 @@ def check_bools(**options: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {format_value(value)}")
 
 
-def check_int(name: str, value: Any, least: int, meaning: str) -> None:
-    """Raise TypeError if an option is no integer, ValueError if it is below `least`."""
+def _number(value: Any) -> Any:
+    """Return the number that YAML or NumPy has another type for, such as "3e9" or 1e4; or all."""
+    if _is_several(value):
+        return [*map(_number, value)]
+    if isinstance(value, str | Number) and not isinstance(value, int):
+        with suppress(TypeError, ValueError):
+            number = float(value)  # type: ignore[arg-type]  # raises
+            return int(number) if number.is_integer() else number
+    return value
+
+
+def check_int(name: str, value: Any, least: int, meaning: str) -> int:
+    """Return an integer. Raise TypeError if it is none, ValueError if it is below `least`."""
+    value = _number(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(value)}")
     if value < least:
         raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
+    return value
 
 
 def _is_amount(value: Any) -> bool:

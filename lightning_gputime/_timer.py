@@ -25,7 +25,7 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import show
+from lightning_gputime._results.table import Table, Tabular, show
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import (
     Environment,
@@ -121,7 +121,7 @@ class Steps(Generic[T]):
         return getattr(self._loader, name)
 
 
-class Timer:
+class Timer(Tabular):
     """The part that all timers share.
 
     A front end calls `_start`, then tells `self._session` where the loop begins and ends its steps,
@@ -275,9 +275,8 @@ class Timer:
         """Return the statistics of the steps read so far, warm-up left out."""
         return self._read().summary()
 
-    def _repr_html_(self) -> str:
-        """Return the table of the summary, for a notebook."""
-        return self._read().summary_to_print()._repr_html_()
+    def _table(self) -> Table:
+        return self._read().summary_to_print()._table()
 
     def slowest(self, n: int = 10) -> list[SlowStep]:
         """Return the slowest steps since the warm-up, and why they were slow.
@@ -296,7 +295,7 @@ class Timer:
             TypeError: If `n` is no integer.
             ValueError: If `n` is below 1.
         """
-        check_int("n", n, 1, "the number of slow steps to return")
+        n = check_int("n", n, 1, "the number of slow steps to return")
         return self._read().slow.slowest(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

@@ -32,16 +32,6 @@ from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_lo
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
 
-_ELSEWHERE = {
-    "model": "the trainer tells it the model",
-    "optimizers": "the trainer tells it the optimizers",
-    "device": "the trainer tells it the device",
-    "logger": "the trainer's loggers get the means",
-    "log_every_n_steps": "the trainer's log_every_n_steps counts",
-    "accumulate_grad_batches": "the trainer's accumulate_grad_batches counts",
-}
-"""Options of the other timers."""
-
 _ALIKE = (
     "%d timers of this Trainer log under the same keys, '%s/...': keep one, or give each its own"
     " prefix=, and all but one print_summary=False."
@@ -53,6 +43,7 @@ kept after the fit may hold the model by them."""
 
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 """For each kind of evaluation, as it is called in keys, its name in the table."""
+_STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _MAX_SAVE_RATIO = 100
 """Saving while training goes on may take a hundredth of the time."""
@@ -78,17 +69,13 @@ def _starts(stage: str) -> Callable[..., None]:
     return hook
 
 
-@takes_options(0, "write GPUPhaseTimer(save_path='run.json')", _ELSEWHERE)
+@takes_options(0, "write GPUPhaseTimer(save_path='run.json')", "the trainer")
 class GPUPhaseTimer(Timer, pl.Callback):
     """Log how long the phases of each training step take, on the device's own clock.
 
-    From the start of training to its end it has hooks on the LightningModule and the optimizers,
-    and stands in for what runs torch's autograd engine. It records one device event at each
-    boundary between phases, and reads them back one step late, with at most one event wait a step.
-    It never synchronizes the device, changes no result, raises nothing into training, and leaves
-    nothing behind. Each `fit` is a new measurement.
-
-    A step is one optimizer update: micro-batches whose gradients accumulate are one step.
+    A step is one optimizer update: micro-batches whose gradients accumulate are one step. Each
+    boundary between phases is one event on the device, and the host waits for at most one event per
+    step. Each `fit` is a new measurement.
 
     Logged every `trainer.log_every_n_steps` steps, as means over the steps since the last log, to
     the trainer's loggers and to `trainer.callback_metrics`:
@@ -160,7 +147,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Return the statistics of the steps read so far.
 
         Args:
-            stage: "fit" for the steps of training, warm-up left out; "val", "test" or "predict" for
+            stage: "fit" for the steps of training, warm-up left out; "val", "test" or "predict" (or
+                "validation", "prediction") for
                 those of the newest such loop since the last fit began. By default those of the
                 fit, and where there was none those of the newest other loop.
 
@@ -169,6 +157,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """
         newest = next(reversed(self._evaluations.results), "")
         stage = stage or ("" if self._has_fitted else newest) or "fit"
+        stage = _STAGES_BY_NAME.get(stage, stage)
         if stage == "fit":
             return super().summary()
         if stage not in _STAGES:

@@ -19,15 +19,6 @@ from lightning_gputime._timer import Steps, Timer, callers, needs_instance, neve
 
 T = TypeVar("T")
 
-_ELSEWHERE = {
-    "model": "fabric.setup tells it the model",
-    "optimizers": "fabric.setup tells it the optimizers",
-    "device": "Fabric tells it the device",
-    "logger": "Fabric's loggers get the means",
-    "accumulate_grad_batches": "a step ends with its update",
-}
-"""Options of the other timers."""
-
 _NOT_SET_UP = (
     "No step is timed: Fabric tells of setup() alone. After setup_module() and setup_optimizers()"
     " call timer.on_after_setup(fabric, model, optimizer)."
@@ -41,7 +32,7 @@ _NO_LOADER = (
 )
 
 
-@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
+@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", "Fabric")
 class PhaseTimeCallback(Timer):
     """Log how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
@@ -81,8 +72,9 @@ class PhaseTimeCallback(Timer):
         **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options))
-        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
-        self._log_every_n_steps = log_every_n_steps
+        self._log_every_n_steps = check_int(
+            "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
+        )
         self._warn_once = WarnOnce()
         self._patches = Attachments()
         self._models: list[nn.Module] = []

@@ -65,20 +65,13 @@ _UNSEEN = (
 )
 
 
-@takes_options(
-    2,
-    "give several optimizers as a list, and the loader to timer.steps(loader)",
-    {"loader": "write for batch in timer.steps(loader)"},
-)
+@takes_options(2, "give several optimizers as a list, and the loader to timer.steps(loader)")
 class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 
-    While it is attached it has hooks on the model and the optimizers, and stands in for what runs
-    torch's autograd engine. It records one device event at each boundary between phases, and
-    reads them back one step late, with at most one event wait a step. It never synchronizes the
-    device, changes no result, raises nothing into the loop, and leaves nothing behind.
-
-    Each `attach` starts a new measurement; what the last one found can be read until then.
+    While it is attached it has hooks on the model and the optimizers, and replaces what runs
+    torch's autograd engine. Each boundary between phases is one event on the device, and the host
+    waits for at most one event per step. Each `attach` starts a new measurement.
 
     Args:
         model: The model whose calls are `forward`. For several models, such as a GAN's, give
@@ -130,8 +123,10 @@ class GPUPhaseHooks(Timer):
     ) -> None:
         super().__init__(Options(**options))
         check_bools(wrap_backward=wrap_backward)
-        check_int("first_step", first_step, 0, "the number of the first step after attach()")
-        check_int("log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean")
+        first_step = check_int("first_step", first_step, 0, "the first step after attach()")
+        log_every_n_steps = check_int(
+            "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
+        )
         found = check_optimizers(optimizers, check_model(model, optimizers))
         if is_engine(model) and accumulate_grad_batches == 1:
             accumulate_grad_batches = int(model.gradient_accumulation_steps())  # type: ignore[operator]
@@ -366,8 +361,7 @@ class GPUPhaseHooks(Timer):
 def _check_accumulation(batches: int | str, loop: Loop) -> int:
     if batches != "auto":
         meaning = "micro-batches in one update, or 'auto' to end a step with the update"
-        check_int("accumulate_grad_batches", batches, 1, meaning)
-        return int(batches)
+        return check_int("accumulate_grad_batches", batches, 1, meaning)
     if not loop.optimizers:
         raise ValueError(
             "accumulate_grad_batches must be a number where there are no optimizers, whose update"

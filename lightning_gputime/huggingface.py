@@ -27,17 +27,6 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, callers, never_raises
 
-_ELSEWHERE = {
-    "model": "the Trainer tells it the model",
-    "optimizers": "the Trainer tells it the optimizers",
-    "device": "the Trainer tells it the device",
-    "logger": "what report_to names gets the means",
-    "log_every_n_steps": "the Trainer's logging_steps count",
-    "accumulate_grad_batches": "the Trainer's gradient_accumulation_steps count",
-    "prog_bar": "the Trainer's bar stays as it is",
-}
-"""Options of the other timers."""
-
 _NOT_FOUND = (
     "No Trainer is known, and no step is timed: give PhaseTimeCallback itself to"
     " transformers.Trainer(callbacks=[...]), not to a callback that passes its events on."
@@ -57,7 +46,7 @@ _NO_LOSS = (
 _PRINTERS = ("NotebookProgressCallback", "PrinterCallback", "ProgressCallback")
 
 
-@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", _ELSEWHERE)
+@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", "the Trainer")
 class PhaseTimeCallback(Timer, TrainerCallback):
     """Reports how long the phases of each training step take, on the device's own clock.
 

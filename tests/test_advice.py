@@ -360,7 +360,7 @@ def test_advice_is_saved_with_the_run_and_read_back(loop: Loop, tmp_path: Any) -
     timer.save(tmp_path / "run.json")
     summary = timer.summary()
     assert summary.advice
-    found = load(tmp_path / "run.json").summary
+    found = load(tmp_path / "run.json").summary()
     assert (found.advice, found.verdict) == (summary.advice, summary.verdict)
     assert summary.to_dict()["verdict"] == summary.verdict
     assert summary.to_dict()["advice"] == summary.advice

@@ -2,12 +2,14 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import UserList
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from conftest import installed
@@ -61,7 +63,10 @@ FIT = {"fit/wall_s", "fit/steps_share"}
         ({"log": ["default", "fit"]}, DEFAULT | FIT),
         ({"log": ["host", "parts"]}, {"host_wait_ms"} | FETCH),
         ({"log": "all"}, DEFAULT | FETCH | FIT | {"slow_ms"}),
-        ({"log": [], "observers": [SimpleNamespace(metrics=lambda: {"own/a": 1.0})]}, {"own/a"}),
+        (
+            {"log": [], "observers": [SimpleNamespace(metrics=lambda _: {"own/a": 1.0})]},
+            {"own/a"},
+        ),
         ({"log": []}, set()),
     ],
 )
@@ -458,8 +463,34 @@ def test_a_timer_that_fails_lets_training_go_on(
 
 
 @pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"warmup_steps": "3"}, 3),
+        ({"history_size": 1e4}, 10_000),
+        ({"every_n_steps": np.int64(2)}, 2),
+        ({"items": "32"}, 32),
+        ({"flops": "3e9"}, 3_000_000_000),
+        ({"flops": UserList(["1.5", 2])}, [1.5, 2]),
+        ({"log": UserList(["default", "slow"])}, ["default", "slow"]),
+        ({"modules": UserList(["net"])}, ["net"]),
+    ],
+)
+def test_values_are_taken_as_configuration_files_give_them(
+    gpu: FakeGPU, given: dict[str, Any], taken: Any
+) -> None:
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **given)
+    fit(gpu, Model(gpu), 8, timer=timer)
+    [(name, _)] = given.items()
+    assert getattr(timer._options, name) == taken
+    assert timer._run().environment.options[name] == taken
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"warmup_steps": "5.5"}, "warmup_steps must be an integer .* got 5.5"),
+        ({"flops": "many"}, "flops must be .* got 'many'"),
+        ({"items": "inf"}, "items must be .* got inf"),
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer .* got 1.5"),
         ({"warmup_steps": -2}, "warmup_steps must be 0 or more .* got -2"),
         ({"history_size": 0}, "history_size must be 1 or more .* got 0"),
@@ -569,6 +600,7 @@ def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
     assert timer.summary().steps == 4
     assert timer.summary().stage == ""
     assert timer.summary("val").steps == 3
+    assert timer.summary("validation") == timer.summary("val")
     assert timer.summary("test").rows["forward"].mean_ms == 4.0
     assert timer.summary("test").steps == 2
     assert str(timer.summary("predict")).startswith("No step was timed")

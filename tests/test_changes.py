@@ -141,7 +141,7 @@ def test_a_loop_says_since_when_and_in_which_phase(
     assert any(said in line for line in str(summary).splitlines())
     assert (summary.lasting_change is None) is (summary.slow_period is not None)
     timer.save(tmp_path / "run.json")
-    loaded = lightning_gputime.load(tmp_path / "run.json").summary
+    loaded = lightning_gputime.load(tmp_path / "run.json").summary()
     assert (loaded.lasting_change, loaded.slow_period) == (
         summary.lasting_change,
         summary.slow_period,

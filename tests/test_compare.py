@@ -518,6 +518,11 @@ def test_folders_are_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"after must be a run or several, got none in {tmp_path}" in capsys.readouterr().err
 
 
+def test_a_comparison_is_short_in_a_console() -> None:
+    found = compare(run(n=24), run(1, n=24, more={"forward": 5.0}))
+    assert repr(found) == f"<RunComparison: {found.sentence}>"
+
+
 def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", *files, "--json"])
     assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
@@ -588,7 +593,7 @@ def test_show_prints_the_table_again(
 ) -> None:
     assert main(["show", files[0]]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{saved.load(files[0]).summary}\n")
+    assert printed.startswith(f"{saved.load(files[0]).summary()}\n")
     assert "H200 · torch 2.13.0 · batch 32" in printed
     main(["show", files[0], "--json"])
     assert json.loads(capsys.readouterr().out)["steps"] == 1000

@@ -1083,7 +1083,7 @@ def test_a_bad_option_fails_at_once() -> None:
 def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here() -> None:
     callback: Any = PhaseTimeCallback
     for option, said in {
-        "log_every_n_steps": "the Trainer's logging_steps count",
+        "log_every_n_steps": "the Trainer tells it the log_every_n_steps",
         "save": "has no option save: call timer.save(path)",
         "model": "has no option model: the Trainer tells it the model",
     }.items():

@@ -174,7 +174,7 @@ def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "run.json.gz"
     timer = checked(gpu, save_path=path)
     run = load(path)
-    assert run.summary == timer.summary()
+    assert run.summary() == timer.summary()
     assert run.ledger == timer.summary().ledger
     assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms

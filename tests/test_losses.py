@@ -211,7 +211,7 @@ def test_a_fit_that_is_looked_at_in_its_first_steps_has_the_losses_of_the_steps(
 
 def test_losses_are_saved_with_the_run_and_read_back(tmp_path: Path) -> None:
     timer = planted(fetch_ms=20.0, save_path=tmp_path / "run.json")
-    assert load(tmp_path / "run.json").summary.losses == timer.summary().losses
+    assert load(tmp_path / "run.json").summary().losses == timer.summary().losses
 
 
 # A step

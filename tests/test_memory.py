@@ -569,9 +569,9 @@ def test_a_saved_run_has_the_peaks(gpu: FakeGPU, memory: FakeAllocator, tmp_path
     timer = Training(gpu, memory).run(3)
     timer.save(tmp_path / "run.json")
     run = load(tmp_path / "run.json")
-    assert run.summary.memory == summary(timer)
-    assert run.summary.rows["backward"].peak_mb == LATER_STEP["backward"]
-    assert str(run.summary) == str(timer.summary())
+    assert run.summary().memory == summary(timer)
+    assert run.summary().rows["backward"].peak_mb == LATER_STEP["backward"]
+    assert str(run.summary()) == str(timer.summary())
 
 
 def test_the_table_and_the_sentence_say_it(gpu: FakeGPU, memory: FakeAllocator) -> None:

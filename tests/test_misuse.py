@@ -79,7 +79,7 @@ def test_what_no_timer_has_is_missing_as_everywhere(name: str) -> None:
     ("timer", "said"),
     [
         (GPUPhaseTimer, "got a Sequential by position: the trainer tells it the model"),
-        (PhaseTimeCallback, "by position: fabric.setup tells it the model"),
+        (PhaseTimeCallback, "by position: Fabric tells it the model"),
     ],
 )
 def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any, said: str) -> None:
@@ -142,12 +142,18 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
 @pytest.mark.parametrize(
     ("timer", "option", "said"),
     [
-        (GPUPhaseHooks, "optimizer", "has no option optimizer: write optimizers="),
+        (GPUPhaseHooks, "optimizer", "has no option optimizer: did you mean optimizers?"),
         (GPUPhaseHooks, "save", "has no option save: call timer.save(path)"),
-        (GPUPhaseTimer, "warmup", "GPUPhaseTimer has no option warmup: write warmup_steps="),
+        (GPUPhaseTimer, "warmup", "GPUPhaseTimer has no option warmup: did you mean warmup_steps?"),
+        (GPUPhaseTimer, "save", "has no option save: did you mean save_path?"),
+        (GPUPhaseTimer, "on_steps", "has no option on_steps: write observers=[function]"),
         (GPUPhaseTimer, "model", "has no option model: the trainer tells it the model"),
-        (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: it has prog_bar, print_summary,"),
-        (PhaseTimeCallback, "warmup", "has no option warmup: write warmup_steps="),
+        (
+            GPUPhaseTimer,
+            "foo",
+            "GPUPhaseTimer has no option foo: there is prog_bar, print_",
+        ),
+        (PhaseTimeCallback, "warmup", "has no option warmup: did you mean warmup_steps?"),
         (PhaseTimeCallback, "summary", "has no option summary: write print(timer.summary())"),
     ],
 )

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 from processes import run
 
@@ -27,9 +29,13 @@ print({"lightning", "torchmetrics"} & set(sys.modules))
 
 def test_every_public_name_can_be_imported() -> None:
     for name in lightning_gputime.__all__:
-        assert getattr(lightning_gputime, name).__doc__
+        found = getattr(lightning_gputime, name)
+        assert found.__doc__
+        if isinstance(found, type):
+            assert pickle.loads(pickle.dumps(found)) is found
+            assert found.__module__ == "lightning_gputime"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'GPUTimer'"):
-        lightning_gputime.GPUTimer  # noqa: B018
+    with pytest.raises(AttributeError, match="'GpuPhaseTimer': did you mean GPUPhaseTimer"):
+        lightning_gputime.GpuPhaseTimer  # noqa: B018

@@ -39,7 +39,7 @@ def full() -> Run:
     stats = RankStats(1.0, 2.0, 3.0, 1)
     ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}")
     summary = replace(
-        one.summary,
+        one.summary(),
         ranks=ranks,
         ledger=Ledger({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
         probed_steps=3,
@@ -47,7 +47,7 @@ def full() -> Run:
     return replace(
         one,
         name=f"run {EVIL}",
-        summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
+        _summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
             SlowStep(7, 90.5, 15.0, EVIL, (Cause("garbage", 70.25, 70.25, EVIL),), 5.25).to_dict()
@@ -135,7 +135,7 @@ def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
     timer.save(tmp_path / "run.json.gz")
     one = load(tmp_path / "run.json.gz")
     table = "over 3 steps, which are warm-up: no other was timed"
-    assert table in str(one.summary)
+    assert table in str(one.summary())
     body = without_library(made(one))
     assert table in body
     assert '<p class="verdict">a step takes 15.6 ms, of the warm-up</p>' in body

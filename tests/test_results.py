@@ -277,7 +277,7 @@ def test_what_an_observer_adds_is_printed_and_saved(tmp_path: Path) -> None:
     assert str(summary).endswith("\n\n3 J a step")
     assert "<p>3 J a step</p>" in summary._repr_html_()
     saved.save(Run(Environment(), *results.history_and_warmup(), summary), tmp_path / "run.json")
-    assert load(tmp_path / "run.json").summary.sections == (section,)
+    assert load(tmp_path / "run.json").summary().sections == (section,)
 
 
 def test_rich_shows_the_same_table() -> None:

@@ -337,7 +337,7 @@ def test_a_script_gets_one_timer(
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)
     if steps:
-        summary = load(path).summary
+        summary = load(path).summary()
         assert summary.steps == summary.rows["backward"].n == steps
 
 

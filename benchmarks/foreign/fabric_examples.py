@@ -203,9 +203,9 @@ def measure(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
             "steps": [int(one.history["step"][-1]) + 1 for one in several],
             "timed": [len(one.history) for one in several],
             "median_ms": {
-                phase: [round(one.summary.rows[phase].p50_ms, 3) for one in several]
-                for phase in several[0].summary.rows
+                phase: [round(one.summary().rows[phase].p50_ms, 3) for one in several]
+                for phase in several[0].summary().rows
             },
-            "n": {phase: stats.n for phase, stats in several[0].summary.rows.items()},
+            "n": {phase: stats.n for phase, stats in several[0].summary().rows.items()},
         }
     return {"examples": found}

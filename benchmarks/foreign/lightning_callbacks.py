@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,7 +72,7 @@ class _Observer:
     def on_slow_step(self, step: SlowStep) -> None:
         self.slow += 1
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         return {"observed": float(self.steps)}
 
     def summary(self) -> str:

@@ -245,11 +245,10 @@ def run(checkouts: Path, program: Program, scratch: Path) -> dict[str, Any]:
     if code:
         found["error"] = told[-5:]
     if saved.exists():
-        kept = load(saved)
-        rows = kept.summary.rows
+        kept = load(saved).summary()
         found |= {
-            "steps": kept.summary.warmup_steps + kept.summary.steps,
-            "timer_ms": {name: round(one.mean_ms, 4) for name, one in rows.items()},
+            "steps": kept.warmup_steps + kept.steps,
+            "timer_ms": {name: round(one.mean_ms, 4) for name, one in kept.rows.items()},
         }
     return found
 

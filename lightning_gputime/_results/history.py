@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._messages import suggest
 from lightning_gputime._phases import in_order, resolve_labels
 from lightning_gputime._record.steps import StepRecord
 
@@ -89,13 +90,24 @@ def list_top_phases(history: npt.NDArray[Any]) -> list[str]:
     return in_order([name for name in list_phases(history) if "/" not in name])
 
 
+class History(np.ndarray[Any, Any]):
+    """A structured array that answers an unknown field with the nearest one."""
+
+    def __getitem__(self, at: Any) -> Any:
+        names = self.dtype.names
+        if isinstance(at, str) and names and at not in names:
+            raise ValueError(f"no field of name {at!r}: {suggest(at, names)}")
+        found = super().__getitem__(at)
+        return found.view(np.ndarray) if isinstance(at, str) else found
+
+
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Return columns of one length as a structured array."""
     dtype = [(name, column.dtype) for name, column in columns.items()]
     whole = np.empty(len(columns["step"]), np.dtype(dtype))
     for name, column in columns.items():
         whole[name] = column
-    return whole
+    return whole.view(History)
 
 
 def _indices_by_labels(steps: Sequence[StepRecord]) -> dict[tuple[str, ...], list[int]]:

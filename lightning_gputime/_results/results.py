@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._memory import PhaseMemory
+from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup, find_losses
@@ -190,7 +191,7 @@ class Results:
     def _bare_summary(self, rows: dict[str, PhaseStats], sums: Sums, busy: Sums) -> PhaseSummary:
         return PhaseSummary(
             step=rows.pop(STEP),
-            rows=rows,
+            rows=Named(rows),
             steps=sums.step.n,
             warmup_steps=0,
             host_wait_mean_ms=sums.wait_ms / sums.step.n if sums.step.n else math.nan,

@@ -34,7 +34,7 @@ _BOUNDARY_MS, _DEAR = 0.02, 0.01
 fraction of a step on that is said."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PhaseSummary(Tabular):
     """Statistics of a run; `print` shows them as a table.
 

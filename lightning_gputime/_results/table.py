@@ -155,6 +155,12 @@ class Tabular:
     def _table(self) -> Table:
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        table = self._table()
+        verdict = table.above[0] if table.above is not None else ""
+        first = next(filter(None, (verdict, *table.sentences, table.title)))
+        return f"<{type(self).__name__}: {first}>"
+
     def __str__(self) -> str:
         return self._table().text()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gputime._messages import format_value
+from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
@@ -80,7 +80,7 @@ class Difference:
         return is_more and self.is_certain
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunComparison(Tabular):
     """What differs between two sides of one run or several each; `print` shows it as a table.
 
@@ -305,7 +305,7 @@ def _compare_two(
         *wholes, how=statistics.mean, confidence=1 - chance, in_turns=in_turns
     ).tolist()
     return RunComparison(
-        rows=dict(zip(phases, rows, strict=True)),
+        rows=Named(zip(phases, rows, strict=True)),
         step=step,
         mean=Difference(*mean),
         runs=(len(before), len(after)),

@@ -114,7 +114,8 @@ def _options_to_save(options: Options) -> dict[str, Any]:
     found = {}
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
-        value = [*value] if isinstance(value, Mapping | list | tuple) else value
+        is_several = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
+        value = [*value] if is_several else value
         parts = value if isinstance(value, list) else [value]
         if all(isinstance(one, bool | int | float | str) for one in parts):
             found[name] = value

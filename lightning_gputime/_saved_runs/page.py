@@ -56,10 +56,10 @@ def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> tuple[str
     if comparison is not None:
         return comparison.sentence, [*comparison.notes]
     [run] = runs
-    took = f"a step takes {duration(run.summary.step.mean_ms)}"
-    if run.summary.is_warmup:
+    took = f"a step takes {duration(run.summary().step.mean_ms)}"
+    if run.summary().is_warmup:
         return f"{took}, of the warm-up", []
-    verdict = run.summary.verdict or (took if run.summary.steps else "no step was timed")
+    verdict = run.summary().verdict or (took if run.summary().steps else "no step was timed")
     return verdict, []
 
 
@@ -73,7 +73,7 @@ def _sections(
         "Before and after": [versus],
         "Phases over steps": [_steps(run, limit_ms, len(runs) > 1) for run in runs],
         "How long the steps took": [_distribution(runs)],
-        "Phases": [_scrolled(run.summary._repr_html_()) for run in runs],
+        "Phases": [_scrolled(run.summary()._repr_html_()) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
         "Evaluation": [_evaluations(run.evaluations) for run in runs],
         "Where the time went": [_losses(run) for run in runs],
@@ -192,7 +192,7 @@ def _value(value: Any) -> str:
 
 
 def _losses(run: Run) -> str:
-    losses, rows, end = run.summary.losses, [], 0.0
+    losses, rows, end = run.summary().losses, [], 0.0
     if losses is None:
         return ""
     for row in (*losses.rows, losses.work):

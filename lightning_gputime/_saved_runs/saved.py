@@ -14,11 +14,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._messages import Named
 from lightning_gputime._results import files
 from lightning_gputime._results.files import plain
-from lightning_gputime._results.history import list_phases, structured
+from lightning_gputime._results.history import History, list_phases, structured
 from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.table import Table, Tabular
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
@@ -33,15 +35,14 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Run(Tabular):
     """What a timer has measured of a run, as `save` writes it and `load` reads it.
 
     Attributes:
         environment: What it ran on.
         history: The newest steps, see the timers' `history`; to 0.0001 ms.
         warmup_steps: How many of the first steps of the history are warm-up.
-        summary: The statistics of all steps but the warm-up; of that where there are no others.
         slow_steps: The slowest steps with their causes, each a JSON object.
         evaluations: The means of each evaluation, each a JSON object.
         name: What it is called, such as its file.
@@ -50,15 +51,22 @@ class Run:
     environment: Environment
     history: npt.NDArray[Any]
     warmup_steps: int
-    summary: PhaseSummary
+    _summary: PhaseSummary
     slow_steps: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
     name: str = ""
 
+    def summary(self) -> PhaseSummary:
+        """Return the statistics of all steps but the warm-up; of that where there are no others."""
+        return self._summary
+
+    def _table(self) -> Table:
+        return self._summary._table()
+
     @property
     def ledger(self) -> Ledger | None:
         """Where the whole fit went; None where no trainer told."""
-        return self.summary.ledger
+        return self._summary.ledger
 
     @property
     def measured(self) -> npt.NDArray[Any]:
@@ -73,7 +81,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "version": VERSION,
         "environment": asdict(run.environment),
         "warmup_steps": run.warmup_steps,
-        "summary": run.summary.to_dict(),
+        "summary": run.summary().to_dict(),
         "slow_steps": run.slow_steps,
         "evaluations": run.evaluations,
     }
@@ -102,6 +110,7 @@ def load(path: str | os.PathLike[str]) -> Run:
         try:
             content = _parse(_decompress(file))
             content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
+            content["_summary"] = content["summary"]
             run: Run = _read(Run, content, "run")
         except Exception as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
@@ -195,7 +204,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     without a new version of the file. A float that is null is NaN.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any or type(value) in (kind, np.ndarray) or (origin is Literal and value in inner):
+    if kind is Any or type(value) in (kind, History) or (origin is Literal and value in inner):
         return value
     if kind is float and (value is None or type(value) is int):
         return math.nan if value is None else float(value)
@@ -206,7 +215,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         known = [(name, hint) for name, hint in hints if name in value]
         return kind(**{name: _read(hint, value[name], f"{where}.{name}") for name, hint in known})
     if origin is Mapping and isinstance(value, dict):
-        return {key: _read(inner[1], one, f"{where}[{key!r:.60}]") for key, one in value.items()}
+        read = {key: _read(inner[1], one, f"{where}[{key!r:.60}]") for key, one in value.items()}
+        return Named(read)
     if origin in (tuple, Sequence) and isinstance(value, list):
         several = [_read(inner[0], one, f"{where}[{i}]") for i, one in enumerate(value)]
         return tuple(several) if origin is tuple else several
