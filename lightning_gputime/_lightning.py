@@ -8,7 +8,7 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
@@ -189,7 +189,7 @@ class Actions:
         is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
         wrap = _dispatch_alone if is_idle else _dispatch
         # Not itself, which would so hold itself, and all that it calls, when it is removed.
-        self._subscription = patch_function(profiler, "start", (calls, fail), wrap)
+        self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
         self._know_awaited()
 
     def put_on(self) -> None:
@@ -264,4 +264,4 @@ def call_at_start(
             fail(error)
         return False
 
-    return patch_function(owner, name, Calls(begins))
+    return Subscription(owner, name, Calls(begins))

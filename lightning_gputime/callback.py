@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
-from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
@@ -343,7 +343,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
             self._books_trainer = trainer
             calls = Calls(books.save_begins, books.save_ends)
-            self._saves = patch_function(trainer, "save_checkpoint", calls)
+            self._saves = Subscription(trainer, "save_checkpoint", calls)
 
     def _close_books(self) -> None:
         """End those that are open. Safe to call twice."""

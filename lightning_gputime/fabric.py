@@ -9,7 +9,7 @@ from lightning.fabric import wrappers
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.patching import Attachments, patch_function
+from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._messages import WarnOnce, format_value
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
@@ -150,7 +150,7 @@ class PhaseTimeCallback(Timer):
             MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
         )
         loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
-        self._patches.add(patch_function(loaders, "__iter__", this, _followed))
+        self._patches.add(Subscription(loaders, "__iter__", this, _followed))
         weakref.finalize(self, self._patches.remove).atexit = False
         self._session.begin(0)
 

@@ -18,7 +18,7 @@ except ImportError as error:
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
-from lightning_gputime._boundaries.patching import Attachments, Calls, patch_function
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
@@ -319,12 +319,12 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             "_finalize_training": run,
         }.items():
             if hasattr(trainer, name):
-                self._patches.add(patch_function(trainer, name, calls))
-        self._patches.add(patch_function(handler, "on_epoch_begin", run))
+                self._patches.add(Subscription(trainer, name, calls))
+        self._patches.add(Subscription(handler, "on_epoch_begin", run))
         # What generates in other processes; `generate` of a model is known in any loop.
         engine = getattr(trainer, "vllm_generation", None)
         if hasattr(engine, "generate"):
-            self._patches.add(patch_function(engine, "generate", phase(GENERATE).around_calls()))
+            self._patches.add(Subscription(engine, "generate", phase(GENERATE).around_calls()))
 
     def _stand(self, handler: Any) -> None:
         """Stand before all callbacks of a Trainer, and behind those that report."""

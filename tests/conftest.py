@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.patching import FunctionPatch
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
 
 # The function in it that runs the engine is private.
@@ -63,7 +64,7 @@ def ranks(two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Ran
 @pytest.fixture(autouse=True)
 def _nothing_stays_installed() -> Iterator[None]:
     engine = AUTOGRAD._engine_run_backward
-    clock._tell_host_clock.cache_clear()
+    clock._warn_once = WarnOnce()
     before = places()
     collections = [*gc.callbacks]
     yield

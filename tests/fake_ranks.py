@@ -113,9 +113,6 @@ class FakeStreams:
     def current(self) -> int:
         return self.here.stream_id
 
-    def identity(self, stream: FakeStream) -> int:
-        return stream.stream_id
-
 
 def reduce() -> None:
     """A collective that is waited for at once."""

@@ -222,7 +222,7 @@ def test_a_module_under_two_names_is_refused(gpu: FakeGPU) -> None:
 def test_an_annotator_that_fails_does_not_reach_the_loop(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_gputime._record.ranges.Annotator.__call__", lambda *_: 1 / 0)
+    monkeypatch.setattr("lightning_gputime._record.recorder.Annotator.__call__", lambda *_: 1 / 0)
     model = Net(gpu)
     with GPUPhaseHooks(model, _clock=gpu, annotate=True) as timer:
         for x in timer.steps(batches(gpu, 3)):

@@ -18,7 +18,7 @@ from lightning_gputime import (
 )
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
-from lightning_gputime._record.ranges import Annotator
+from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results

@@ -52,10 +52,10 @@ class PlainLoop:
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
             from lightning_gputime._boundaries.backward import ENGINE
-            from lightning_gputime._boundaries.patching import Calls, patch_function
+            from lightning_gputime._boundaries.patching import Calls, Subscription
 
             calls = Calls(self._next_backward)
-            self._subscription = patch_function(torch.autograd, ENGINE, calls)
+            self._subscription = Subscription(torch.autograd, ENGINE, calls)
 
     def _next_backward(self, *_: Any, **__: Any) -> bool:
         self._subscription.remove()

@@ -16,7 +16,6 @@ _RIGHT = "GPUPhaseHooks(model, optimizer)"
 
 
 def check_model(model: Any, optimizers: Any = None) -> nn.Module:
-    """Return what a user gave as the model, or raise what is wrong with it."""
     if isinstance(model, Optimizer) and isinstance(optimizers, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got the optimizer {type(model).__name__}: the"
@@ -36,7 +35,6 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
 
 
 def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:
-    """Return the optimizers that a user gave, or raise what is wrong with them."""
     if optimizers is None:
         own = getattr(model, "optimizer", None) if is_engine(model) else None
         return [own] if is_optimizer(own) else []
@@ -71,7 +69,6 @@ def _given(one: Any) -> str:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise what is wrong with what a loop over `steps` shall run over."""
     right = "steps() takes the loader: for batch in timer.steps(loader)"
     if isinstance(loader, nn.Module | Optimizer):
         what = "model" if isinstance(loader, nn.Module) else "optimizer"

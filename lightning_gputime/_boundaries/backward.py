@@ -10,7 +10,7 @@ from lightning_gputime._boundaries.comm import CommBoundary, caller
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, patch_function
+from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -56,10 +56,10 @@ class BackwardBoundary:
         self._optimizer = optimizer
         self._comm = comm
         self._returns_to: str | None = None
-        self._patch = attachments.add(patch_function(torch.autograd, ENGINE, self)).patch
+        self._patch = attachments.add(Subscription(torch.autograd, ENGINE, self)).patch
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
-            attachments.add(patch_function(called, "backward", self))
+            attachments.add(Subscription(called, "backward", self))
 
     def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
@@ -72,8 +72,10 @@ class BackwardBoundary:
         if not self._batch.is_open:
             return False
         # A pipeline may take the gradients of its inputs first, and those of its weights later.
-        if not accumulate_grad and not _is_of_pipeline():
-            return self._grad_begins(tensors)
+        if not accumulate_grad:
+            is_of_pipeline = _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE
+            if not is_of_pipeline:
+                return self._grad_begins(tensors)
         if not self._model.calls and self._is_anothers():
             return False
         if not self._model.has_trained:
@@ -104,7 +106,6 @@ class BackwardBoundary:
         return True
 
     def on_call_end(self, result: Any = None) -> None:
-        """Mark the end."""
         if self._comm is not None:
             self._comm.end()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
@@ -118,9 +119,3 @@ class BackwardBoundary:
             if isinstance(other, BackwardBoundary) and other._model.calls:
                 return True
         return False
-
-
-@skip_compile
-def _is_of_pipeline() -> bool:
-    """Return whether a schedule of torch's pipelines asks for a gradient."""
-    return _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE

@@ -9,20 +9,19 @@ from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import (
     CommBoundary,
     WaitBoundary,
+    is_cut,
     is_distributed,
-    is_tensor_parallel,
 )
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
-from lightning_gputime._boundaries.forward import ForwardBoundary
-from lightning_gputime._boundaries.language import GenerationBoundary, time_inner_loss
+from lightning_gputime._boundaries.forward import ForwardBoundary, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary, patch_zero_grad
+from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
-    patch_function,
+    Subscription,
     without_hooks,
 )
 from lightning_gputime._record.recorder import Recorder
@@ -50,9 +49,8 @@ class Boundaries:
         # Those that count updates may stay on between timed steps.
         self._of_updates = Attachments()
         self._submodules: SubmoduleBoundary | None = None
-        self._waits: WaitBoundary | None = None
-        self._comm: CommBoundary | None = None
-        self._is_tensor_parallel = False
+        self.waits: WaitBoundary | None = None
+        """Sees the waits for other ranks, if there are some."""
         try:
             self._put_on(recorder, loop, note)
         except BaseException:
@@ -63,13 +61,14 @@ class Boundaries:
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         own = self._attachments
         shared = is_distributed()
-        self._is_tensor_parallel = shared and is_tensor_parallel(loop.model)
+        comm = None
         if shared:
-            self._waits = WaitBoundary(recorder, own)
+            self.waits = WaitBoundary(recorder, own)
+            self.waits.shares_batches = is_cut(loop.model.parameters(), loop.model)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
-        self.forward = ForwardBoundary(recorder, own, loop, self._waits, note)
-        GenerationBoundary(recorder, own, loop, self.forward)
+        self.forward = ForwardBoundary(recorder, own, loop, self.waits, note)
+        self.forward.time_generation()
         if loop.splits_loss:
             time_inner_loss(recorder, own, loop.model)
         # In compiled code a hook is not called, or makes torch compile anew at each call.
@@ -82,17 +81,15 @@ class Boundaries:
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
         self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
-        for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            patch_zero_grad(recorder, own, self.optimizer, optimizer)
+        self.optimizer.patch_zero_grad(own, loop)
         if loop.wrap_backward:
             if shared:
-                inner = self.forward.on_inner_call
-                self._comm = CommBoundary(recorder, own, loop.called, inner)
-            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, self._comm)
+                comm = CommBoundary(recorder, own, loop.called, self.forward.on_inner_call)
+            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, comm)
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())
-            own.add(patch_function(torch.jit._recursive, _SCRIPTS, calls))
-        own.add(patch_function(torch.nn.Module, "__getstate__", self, without_hooks))
+            own.add(Subscription(torch.jit._recursive, _SCRIPTS, calls))
+        own.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
 
     def _script_begins(self, *_: Any, **__: Any) -> bool:
@@ -116,18 +113,7 @@ class Boundaries:
     @property
     def sees_no_modules(self) -> bool:
         """Whether there are modules to be seen as parts, and no call of any was seen."""
-        return self._submodules is not None and not self._submodules.was_called
-
-    @property
-    def sees_waits(self) -> bool:
-        """Whether waits for other ranks are seen."""
-        return self._waits is not None
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether several ranks work on the same batch, as far as was seen."""
-        has_pipeline = self._waits is not None and self._waits.has_pipeline
-        return self._is_tensor_parallel or has_pipeline
+        return self._submodules is not None and not self._submodules.labels
 
     def step_ended(self, *, timed: bool = True) -> bool:
         """End a step. Return whether there are optimizers, and none of them ran its update."""
@@ -137,8 +123,8 @@ class Boundaries:
         has_updated = optimizer.updates > 0
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
         self.forward.step_ended(timed)
-        if self._waits is not None:
-            self._waits.step_ended()
+        if self.waits is not None:
+            self.waits.step_ended()
         if timed and self._submodules is not None:
             self._submodules.step_ended()
         return optimizer.has_any and not has_updated
@@ -162,8 +148,8 @@ class Boundaries:
             self._submodules.step_ended()
 
     def reattach(self, unseen_steps: int = 0) -> None:
-        """Put on again what `suspend` took off, after some steps. Safe to call twice."""
-        self.forward.count_unseen(unseen_steps)
+        """Put on again what `suspend` took off. Safe to call twice."""
+        self.forward.evaluation.steps += unseen_steps
         self._attachments.reattach()
         self._of_updates.reattach()
         activate(self._recorder)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
+    Subscription,
     hook_before,
-    patch_function,
 )
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
@@ -55,15 +55,15 @@ class WaitBoundary:
         self._timed: set[int] = set()
         # The streams beside it that ran collectives.
         self._beside: set[int] = set()
-        self.has_pipeline = False
-        """Whether a pipeline was seen to wait."""
+        self.shares_batches = False
+        """Whether several ranks work on the same batch, as those of a pipeline."""
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self.note_stream()
         for owner, names, listener in self._places():
             for name in names:
                 if name in vars(owner):
-                    attachments.add(patch_function(owner, name, listener))
+                    attachments.add(Subscription(owner, name, listener))
 
     def _places(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
         # Not at the top: torch can be built without it.
@@ -88,7 +88,6 @@ class WaitBoundary:
             yield self._streams.kind, ("wait_event", "wait_stream"), told
 
     def step_ended(self) -> None:
-        """Forget the step that has ended. Call at the end of each step."""
         self._timed.clear()
         self.note_stream()
 
@@ -119,7 +118,7 @@ class WaitBoundary:
         has_pipeline = _OF_TORCH in sys.modules or _OF_MEGATRON in sys.modules
         if not (has_pipeline and caller(*_BETWEEN).startswith((_OF_TORCH, _OF_MEGATRON))):
             return self._begin()
-        self.has_pipeline = True
+        self.shares_batches = True
         return self._begin(RECEIVES)
 
     def _wait_ends(self, result: Any = None) -> None:
@@ -131,14 +130,11 @@ class WaitBoundary:
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         streams = self._streams
-        if streams is None:
-            return False
-        identity = streams.identity(stream)
-        if identity not in self._timed or identity != streams.current():
+        if stream.stream_id not in self._timed or stream.stream_id != streams.current():
             return False
         # Of a loop's own streams it may be one for copies; an event does not tell of which it is.
         is_of_ranks = caller(*_BETWEEN).startswith(_DISTRIBUTED) or (
-            isinstance(awaited, streams.kind) and streams.identity(awaited) in self._beside
+            isinstance(awaited, streams.kind) and awaited.stream_id in self._beside
         )
         return is_of_ranks and self._begin()
 
@@ -265,13 +261,8 @@ def is_sharded(module: nn.Module) -> bool:
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
-def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether parameters are cut over ranks that work on the same batch."""
-    return is_cut(model.parameters(), model)
-
-
 def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
-    """Return whether any of a model's parameters is cut by more than FSDP."""
+    """Return whether any parameter is cut over ranks that work on the same batch."""
     # FSDP cuts one dimension of the ranks itself, and these have batches of their own.
     dimensions = int(any(map(is_sharded, model.modules())))
     return any(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gputime._boundaries.comm import is_cut
-from lightning_gputime._boundaries.patching import Calls, Subscription, patch_function
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 
 
@@ -25,7 +25,7 @@ def patch_compiled_call(
         return True
 
     calls = Calls(skip_compile(begins), skip_compile(lambda result: leave(module, (), result)))
-    return patch_function(module, "_compiled_call_impl", calls)
+    return Subscription(module, "_compiled_call_impl", calls)
 
 
 def is_compiled(model: nn.Module) -> bool:

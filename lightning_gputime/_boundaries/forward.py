@@ -1,4 +1,4 @@
-"""`forward`: the calls of models as marks, and what of them is `loss`."""
+"""`forward`: the calls of models as marks, and what of them is `loss` or `generate`."""
 
 import sys
 from collections import deque
@@ -16,12 +16,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
 from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
+    Subscription,
     hook_after,
     hook_before,
-    patch_function,
 )
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
@@ -37,7 +38,7 @@ from lightning_gputime._phases import (
     TRAINING_STEP,
     is_metric,
 )
-from lightning_gputime._record.recorder import PAUSED, Recorder
+from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
 # What every call of a module passes through.
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -88,11 +89,12 @@ class ForwardBoundary:
         """Whether the model was called in training mode, then in eval mode, with gradients on."""
         self._redirected = False
         self._evaluates = False
+        self._before_generation = OTHER
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
         self.losses = _LossSearch(recorder)
         """What may be losses until a backward begins."""
-        self._evaluation = _EvaluationSearch(recorder, loop.model)
+        self.evaluation = _EvaluationSearch(recorder, loop.model)
         self._hooked: dict[int, tuple[Any, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
@@ -118,18 +120,35 @@ class ForwardBoundary:
     def on_inner_call(self, module: nn.Module) -> None:
         """Note a call of what DDP wraps, but not by DDP: it may be an evaluation."""
         if self._pause_evaluation and _is_evaluation(module) and not self._running:
-            self._evaluation.on_call_start()
+            self.evaluation.on_call_start()
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a model is called now, or a backward runs."""
-        return bool(self._running) or _current_graph_task_id() != -1
+    def time_generation(self) -> None:
+        """Time `generate` of all models of transformers, in the body of a step."""
+        # Not imported here: a loop without it has no such model.
+        if (module := sys.modules.get("transformers.generation.utils")) is not None:
+            calls = Calls(self._generate_begins, self._generate_ends)
+            for name in ("generate", "generate_batch"):
+                if hasattr(module.GenerationMixin, name):
+                    self._attachments.add(Subscription(module.GenerationMixin, name, calls))
 
-    def note_generation(self) -> None:
-        """Mark that text is generated, perhaps in an evaluation."""
+    def _generate_begins(self, *_: Any, **__: Any) -> bool:
+        recorder, batch = self._recorder, self._batch
+        if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.is_named:
+            return False
+        is_inside = self._running or _current_graph_task_id() != -1
+        if not batch.is_open or batch.is_fetched or is_inside:
+            return False
+        label = recorder.label or OTHER
+        self._before_generation = OTHER if label.startswith(DATA) else label
+        batch.is_open = False  # Calls inside are part of it.
         if self._pause_evaluation and not is_training(self._model):
-            self._evaluation.on_call_start(GENERATE)
-        self._recorder.mark(GENERATE)
+            self.evaluation.on_call_start(GENERATE)
+        recorder.mark(GENERATE)
+        return True
+
+    def _generate_ends(self, _: Any) -> None:
+        self._batch.is_open = True
+        self._recorder.mark(self._before_generation)
 
     def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
         """Find out which of the candidates a backward of some tensors shows to be losses.
@@ -154,7 +173,7 @@ class ForwardBoundary:
         # Not by `clear`: it is a call in each step.
         self._running.clear()
         self.losses.candidates.clear()
-        self._evaluation.steps += 1
+        self.evaluation.steps += 1
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -162,20 +181,16 @@ class ForwardBoundary:
             if self._nested:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
-        elif self._pause_evaluation and not self.has_trained and self._evaluation.was_counted:
+        elif self._pause_evaluation and not self.has_trained and self.evaluation.was_counted:
             # A training without backward, such as of zeroth order, in eval mode: these are its own.
             self._pause_evaluation = self._evaluates = False
         elif timed:
             self._discover(everywhere=True)
 
-    def count_unseen(self, steps: int) -> None:
-        """Count steps that have ended while suspended."""
-        self._evaluation.steps += steps
-
     def _time_training_step(self) -> None:
         """Take a `training_step` that was compiled whole for one phase: nothing inside is seen."""
-        calls = Calls(self._enter_training_step, self._exit_training_step)
-        self._attachments.add(patch_function(self._model, TRAINING_STEP, calls))
+        calls = Calls(self._enter_training_step, lambda _: self._recorder.mark(OTHER))
+        self._attachments.add(Subscription(self._model, TRAINING_STEP, calls))
         # As if the model were called in every step: a backward is always taken for its own.
         self.calls, self.was_ever_called = 1, True
         self._recorder.warn_once(
@@ -185,9 +200,6 @@ class ForwardBoundary:
     def _enter_training_step(self, *_: Any, **__: Any) -> bool:
         self._recorder.mark(TRAINING_STEP)
         return True
-
-    def _exit_training_step(self, result: Any = None) -> None:
-        self._recorder.mark(OTHER)
 
     def _time(self, module: nn.Module) -> tuple[Any, ...]:
         add = self._attachments.add
@@ -230,7 +242,7 @@ class ForwardBoundary:
                 return
             if self._trains and not module.training and _is_evaluation(module):
                 if not is_training(self._model):
-                    self._evaluation.count()
+                    self.evaluation.count()
                     if not recorder.is_named:
                         recorder.pause()  # Nothing else tells it of a step that is not timed.
                 return
@@ -262,7 +274,7 @@ class ForwardBoundary:
             # As `_is_evaluation`, without another call.
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
-                self._evaluation.on_call_start()
+                self.evaluation.on_call_start()
                 return
             if recorder.state is PAUSED:
                 recorder.resume(FORWARD)
@@ -448,6 +460,24 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
         # What a loss calls is part of it.
         if not isinstance(child, _Loss):
             yield from _inside(child, everywhere, losses)
+
+
+def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
+    """Time the loss function of the model of transformers that is called, or inside it.
+
+    Given labels, such a model computes the loss inside `forward`.
+    """
+    for one in model.modules():
+        if is_compiled(one):
+            return  # Nothing inside is called as it stands there.
+        place = getattr(type(one), "loss_function", None)
+        if isinstance(place, property) and place.fset is not None:
+            # Of a model that has none of its own transformers would warn.
+            has_none = getattr(one, "loss_type", "") is None and not hasattr(one, "_loss_function")
+            if not has_none:
+                calls = NamedPhase(LOSS, [recorder]).around_calls()
+                attachments.add(Subscription(one, "_loss_function", calls))
+            return
 
 
 def _is_evaluation(module: nn.Module) -> bool:

@@ -138,8 +138,8 @@ class SubmoduleBoundary:
     ) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
-        # Each is made once: a step has hundreds.
-        self._labels: dict[tuple[str, int], tuple[str, str]] = {}
+        # Made once, as a step has hundreds; none where no module was called inside `forward`.
+        self.labels: dict[tuple[str, int], tuple[str, str]] = {}
         # For each call that is not over: the label before it, and its inputs.
         self._open: list[tuple[str, dict[int, Any]] | None] = []
         for module in parts.values():
@@ -154,13 +154,7 @@ class SubmoduleBoundary:
         self._tensor_handles: list[Any] = []
         self._outputs = WeakIdKeyDictionary()
 
-    @property
-    def was_called(self) -> bool:
-        """Whether any of the modules was called inside `forward`."""
-        return bool(self._labels)
-
     def step_ended(self) -> None:
-        """Forget the step that has ended. Call at the end of each timed step."""
         self._open.clear()
         self._outputs.clear()
         # An input that needs a gradient may be used again in the next step: no hook may stay on it.
@@ -206,11 +200,10 @@ class SubmoduleBoundary:
         self._recorder.mark(outer)
 
     def _labels_of(self, outer: str, module: nn.Module) -> tuple[str, str]:
-        """Return the labels of the module inside `outer`, in forward and in backward."""
-        found = self._labels.get((outer, id(module)))
+        found = self.labels.get((outer, id(module)))
         if found is None:
             label = f"{outer}/{self._names[id(module)]}"
-            found = self._labels[outer, id(module)] = label, _backward(label)
+            found = self.labels[outer, id(module)] = label, _backward(label)
         return found
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:

@@ -106,12 +106,10 @@ def phase(name: str) -> NamedPhase:
 
 
 def activate(recorder: Recorder) -> None:
-    """Let `phase` act on `recorder`. Safe to call twice."""
     if recorder not in _active:
         _active.append(recorder)
 
 
 def deactivate(recorder: Recorder) -> None:
-    """End what `activate` began. Safe to call twice."""
     if recorder in _active:
         _active.remove(recorder)

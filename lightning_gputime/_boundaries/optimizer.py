@@ -19,7 +19,7 @@ from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
     Registration,
-    patch_function,
+    Subscription,
 )
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
@@ -58,8 +58,6 @@ class OptimizerBoundary:
         """How many updates there were in this step; like `depth` it is reset where that ends."""
         self.ended_early = False
         """Whether the newest update was over where a step ended by it, as by its own hook."""
-        self.has_any = False
-        """Whether there are optimizers whose updates are seen."""
         self._batch = loop.batch
         # Whether the loop is one's own: then what precedes a closure is no code of a trainer.
         self._is_own = loop.pause_evaluation is not False
@@ -67,18 +65,19 @@ class OptimizerBoundary:
         self._interrupted: str | None = None
         given = [*_updating(loop.optimizers)]
         self.has_any = bool(given)
+        """Whether there are optimizers whose updates are seen."""
         # By their ids; kept, so that no id is used again.
         self._given = {id(one): one for one in given}
         is_compiled = any(map(_is_compiled, given))
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         for one in alone:
-            attachments.add(patch_function(one, "step", Calls(self._call_begins, self._end)))
+            attachments.add(Subscription(one, "step", Calls(self._call_begins, self._end)))
         # What an update does around the one inside, such as gather or average weights, is its, too.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for one in loop.optimizers:
             if not isinstance(one, Optimizer) or hasattr(one, "averager"):
-                attachments.add(patch_function(one, "step", calls))
+                attachments.add(Subscription(one, "step", calls))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
             # A compiled step has the hooks that it finds in it, and ours would break its graph.
@@ -87,6 +86,26 @@ class OptimizerBoundary:
         for before, after in pre_post:
             attachments.add(Registration(partial(before, self._before_step)))
             attachments.add(Registration(partial(after, self._after_step)))
+
+    def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
+        """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
+        for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
+            # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and
+            # so clear the gradients of the original.
+            inner = [*_updating([optimizer])][-1]
+            attachments.add(Subscription(inner, "zero_grad", Calls(self._zero_grad_begins)))
+
+    def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
+        recorder = self._recorder
+        # Inside a backward it belongs to an update there.
+        if (
+            recorder.state is OPEN
+            and recorder.label not in (OTHER, AFTER_UPDATE)
+            and _current_graph_task_id() == -1
+            and not (self.ended_early and recorder.label == DATA)
+        ):
+            recorder.mark(OTHER)
+        return False
 
     def _enter_wrapper(self, *_: Any, **__: Any) -> bool:
         self._is_wrapped = True
@@ -116,7 +135,6 @@ class OptimizerBoundary:
             self._end()
 
     def is_running(self) -> bool:
-        """Return whether it is called inside an update."""
         return _steps_on_stack() > 0
 
     def end_early(self) -> None:
@@ -188,29 +206,6 @@ def is_optimizer(one: Any) -> bool:
         return True
     inner = getattr(one, "__dict__", {}).get("optimizer")
     return isinstance(inner, Optimizer) and hasattr(one, "zero_grad")
-
-
-def patch_zero_grad(
-    recorder: Recorder, attachments: Attachments, boundary: OptimizerBoundary, optimizer: Any
-) -> None:
-    """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
-
-    @skip_compile
-    def begins(*_: Any, **__: Any) -> bool:
-        # Inside a backward it belongs to an update there.
-        if (
-            recorder.state is OPEN
-            and recorder.label not in (OTHER, AFTER_UPDATE)
-            and _current_graph_task_id() == -1
-            and not (boundary.ended_early and recorder.label == DATA)
-        ):
-            recorder.mark(OTHER)
-        return False
-
-    # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and so
-    # clear the gradients of the original.
-    inner = [*_updating([optimizer])][-1]
-    attachments.add(patch_function(inner, "zero_grad", Calls(begins)))
 
 
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:

@@ -26,9 +26,9 @@ class Calls:
     """A listener of the calls of a patched function. Others may have the same two methods."""
 
     on_call_start: Callable[..., bool]
-    """Handle the start of a call. Return whether `on_call_end` is wanted for it."""
+    """Return whether `on_call_end` is wanted for this call."""
     on_call_end: Callable[..., None] = do_nothing
-    """Handle the end of a call, which returned a result, or raised (None)."""
+    """Is called with the result; with None if the call raised."""
 
 
 Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
@@ -116,7 +116,6 @@ class FunctionPatch:
 
     @property
     def is_applied(self) -> bool:
-        """Whether it replaces the function now, and nothing else replaces it."""
         return vars(self._owner).get(self._name) is (self.replacement or self)
 
     def apply(self) -> bool:
@@ -138,7 +137,6 @@ class FunctionPatch:
             self._set(self._kept)
 
     def remove_listener(self, listener: object) -> None:
-        """Notify a listener no more. Safe to call twice."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         self.restore()
@@ -158,8 +156,7 @@ class FunctionPatch:
             setattr(owner, name, value)
 
     def _as_method(self) -> Callable[..., Any]:
-        """Return a function that calls this one: Python binds no other to instances of a class."""
-
+        # Python binds only functions to the instances of a class.
         @functools.wraps(self._call, updated=())
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -174,7 +171,14 @@ class FunctionPatch:
 
 
 class Subscription:
-    """A listener of the calls of `owner.name`, which `patch_function` returns."""
+    """A listener that is notified of the calls of `owner.name`, until it is removed.
+
+    Args:
+        owner: A class, a module or an object that has the function.
+        name: The name of the function. It must be in `tests/register.py`.
+        listener: Has the methods of `Calls`, or is what `wrap` notifies.
+        wrap: Makes what is called in place of the function; by default that notifies `Calls`.
+    """
 
     def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
         self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
@@ -182,7 +186,6 @@ class Subscription:
         self.put_on()
 
     def put_on(self) -> None:
-        """Notify the listener from now on. Safe to call twice."""
         if not self.patch.apply():
             # Something else replaced the function meanwhile, and may not call the patch inside it,
             # or may be called by it.
@@ -193,28 +196,14 @@ class Subscription:
             self.patch.listeners.append(self._listener)
 
     def remove(self) -> None:
-        """Notify the listener no more. Safe to call twice."""
         self.patch.remove_listener(self._listener)
 
     def _find(self) -> FunctionPatch:
-        """Return the patch that is there, or a new one."""
         there = vars(self._owner).get(self._name)
         for one in (there, getattr(getattr(there, "__self__", there), "_patch", None)):
             if isinstance(one, FunctionPatch):
                 return one
         return FunctionPatch(self._owner, self._name, self._wrap)
-
-
-def patch_function(owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> Subscription:
-    """Notify a listener of the calls of `owner.name`, until the result is removed.
-
-    Args:
-        owner: A class, a module or an object that has the function.
-        name: The name of the function. It must be in `tests/register.py`.
-        listener: Has the methods of `Calls`, or is what `wrap` notifies.
-        wrap: Makes what is called in place of the function; by default that notifies `Calls`.
-    """
-    return Subscription(owner, name, listener, wrap)
 
 
 class Registration:
@@ -226,12 +215,10 @@ class Registration:
         self.put_on()
 
     def put_on(self) -> None:
-        """Register the hook. Safe to call twice."""
         if self._handle is None:
             self._handle = self._register()
 
     def remove(self) -> None:
-        """Remove the hook. Safe to call twice."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
@@ -291,11 +278,8 @@ def hook_before(
     """Call `call(module, args)`, or with its kwargs, too, before each call of a module."""
     # The method of the base class: a scripted module refuses its own, and yet calls the hook.
     # `prepend`: FSDP2 puts its own hook first, too, and what it waits for is part of the call.
-    register = nn.Module.register_forward_pre_hook
-    hook = _ModuleHook(call)
-    return Registration(
-        functools.partial(register, module, hook, prepend=first, with_kwargs=with_kwargs)
-    )
+    register = functools.partial(nn.Module.register_forward_pre_hook, module, _ModuleHook(call))
+    return Registration(functools.partial(register, prepend=first, with_kwargs=with_kwargs))
 
 
 def hook_after(
@@ -316,33 +300,28 @@ A = TypeVar("A")
 class Attachments:
     """All that a timer has on the objects of others, in the order in which it was put on.
 
-    Each has the methods `put_on` and `remove`, both safe to call twice.
+    Each has the methods `put_on` and `remove`. These, as all methods here, are safe to call twice.
     """
 
     def __init__(self) -> None:
         self._all: dict[Any, None] = {}
 
     def add(self, one: A) -> A:
-        """Keep what was put on."""
         self._all[one] = None
         return one
 
     def drop(self, one: Any) -> None:
-        """Take something off for good. Safe to call twice."""
         one.remove()
         self._all.pop(one, None)
 
     def suspend(self) -> None:
-        """Take everything off until `reattach`. Safe to call twice."""
         for one in self._all:
             one.remove()
 
     def reattach(self) -> None:
-        """Put everything on again. Safe to call twice."""
         for one in self._all:
             one.put_on()
 
     def remove(self) -> None:
-        """Take everything off for good. Safe to call twice."""
         self.suspend()
         self._all.clear()

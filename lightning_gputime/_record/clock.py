@@ -12,28 +12,21 @@ import torch
 from torch import nn
 
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import WarnOnce
+
+_warn_once = WarnOnce()
 
 
 class TimingEvent(Protocol):
-    """A point on the timeline of a device, with the methods of `torch.Event`."""
+    """A point on the timeline of a device: what is timed of `torch.Event`, see there.
 
-    def record(self) -> None:
-        """Put the event at the end of what the calling thread's current stream has queued."""
+    `elapsed_time` raises RuntimeError where the device has not reached both events.
+    """
 
-    def query(self) -> bool:
-        """Return, without waiting, whether the device has reached the event."""
-
-    def synchronize(self) -> None:
-        """Block the host until the device has reached the event."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Return the time from this event to `end_event` (in milliseconds).
-
-        Raises:
-            ValueError: If one of them was never recorded.
-            RuntimeError: If the device has not reached both.
-        """
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class Clock(Protocol):
@@ -63,12 +56,10 @@ _NEVER: Callable[[], bool] = bool
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
 
-
 _events: "WeakSet[TimingEvent]" = WeakSet()
 
 
 def new_event(clock: Clock) -> TimingEvent:
-    """Return a new event of a clock, not yet recorded."""
     event = clock.event()
     with contextlib.suppress(TypeError):  # It has no weak references, and needs none.
         _events.add(event)
@@ -94,13 +85,8 @@ class Streams:
         """The class of streams: its `wait_event` and `wait_stream` let a stream wait for others."""
 
     def current(self) -> int:
-        """Return the identity of the calling thread's current stream."""
+        """Return the `stream_id` of the calling thread's current stream."""
         return torch.accelerator.current_stream(self._index).stream_id
-
-    def identity(self, stream: Any) -> int:
-        """Return the identity of a stream."""
-        identity: int = stream.stream_id
-        return identity
 
 
 @skip_compile
@@ -109,9 +95,6 @@ class DeviceClock:
 
     `torch.Event` rather than `torch.cuda.Event`: it works on every backend, and its `record` takes
     a quarter of the time, because it does not look the current stream up in Python.
-
-    Raises:
-        ValueError: If the device is not here or has no timing events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -214,21 +197,11 @@ def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
     if device.type != "cpu":
         return DeviceClock(device)
     if tell:
-        _tell_host_clock()
+        _warn_once("The model is on the CPU: its phases are timed on the host's clock.")
     return HostClock()
 
 
-@functools.cache
-def _tell_host_clock() -> None:
-    messages.warning("The model is on the CPU: its phases are timed on the host's clock.")
-
-
 def check_device(device: Any) -> torch.device:
-    """Return the device that an option names.
-
-    Raises:
-        ValueError: If it is unknown.
-    """
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

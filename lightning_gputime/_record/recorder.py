@@ -6,6 +6,7 @@ from threading import get_ident, local
 from typing import Any
 from weakref import ref
 
+import torch
 from torch._C import _current_graph_task_id
 
 from lightning_gputime._compile_skip import skip_compile
@@ -19,6 +20,7 @@ from lightning_gputime._phases import (
     GOES_ON,
     INTERRUPTIONS,
     LEFT,
+    LIKELY,
     LOSS,
     OPTIMIZER,
     OTHER,
@@ -79,8 +81,32 @@ sampled step costs the host some 20 us, one of another step nothing."""
 
 
 def _is_sampled(index: int) -> bool:
-    """Return whether to sample a step, by its place among the timed ones."""
     return index < FIRST_SAMPLED or index % SAMPLED_EVERY == 0
+
+
+@skip_compile
+class Annotator:
+    """Put each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
+
+    def __init__(self) -> None:
+        self._range: torch.autograd.profiler.record_function | None = None
+        self._nvtx: int | None = None
+        self._has_nvtx = torch.cuda.is_available()
+
+    def __call__(self, label: str | None) -> None:
+        """End the range of the last label, and begin one for this label unless it is None."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._nvtx is not None:
+            torch.cuda.nvtx.range_end(self._nvtx)
+            self._nvtx = None
+        if label is not None:
+            name = f"phase/{LIKELY.get(label, label)}"
+            self._range = torch.autograd.profiler.record_function(name)
+            self._range.__enter__()
+            if self._has_nvtx:
+                self._nvtx = torch.cuda.nvtx.range_start(name)
 
 
 class TooManyEventsError(Exception):
@@ -203,7 +229,7 @@ class Recorder:
             self._open.append((label, event, self._host_ns()))
             self.label = label
         except Exception as error:
-            self._give_up(error)
+            self.pending.give_up(error)
 
     def mark_in_backward(self, label: str) -> None:
         """As `mark`, from the thread that runs a backward while the timed one waits for it."""
@@ -340,7 +366,6 @@ class Recorder:
         return True
 
     def wait_ends(self) -> None:
-        """End what `wait_begins` began, if nothing else has."""
         if self.state is OPEN and self.is_here() and self.is_waiting:
             self._interrupt(GOES_ON)
 
@@ -494,8 +519,11 @@ class Recorder:
             event = self._free.pop() if self._free else self._new_event()
             event.record()
             self._open.append((label, event, self._host_ns()))
+        except TooManyEventsError as error:
+            self._fail(error)  # The events of the pending steps can be trusted.
+            return
         except Exception as error:
-            self._give_up(error)
+            self.pending.give_up(error)
             return
         self.label = label
         if self._is_watched:
@@ -540,7 +568,7 @@ class Recorder:
         self.label = EXCLUDED
 
     def _first_label(self, label: str = DATA) -> str:
-        """Return what a step begins with: a phase named by hand reaches across steps."""
+        # A phase that was named by hand reaches across steps.
         self._base = label
         return self._named[-1] if self._named else label
 
@@ -612,12 +640,6 @@ class Recorder:
     def _forget_open(self) -> None:
         self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
         self._keep_samples(None)
-
-    def _give_up(self, error: Exception) -> None:
-        if isinstance(error, TooManyEventsError):
-            self._fail(error)  # Those of the pending steps can be trusted.
-        else:
-            self.pending.give_up(error)
 
     def _fail(self, error: Exception) -> None:
         """Lose the open step."""

@@ -159,7 +159,7 @@ class LoopDiagnostics:
             messages.warning(_NO_OPTIMIZER)
 
     def _of_ranks(self) -> Row:
-        return is_distributed() and not self._boundaries.sees_waits, _TOO_EARLY, ()
+        return is_distributed() and self._boundaries.waits is None, _TOO_EARLY, ()
 
     def _of_forward(self) -> Row:
         message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD

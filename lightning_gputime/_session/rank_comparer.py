@@ -123,12 +123,12 @@ class RankComparer:
         self._exchange = None
 
     def _totals(self, sums: Sums) -> RankTotals:
-        boundaries = self.boundaries
+        waits = None if self.boundaries is None else self.boundaries.waits
         return totals_of(
             sums,
             self._local.deviation_ms,
             # They would be counted once per rank.
-            with_items=boundaries is None or not boundaries.shares_batches,
+            with_items=waits is None or not waits.shares_batches,
         )
 
     @property

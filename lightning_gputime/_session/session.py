@@ -27,8 +27,7 @@ from lightning_gputime._phases import (
     StepTimes,
 )
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.ranges import Annotator
-from lightning_gputime._record.recorder import PAUSED, Recorder
+from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import step_calls
