@@ -9,8 +9,8 @@ import torch
 from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
 from fake_loop import Loop
 
-from lightning_gputime import Clock, GPUPhaseHooks
-from lightning_gputime._record.clock import DeviceClock, HostClock, clock_for
+from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._record.clock import Clock, DeviceClock, HostClock, clock_for
 from lightning_gputime._record.recorder import Recorder
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
