@@ -232,11 +232,12 @@ class Timer(Tabular):
         As `lightning_gputime.phase`, for this timer alone.
 
         Args:
-            name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part
-                of `forward`.
+            name: A name such as "augment". "forward/body" is a sub-phase: its time is also part of
+                `forward`.
 
         Raises:
-            ValueError: If no key can be made of the name.
+            ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or
+                has "<", ">" or control characters.
         """
         return self._session.phase(name)
 
@@ -279,17 +280,14 @@ class Timer(Tabular):
         return self._read().summary_to_print()._table()
 
     def slowest(self, n: int = 10) -> list[SlowStep]:
-        """Return the slowest steps since the warm-up, and why they were slow.
+        """Return the slow steps since the warm-up with their causes, the worst first.
 
-        A step is slow that takes longer than the median of the 50 steps before it (taken anew every
-        25 steps) by more than five median deviations, 10 % of it and 0.5 ms. What no detector has
-        seen the cause of is unexplained.
+        A step is slow if it exceeds the median of the 50 steps before it (updated every 25 steps)
+        by more than five median absolute deviations, 10 % of it and 0.5 ms. Steps that are not slow
+        are never returned. `print` shows each as a sentence.
 
         Args:
-            n: How many, those first that exceed the usual step most; 1,000 are kept.
-
-        Returns:
-            The steps, the worst first; `print` shows each as a sentence.
+            n: Maximum number of steps; 1,000 are kept.
 
         Raises:
             TypeError: If `n` is no integer.

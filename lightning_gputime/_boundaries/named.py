@@ -89,11 +89,12 @@ def phase(name: str) -> NamedPhase:
     the two.
 
     Args:
-        name: Any name, such as "augment". "forward/body" is a sub-phase: its time is also part of
+        name: A name such as "augment". "forward/body" is a sub-phase: its time is also part of
             `forward`.
 
     Raises:
-        ValueError: If the name is empty, contains "<" or ">", or begins with "step" or "host_wait".
+        ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or has
+            "<", ">" or control characters.
 
     Example:
         >>> with phase("augment"):
