@@ -14,8 +14,8 @@ from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.ledger import STEPS, WallTimeRecorder
 from lightning_gputime._session.session import Session
 
+# The first update of all is waited for during this many batches that should end a step.
 _PATIENCE = 100
-"""The first update of all is waited for during this many batches that should end a step."""
 
 Action = tuple[str, Callable[[], None]]
 
@@ -23,7 +23,6 @@ NESTED = (
     "A fit inside a fit has ended the timing of the outer one: give the inner trainer a timer of"
     " its own."
 )
-"""What is said where a timer's fit begins while another one of it goes on."""
 
 
 class Fit:
@@ -43,12 +42,10 @@ class Fit:
         fail: Callable[[Exception], None],
     ) -> None:
         self._trainer, self._model, self._session = trainer, model, session
-        self._batch, self._books = batch, books
+        self._batch, self._books, self._fail = batch, books, fail
+        # What Lightning's own rows have beside metrics: the epoch whose steps are read.
         self.row = row
-        """What Lightning's own rows have beside metrics: the epoch whose steps are read."""
-        self._fail = fail
-        # From our own hook at the start of a batch to that at its end.
-        self._in_batch = False
+        self._in_batch = False  # From our own hook at the start of a batch to that at its end.
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
         self._attachments = Attachments()
@@ -56,7 +53,6 @@ class Fit:
         self._patience: float = _PATIENCE
 
     def is_of(self, trainer: object) -> bool:
-        """Return whether it is this trainer that fits."""
         return trainer is self._trainer
 
     # What the callback is told
@@ -201,26 +197,23 @@ class Fit:
         ):
             calls[_lightning.module_action(trainer, self._model, hook)] = call
         self._attachments.add(_lightning.Actions(trainer, calls, fail))
-        validation = _lightning.validation_of(trainer)
-        self._attachments.add(_lightning.call_at_start(*validation, begins, fail))
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        self._attachments.add(_lightning.call_at_start(validation, "run", begins, fail))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(trainer):
             wait = partial(session.recorder.mark, WAIT)
             self._attachments.add(_lightning.call_at_start(*place, wait, fail))
 
     def remove(self) -> None:
-        """Hear no more. Safe to call twice."""
         self._attachments.remove()
 
     def fetch_begins(self) -> None:
-        """Start the fetch of the next batch."""
         if self._in_batch:
             return  # A `training_step(dataloader_iter)` fetches by itself.
-        if self._session.recorder.home == -1:
+        session, recorder = self._session, self._session.recorder
+        if recorder.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
-        session = self._session
-        recorder = session.recorder
         if self._books.entry is not STEPS:
             self._books.steps_go_on()
         if self._accumulates and not self._model.automatic_optimization and session.has_updated:

@@ -67,10 +67,7 @@ def mean_log_of(
     stage: str = "",
     row: Mapping[str, float],
 ) -> MeanLog:
-    """Return what logs means, by default as often as a trainer logs, to where it logs.
-
-    `row` is what else loggers get in a row.
-    """
+    """Return what logs means, by default as often as a trainer logs, to where it logs."""
     if every_n_steps is None:
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
 
@@ -150,11 +147,6 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
     return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
 
 
-def validation_of(trainer: pl.Trainer) -> tuple[Any, str]:
-    """Return the object and its method by which a trainer runs a validation inside a fit."""
-    return trainer.fit_loop.epoch_loop.val_loop, "run"
-
-
 def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Return the module that the strategy calls in place of the LightningModule, if it does."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
@@ -187,18 +179,18 @@ class Actions:
         profiler = trainer.profiler
         # Who has put something there since must be called, too.
         is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
-        wrap = _dispatch_alone if is_idle else _dispatch
+        name = "start_alone" if is_idle else "start"
         # Not itself, which would so hold itself, and all that it calls, when it is removed.
-        self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
+        self._subscription = Subscription(
+            profiler, "start", (calls, fail), lambda call, _: getattr(_Dispatcher(call), name)
+        )
         self._know_awaited()
 
     def put_on(self) -> None:
-        """Put it on the profiler again. Safe to call twice."""
         self._subscription.put_on()
         self._know_awaited()
 
     def remove(self) -> None:
-        """Take it off the profiler. Safe to call twice."""
         self._subscription.remove()
         self._know_awaited()
 
@@ -211,12 +203,11 @@ class Actions:
                 awaited.setdefault(name, []).append((call, fail))
 
 
+# What is called, and what its error is passed to.
 _GuardedCall = tuple[Callable[[], object], Callable[[Exception], None]]
-"""What is called, and what its error is passed to."""
+
 
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
-
-
 @skip_compile
 class _Dispatcher:
     """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
@@ -241,14 +232,6 @@ class _Dispatcher:
                     call()
                 except Exception as error:
                     fail(error)
-
-
-def _dispatch(call: Callable[..., Any], listeners: list[Any]) -> Any:
-    return _Dispatcher(call).start
-
-
-def _dispatch_alone(call: Callable[..., Any], listeners: list[Any]) -> Any:
-    return _Dispatcher(call).start_alone
 
 
 def call_at_start(

@@ -168,11 +168,9 @@ class PhaseMemory:
         self._warn_once = WarnOnce()
         self._steps = self._held = 0
         self._highest: Mapping[str, tuple[int, int]] = {}  # Each with the step that it is of.
-        # Not logged yet.
-        self._window: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=1000)
+        self._window: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=1000)  # Not logged yet.
 
     def steps_read(self, steps: Iterable[StepRecord]) -> None:
-        """Take the next steps that were read."""
         for step in steps:
             if step.memory:
                 self._add(step)

@@ -23,7 +23,6 @@ _LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the chance i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let the parser of the command take its arguments."""
     parser.add_argument("before", help="a command, with options as behind run")
     parser.add_argument("after", help="the other")
     parser.add_argument("--turns", type=int, default=12, help="at most so many runs of each (12)")

@@ -42,7 +42,6 @@ VALUES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let the parser of the command take its arguments."""
     parser.set_defaults(command=run)
     parser.allow_abbrev = False  # What it does not know may be the script's.
     for name in (*SWITCHES, *VALUES):

@@ -68,12 +68,11 @@ class SlowStepAnalyzer:
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
-        self._reads_since = 0
+        self.reads_since = 0
         self._warn_once = WarnOnce()
         self.newest: Sequence[SlowStep] = ()  # Of the steps that were read last.
 
     def attach(self) -> None:
-        """Let the detectors look."""
         self._is_attached = True
         try:
             self._spans.attach()
@@ -110,7 +109,7 @@ class SlowStepAnalyzer:
 
     def reading_begins(self) -> None:
         """Call where the timer begins to read steps."""
-        self._reads_since = self._now_ns()
+        self.reads_since = self._now_ns()
 
     def steps_read(self, read: ReadSteps) -> None:
         """Judge the next steps but those of the warm-up; loggers are called next."""
@@ -126,9 +125,9 @@ class SlowStepAnalyzer:
         self._log.add(found, is_known=self._baseline.is_known)
         self.newest = found
         now_ns = self._now_ns()
-        self._readings.append((self._reads_since, now_ns))
+        self._readings.append((self.reads_since, now_ns))
         # What is read together may be handed over in parts; and a span of own calls starts.
-        self._reads_since = now_ns
+        self.reads_since = now_ns
         self.start_own_call()
 
     def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:

@@ -58,7 +58,6 @@ class HostSpans:
         self._started_ns: dict[CauseKind, int] = {}
 
     def attach(self) -> None:
-        """Listen to Python's collector and to dynamo, unless it does."""
         for callbacks, own in self._callbacks():
             if own not in callbacks:
                 callbacks.append(own)
@@ -93,7 +92,6 @@ class HostSpans:
         self.end("compilation", "of a backward" if trigger == "LAZY_BACKWARD" else "")
 
     def start(self, kind: CauseKind) -> None:
-        """Start a span."""
         self._started_ns[kind] = self._now_ns()
 
     def end(self, kind: CauseKind, detail: str) -> None:
@@ -110,8 +108,8 @@ class HostSpans:
         attribution.attribute_spans(sorted(spans, key=lambda one: _INSIDE_OUT.index(one[2])))
 
 
+# What a loop iterates over that loads nothing.
 _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
-"""What a loop iterates over that loads nothing."""
 
 
 @skip_compile

@@ -3,7 +3,7 @@
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
     AFTER_FORWARD,
     BACKWARD,
@@ -53,16 +53,13 @@ _ELSEWHERE = (
 _TWICE = (
     "%d of %d steps have no call of the model: is step() called more than once in a batch? Call it"
     " once, at the end of the loop's body, or only iterate over steps(); and leave batches out"
-    " inside of it, as in timer.steps(filter(is_good, loader))."
+    " inside of it, as in timer.steps(filter(is_good, loader)). Or does the loop train another"
+    " model there? Give each model a timer of its own."
 )
 _EARLY = (
     "The first %d timed steps have no backward: call step() last in the loop's body, leave batches"
     " out inside of steps(), as in timer.steps(filter(is_good, loader)), and put an evaluation"
     " before the training into `with timer.paused()`."
-)
-_ANOTHER_MODEL = (
-    "%d of %d steps have a backward and no call of the model: another one is trained there, whose"
-    " forward is `other`. Give each model a timer of its own."
 )
 _UNSEEN = (
     "Batches on which the model is not called take %.3g ms of `other` a step: if they train in a"
@@ -93,14 +90,7 @@ _ACCUMULATED = (
 
 
 class LoopDiagnostics:
-    """Judges a loop by its sums, when the warm-up and some steps are over. That costs no step.
-
-    Args:
-        results: Have the sums.
-        boundaries: Have seen the loop.
-        recorder: Knows of other threads.
-        loop: What is timed.
-    """
+    """Judges a loop by its sums, when the warm-up and some steps are over. That costs no step."""
 
     def __init__(
         self, results: Results, boundaries: Boundaries, recorder: Recorder, loop: Loop
@@ -111,19 +101,18 @@ class LoopDiagnostics:
         self._is_own = loop.pause_evaluation is not False
         # Whether an optimizer of the model that updates is one that the user has not given.
         self._lacks_optimizer = loop.pause_evaluation is None
-        self._is_over = False
-        # Until it is over: steps before the first backward.
-        self._early = 0
-        self._has_trained = False
-        # What batches take on which nothing was seen to be done, and which so end no step.
-        self._idle_ms = 0.0
-        # What is between two calls of the model, how often that is, and in how many steps.
+        self._warn_once = WarnOnce()
+        # Until it is over: what batches take on which nothing was seen to be done, and which so
+        # end no step; steps before the first backward; and what is between two calls of the model,
+        # how often that is, and in how many steps.
+        self._is_over = self._has_trained = False
+        self._idle_ms, self._early = 0.0, 0
         self._between_ms, self._betweens, self._steps = 0.0, 0, 0
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Judge once, when there are enough steps."""
         self._tell_of_optimizer()
-        # Replays of a captured graph show nothing of what they do, which is told already.
+        # Replays of a captured graph show nothing of what they do, which is said already.
         if self._is_over or self._recorder.has_captured:
             return
         self._steps += len(steps)
@@ -139,7 +128,8 @@ class LoopDiagnostics:
             self._early += not self._has_trained
         if self._results.sums.step.n >= ENOUGH:
             self._is_over = True
-            _tell(self._of_ranks(), self._of_forward(), *self._of_many_steps(), self._of_start())
+            rows = self._of_ranks(), self._of_forward(), *self._of_many_steps(), self._of_start()
+            self._tell(*rows)
 
     def end(self) -> None:
         """Judge at the end: say of few steps only what is certain."""
@@ -149,14 +139,19 @@ class LoopDiagnostics:
             return
         if not self._is_over:
             trains = BACKWARD in ran and OPTIMIZER in ran
-            _tell(self._of_ranks(), *([self._of_forward(), self._of_start()] if trains else []))
+            self._tell(self._of_ranks())
+            if trains:
+                self._tell(self._of_forward(), self._of_start())
         elif self._is_own and BACKWARD in ran and FORWARD in ran:
-            _tell(*self._of_steps_without_calls())
+            # Where the loop calls another part of the model, the first of these steps has no
+            # `forward`.
+            n = self._results.sums.step.n
+            without = n - ran[FORWARD].n
+            self._tell((20 * (without - self._early) >= n, _TWICE, (without, n)))
 
     def _tell_of_optimizer(self) -> None:
         if self._lacks_optimizer and self._boundaries.optimizer.has_any:
-            self._lacks_optimizer = False
-            messages.warning(_NO_OPTIMIZER)
+            self._warn_once(_NO_OPTIMIZER)
 
     def _of_ranks(self) -> Row:
         return is_distributed() and self._boundaries.waits is None, _TOO_EARLY, ()
@@ -176,6 +171,7 @@ class LoopDiagnostics:
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         place = OTHER if is_in_other else LOSS
+        is_idle = 10 * self._idle_ms > sums.step.device_ms
         is_twice = 2 * (with_forward - 1) <= n - 1
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
         # A GAN calls its models in turn, with little between; an agent its policy, time and again.
@@ -189,11 +185,7 @@ class LoopDiagnostics:
             (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
             (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
             (trains and (is_in_other or is_in_loss), _METHOD, (place, ms[place] / n)),
-            (
-                self._is_own and 10 * self._idle_ms > sums.step.device_ms,
-                _UNSEEN,
-                (self._idle_ms / n,),
-            ),
+            (self._is_own and is_idle, _UNSEEN, (self._idle_ms / n,)),
             (is_between and is_often, _BETWEEN_CALLS, (between_ms, forward_ms)),
             (self._is_own and seen.forward.is_evaluated, _EVALUATED, ()),
             (is_twice, _TWICE, (n - with_forward, n)),
@@ -204,18 +196,7 @@ class LoopDiagnostics:
     def _of_start(self) -> Row:
         return self._is_own and self._has_trained and self._early > 0, _EARLY, (self._early,)
 
-    def _of_steps_without_calls(self) -> list[Row]:
-        ran, n = self._results.sums.phases, self._results.sums.step.n
-        without, strange = n - ran[FORWARD].n, ran[BACKWARD].n - ran[FORWARD].n
-        # Where the loop calls another part of the model, the first of these steps has no `forward`.
-        is_strange, is_many = 10 * strange >= n, 20 * (without - self._early) >= n
-        return [
-            (is_strange, _ANOTHER_MODEL, (strange, n)),
-            (is_many and not is_strange and 2 * without < n, _TWICE, (without, n)),
-        ]
-
-
-def _tell(*rows: Row) -> None:
-    for is_so, message, values in rows:
-        if is_so:
-            messages.warning(message, *values)
+    def _tell(self, *rows: Row) -> None:
+        for is_so, message, values in rows:
+            if is_so:
+                self._warn_once(message, *values)

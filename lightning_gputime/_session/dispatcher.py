@@ -15,21 +15,10 @@ from lightning_gputime._session.rank_comparer import RankComparer
 
 
 class StepDispatcher:
-    """Hand the steps that were read to all observers, and know when a log is due.
-
-    Args:
-        observers: Are told of steps, in this order.
-        means: Log every step; one of the observers.
-        ranks: Compare ranks at each log, if that is wanted.
-        options: Have the lag of the recorder, and the number of warm-up steps.
-    """
+    """Hand the steps that were read to all observers, in order, and know when a log is due."""
 
     def __init__(
-        self,
-        observers: Sequence[Any],
-        means: MeanLog,
-        ranks: RankComparer,
-        options: Options,
+        self, observers: Sequence[Any], means: MeanLog, ranks: RankComparer, options: Options
     ) -> None:
         self.observers = observers
         self._means, self._ranks = means, ranks
@@ -61,18 +50,13 @@ class StepDispatcher:
         call_safely(self._calls, ReadSteps(records, warmup))
 
     def remove(self) -> None:
-        """End all observers."""
         call_safely(methods(self.observers, "remove"))
 
 
 class UserCalls:
     """Call the observers of the user's, and a progress bar, with the steps that were read.
 
-    Args:
-        observers: What the user wants to be told of steps.
-        bars: What a front end wants to be called with the `StepTimes` of each step.
-        analyzer: Has the slow ones among the newest steps, and notes when the calls run: that is a
-            cause, too.
+    The analyzer notes when the calls run: that may be why a step is slow.
     """
 
     def __init__(
@@ -92,7 +76,6 @@ class UserCalls:
         return 1 if self._on_step else BATCH
 
     def attach(self) -> None:
-        """Tell observers that a measurement begins."""
         call_safely(methods(self._observers, "attach"))
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -109,5 +92,4 @@ class UserCalls:
         self._analyzer.start_own_call()  # Loggers are next.
 
     def remove(self) -> None:
-        """Tell observers that it ends."""
         call_safely(methods(self._observers, "remove"))

@@ -27,7 +27,6 @@ class Evaluations:
     # Of the loop that runs; set by `start`.
     _boundaries: Boundaries
     _means: MeanLog
-    _results: Results
     _batch: Batch
     _items: Items
     _number: int
@@ -35,8 +34,7 @@ class Evaluations:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._recorder: Recorder | None = None
-        self.results: dict[str, Results] = {}
-        """The results of the newest loop of each stage, the newest last."""
+        self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
@@ -44,7 +42,6 @@ class Evaluations:
 
     @property
     def is_running(self) -> bool:
-        """Whether a loop runs."""
         return self._recorder is not None
 
     def start(
@@ -70,20 +67,20 @@ class Evaluations:
         self.results.pop(stage, None)
         self.results[stage] = results
         means.results, means.groups, means.keep = results, self._options.logged_groups, keep
-        self._means, self._results, self._number = means, results, number
-        self._items = Items(items)
-        recorder = Recorder(clock, lag=self._options._lag, emit=self._add, batch=BATCH)
+
+        def add(steps: list[StepRecord]) -> None:
+            sums = Sums(steps)
+            means.add(steps, sums)
+            results.add(steps, sums)
+
+        self._means, self._number, self._items = means, number, Items(items)
+        recorder = Recorder(clock, lag=self._options._lag, emit=add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
         self._boundaries = Boundaries(recorder, loop)
         recorder.begin()
         self._recorder = recorder
-
-    def _add(self, steps: list[StepRecord]) -> None:
-        sums = Sums(steps)
-        self._means.add(steps, sums)
-        self._results.add(steps, sums)
 
     def batch_begins(self, batch: object) -> None:
         """Start the step of a batch: its fetch is over."""
@@ -93,7 +90,6 @@ class Evaluations:
             self._recorder.work_counts = (self._items.of(batch),)
 
     def batch_ends(self) -> None:
-        """End the step of a batch."""
         if self._recorder is not None:
             self._batch.is_open = False
             self._boundaries.step_ended()

@@ -25,19 +25,13 @@ class Probe:
     A spin kernel keeps the device busy until the host has launched the whole step. Then the step
     runs without a gap, and its phases are the work alone. The host waits for its end, so that no
     later step starts with a full queue. What ranks wait for each other in such a step depends on
-    their spins, and is left out.
-
-    Args:
-        clock: The timer's. Without `spin` no step is probed.
-        results: Get the probed steps, and the reason if none can be probed.
+    their spins, and is left out. A clock without `spin` probes no step.
     """
 
     def __init__(self, clock: Clock, results: Results) -> None:
-        self._clock = clock
+        self._clock, self._results = clock, results
         self._spin = getattr(clock, "spin", None)
-        self._results = results
-        self._cycles_per_ms = _CYCLES_PER_MS
-        self._margin = _MARGIN
+        self._cycles_per_ms, self._margin = _CYCLES_PER_MS, _MARGIN
         self._asked_ms = 0.0
         # How often in a row a probe was not filled, interrupted, or would have taken too long.
         self._misses = self._interrupted = self._too_long = 0
@@ -64,9 +58,8 @@ class Probe:
     def step_ends(self, *, usual: bool) -> None:
         """Call when a step ends, before anything else.
 
-        Args:
-            usual: Whether the host took as long for it as it usually does: it was neither in the
-                warm-up, nor probed, nor follows a step that was.
+        It is `usual` for the host if it was neither in the warm-up, nor probed, nor follows a step
+        that was.
         """
         if self._began_ns is not None and usual:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)

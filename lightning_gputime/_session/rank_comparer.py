@@ -20,13 +20,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.ranks import (
-    BatchMeans,
-    RankTotals,
-    compare,
-    since,
-    totals_of,
-)
+from lightning_gputime._results.ranks import BatchMeans, RankTotals, compare, since, totals_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 
@@ -56,27 +50,22 @@ _ALONE = (
 class RankComparer:
     """Compares the ranks, in the same steps on all of them, whatever each has read.
 
-    Args:
-        results: This rank's steps: their sums are compared, and they keep the outcome.
-        means: Log the outcome, under the number of a step.
-        options: When: never, at the end of each epoch, or also at each log; and the recorder's lag.
+    The results keep the outcome, the means log it, and the boundaries see how ranks share the work.
     """
 
-    def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
-        self._results = results
-        self._means = means
+    def __init__(
+        self, results: Results, means: MeanLog, options: Options, boundaries: Boundaries
+    ) -> None:
+        self._results, self._means, self._boundaries = results, means, boundaries
         self._exchange = open_exchange("ranks") if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         # The newest steps: what not every rank must have read yet is not compared yet.
         self._recent: deque[StepRecord] = deque(maxlen=options._lag + 1)
         self._local = BatchMeans()
-        self.boundaries: Boundaries | None = None
-        """They see how the ranks share the work."""
-        # The number of the last step that `compare_all` has compared.
-        self._compared = -1
+        self._compared = -1  # The number of the last step that `compare_all` has compared.
         self._before: dict[int, RankTotals] = {}
+        # The number up to which to compare the ranks when a step has ended; else None.
         self.due_step: int | None = None
-        """The number up to which to compare the ranks when a step has ended; else None."""
 
     @property
     def is_on(self) -> bool:
@@ -90,11 +79,7 @@ class RankComparer:
             self._local.add(steps.measured)
 
     def log_is_due(self, finished: int) -> None:
-        """Call where a log is due: with "log", so is a comparison.
-
-        Args:
-            finished: The number of the newest step that every rank has read by now.
-        """
+        """Call where a log is due: with "log", so is a comparison, of steps that all have read."""
         if self._at_logs and self._exchange is not None:
             self.due_step = finished
 
@@ -109,11 +94,7 @@ class RankComparer:
             self._compare(totals, min(finished, self._newest_read))
 
     def compare_all(self, newest: int | None) -> None:
-        """Compare the ranks in all steps that were read. All ranks must call it.
-
-        Args:
-            newest: The number of the last step that has ended, if one has.
-        """
+        """Compare the ranks in all steps that were read. All ranks must call it."""
         if newest is not None:
             self._compared = newest
         self._compare(self._totals(self._results.sums), self._newest_read)
@@ -123,13 +104,10 @@ class RankComparer:
         self._exchange = None
 
     def _totals(self, sums: Sums) -> RankTotals:
-        waits = None if self.boundaries is None else self.boundaries.waits
-        return totals_of(
-            sums,
-            self._local.deviation_ms,
-            # They would be counted once per rank.
-            with_items=waits is None or not waits.shares_batches,
-        )
+        waits = self._boundaries.waits
+        # They would be counted once per rank.
+        with_items = waits is None or not waits.shares_batches
+        return totals_of(sums, self._local.deviation_ms, with_items=with_items)
 
     @property
     def _newest_read(self) -> int:
@@ -161,13 +139,9 @@ class Exchange:
     times out. Here each rank writes and goes on; who waits does so for a bounded time. All ranks
     must call a method at the same places of the training.
 
-    Args:
-        store: Any store that all ranks share.
-        rank: Number of this process.
-        world_size: Number of processes.
-        timeout_s: How long rank zero waits for late ranks, at most a third of the store's timeout
-            (in seconds). It waits for a late rank again once that has caught up, but each time half
-            as long: where ranks have steps of their own they may be late at every turn.
+    Rank zero waits for late ranks, at most a third of the store's timeout. It waits for a late rank
+    again once that has caught up, but each time half as long: where ranks have steps of their own
+    they may be late at every turn.
     """
 
     def __init__(
@@ -177,8 +151,7 @@ class Exchange:
         # The others may wait in a collective for rank zero meanwhile, and raise after their group's
         # timeout, which the store has, too.
         self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
-        # How often a method was called.
-        self._turn = 0
+        self._turn = 0  # How often a method was called.
         # On rank zero: the others that were late, and those that were told of.
         self._late, self._told = set[int](), set[int]()
         self._agreed, self._is_alone = 1, False

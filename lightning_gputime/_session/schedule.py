@@ -6,30 +6,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, Self
+from typing import Literal
 
-from lightning_gputime._options import AUTO, Options
 from lightning_gputime._record.steps import StepRecord
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949
 
-
+# What becomes of a step.
 StepKind = Literal["timed", "probed", "untimed", "unrepresentative"]
-"""What becomes of a step."""
-
-TIMED: StepKind = "timed"
-"""Its times count."""
-
-PROBED: StepKind = "probed"
-"""It is launched while the device is kept busy, and counts apart."""
-
-UNTIMED: StepKind = "untimed"
-"""It is one of those between the timed steps."""
-
+TIMED: StepKind = "timed"  # Its times count.
+PROBED: StepKind = "probed"  # It is launched while the device is kept busy, and counts apart.
+UNTIMED: StepKind = "untimed"  # It is one of those between the timed steps.
+# It is not timed, because it is not like the others: the one after a probed step starts with an
+# empty queue, and one that other ranks probe waits for them.
 UNREPRESENTATIVE: StepKind = "unrepresentative"
-"""It is not timed, because it is not like the others: the one after a probed step starts with an
-empty queue, and one that other ranks probe waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +46,6 @@ class Schedule:
     offset: int = 0
     probe_every_n_steps: int = 0
     warmup_steps: int = 0
-
-    @classmethod
-    def of(cls, options: Options) -> Self:
-        """Return the plan that a timer starts with."""
-        every = options.every_n_steps
-        n = 1 if every == AUTO else int(every)
-        return cls(
-            n,
-            window=n,
-            probe_every_n_steps=options.probe_every_n_steps,
-            warmup_steps=options.warmup_steps,
-        )
 
     @property
     def times_all(self) -> bool:
@@ -94,38 +73,22 @@ class Schedule:
         n = self.probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
-        # Never the last of n: the step after a probed one is not probed.
-        return index % n == _place(index // n, n - 1)
+        # Each place as often, but never the last of n: the step after a probed one is not probed.
+        return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
 
 
-def _place(turn: int, n: int) -> int:
-    """Return one of the numbers below `n`, another one in each turn, all of them as often."""
-    return int((turn + 1) * _GOLDEN % 1 * n)
+FIRST_STEPS = 100  # With "auto" this many first steps are timed, all of them.
+LONGEST_STRETCH = 10  # The host's time is looked at after this many untimed steps.
 
-
-FIRST_STEPS = 100
-"""With "auto" this many first steps are timed, all of them."""
-
-LONGEST_STRETCH = 10
-"""The host's time is looked at after this many untimed steps."""
-
+# What timing may take as a fraction of the time: below 1 %, as it is not measured exactly. What is
+# cold in the steps around a block takes nearly as much again (`benchmarks/cold_cost.py`, H200).
 _TARGET, _TARGET_IN_BLOCKS = 0.008, 0.005
-"""What timing may take as a fraction of the time: below 1 %, as it is not measured exactly. What is
-cold in the steps around a block takes nearly as much again (`benchmarks/cold_cost.py`, H200)."""
-
 _BLOCK, _LONGEST_PERIOD = 5, 500
-
+# No mark costs the host less in a loop that works, nor more. What differs by more is chance.
 _LEAST_PER_MARK_NS, _MOST_PER_MARK_NS = 3_000, 40_000
-"""No mark costs the host less in a loop that works, nor more. What differs by more is chance."""
-
-_REMEMBERED = 100
-"""Number of newest timed steps, and stretches of untimed ones, that are compared."""
-
-_TRIAL = 2
-"""For two windows 1 of this many steps is timed, to find out what timing costs."""
-
-_MOST_BETWEEN = 4096
-"""At most this many steps pass between two decisions."""
+_REMEMBERED = 100  # Number of newest timed steps, and stretches of untimed ones, to compare.
+_TRIAL = 2  # For two windows 1 of this many steps is timed, to find out what timing costs.
+_MOST_BETWEEN = 4096  # At most this many steps pass between two decisions.
 
 
 class AutoSchedule:
@@ -135,18 +98,14 @@ class AutoSchedule:
     what it costs is measured in the loop itself: the host's time for a timed step, beside that for
     the untimed ones just before and behind it, as loops have their moods. An empty loop is no
     guide: in a loop that works the code of a hook has left the processor's cache by the next step.
-
-    Args:
-        window: Number of steps between two logs; each window has a block of timed steps.
-        offset: Number of the first step.
+    Each `window` of steps between two logs has a block of timed steps.
     """
 
     def __init__(self, window: int, offset: int) -> None:
         self._window, self._offset = window, offset
-        self.due = FIRST_STEPS
-        """Index of the step before which `decide` must be called."""
+        self.due = FIRST_STEPS  # Index of the step before which `decide` must be called.
+        # What timing costs in a timed step, as a fraction of an untimed one; None if unknown.
         self.share: float | None = None
-        """What timing costs in a timed step, as a fraction of an untimed one; None if unknown."""
         # When each began, and how long it took; of untimed stretches, how long a step.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -171,7 +130,7 @@ class AutoSchedule:
         self._untimed_ns.append((start_ns, (end_ns - start_ns) / steps))
 
     def add_switch(self, ns: int) -> None:
-        """Take how long it took to put the hooks on, or off (in nanoseconds)."""
+        """Take how long it took to put the hooks on, or off."""
         self._switches_ns.append(ns)
 
     def decide(self, index: int) -> int:

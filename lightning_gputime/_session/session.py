@@ -57,16 +57,8 @@ class Session:
     """What a timer holds while it is attached. Its methods are what a loop tells it.
 
     `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
-    ask from any thread; beside a loop that runs in another one, that reads no steps.
-
-    Args:
-        options: How steps are timed.
-        clock: Where events and host times come from.
-        loop: What is hooked.
-        results: Keep every step for the user.
-        means: Log every step.
-        bars: Functions of a front end's own that are called with every step.
-        number: The number of the first step.
+    ask from any thread; beside a loop that runs in another one, that reads no steps. `bars` of a
+    front end are called with every step, and `number` is that of the first one.
     """
 
     def __init__(
@@ -83,15 +75,20 @@ class Session:
         self._now_ns = clock.host_ns
         # The thread that is timed: while it lives, no other thread may read.
         self._runner: Thread | None = None
-        self.is_attached = self.was_attached = True
-        """Whether the session runs, and whether it ever did."""
-        # The number of the last step that ended.
-        self._newest: int | None = None
+        self.is_attached = self.was_attached = True  # Now, and ever.
+        self._newest: int | None = None  # The number of the last step that ended.
         self._tried_update = False
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
-        self._schedule = Schedule.of(options)
+        is_auto = options.every_n_steps == AUTO
+        n = 1 if is_auto else int(options.every_n_steps)
+        self._schedule = Schedule(
+            n,
+            window=n,
+            probe_every_n_steps=options.probe_every_n_steps,
+            warmup_steps=options.warmup_steps,
+        )
         self._auto: AutoSchedule | None = None
-        if options.every_n_steps == AUTO:
+        if is_auto:
             results.each_timed_for = _who_looks_at_each(options, means)
             if not results.each_timed_for:
                 self._auto = AutoSchedule(means.every_n_steps or 50, number)
@@ -102,58 +99,47 @@ class Session:
         self._kind: StepKind = UNTIMED
         self.is_off = False
         """Whether the hooks are off, as in most untimed steps: only ends of steps are counted."""
-        self.needs_updates = loop.needs_updates
-        """Whether the loop needs to know of each update, to know where its steps end."""
+        self.needs_updates = loop.needs_updates  # Only they tell where steps end.
         # While off: the index of the step that turned the hooks off, of that which turns them on
         # again, and of the next in which something is due.
         self._off_at = self._on_at = self._due_at = 0
         # What is an evaluation the step before a timed one must show.
         self._lead_in = int(loop.pause_evaluation is not False)
-        # When, and with which index, the host's time was last looked at.
-        self._looked = (0, 0)
+        self._looked = (0, 0)  # When, and with which index, the host's time was last looked at.
         self._lag = options._lag
         self._first_label = DATA
         self._stays_on = False
-        # Observers, in the order in which they are told.
-        probe = Probe(clock, results) if options.probe_every_n_steps else None
-        self._probe = probe
-        self._comparison = RankComparer(results, means, options)
+        self._probe = Probe(clock, results) if options.probe_every_n_steps else None
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
-        """Finds slow steps, and their causes."""
         self._means = means
         means.results, means.groups = results, options.logged_groups
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
         users = UserCalls(options.observers, bars, self.analyzer)
         counters = counters_of(clock) if options.memory else None
-        self._reading_since = 0
         self.recorder = Recorder(
             clock,
             lag=options._lag,
             emit=self._steps_read,
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
-            on_reading_start=self._reading_begins,
+            on_reading_start=self.analyzer.reading_begins,
             sample=sampler(counters) if counters is not None else None,
         )
-        """Records the marks."""
         self.work = WorkCounter(options, loop, self.recorder)
-        """Counts what the steps work on."""
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
-        self._comparison.boundaries = self._boundaries
+        self._comparison = RankComparer(results, means, options, self._boundaries)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
-        memory = []
+        observers = [results, self._comparison, self.analyzer, users, means, self._checkup]
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
-            memory = [results.peaks]
-        # The log asks for metrics of the steps that the others have been told of.
-        observers = [*memory, results, self._comparison, self.analyzer, users, means, self._checkup]
+            # The log asks for metrics of the steps that the others have been told of.
+            observers.insert(0, results.peaks)
         self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
         results.observers = options.observers
         self._has_others = not results.on_host_clock and is_distributed()
         self._waits_before_batch = loop.waits_before_batch
-        # Whether the first batch of the open step has not begun.
-        self._is_early = False
+        self._is_early = False  # Whether the first batch of the open step has not begun.
         self.analyzer.attach()
         users.attach()
         lifetimes.attached(self)
@@ -218,12 +204,8 @@ class Session:
         is_blind = self.is_off or has_compiled() or recorder.has_captured
         if is_blind or recorder.was_elsewhere or not self.sees_updates:
             return False
-        is_known = is_first or self.has_trained
-        return (
-            is_known
-            and not self._boundaries.has_worked
-            and recorder.phases <= {*BETWEEN_BATCHES, OTHER}
-        )
+        is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
+        return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER}
 
     @property
     def has_evaluated(self) -> bool:
@@ -411,7 +393,7 @@ class Session:
                 self._start_probe()
 
     def _next_kind(self) -> StepKind:
-        """Return what becomes of the step that starts: what is planned, if it can be."""
+        """Return what is planned for the step that starts, if it can be."""
         kind = self._schedule.kind(self._index)
         if kind is PROBED and self._probe is not None and not self._probe.is_ready():
             # Where other ranks may probe this step, it waits for them, and is not like the others.
@@ -512,12 +494,8 @@ class Session:
 
     # Steps that were read
 
-    def _reading_begins(self) -> None:
-        self._reading_since = self._now_ns()
-        self.analyzer.reading_begins()
-
     def _steps_read(self, records: list[StepRecord]) -> None:
-        auto, since = self._auto, self._reading_since
+        auto, since = self._auto, self.analyzer.reads_since
         if self._probe is not None:
             records = self._probe.take(records)
         if records:
@@ -528,11 +506,9 @@ class Session:
     # What a user asks, from any thread
 
     def phase(self, name: str) -> NamedPhase:
-        """Return the context manager of a phase that is named by hand."""
         return NamedPhase(name, [self.recorder])
 
     def paused(self) -> NamedPhase:
-        """Return the context manager of a pause by hand."""
         return NamedPhase(None, [self.recorder])
 
     def flush(self) -> None:
@@ -620,8 +596,7 @@ class _NoSession:
     """
 
     thread = home = -1
-    is_attached = is_off = has_updated = sees_updates = False
-    has_trained = False
+    is_attached = is_off = has_updated = sees_updates = has_trained = False
     updates = 0
 
     def __init__(self, was_attached: bool) -> None:

@@ -252,7 +252,6 @@ class Items:
 
     @property
     def source(self) -> str:
-        """What the items are."""
         if self._function is not None:
             return "as items= says"
         known = self.fixed == self.fixed
