@@ -84,8 +84,9 @@ class PhaseTimeCallback(Timer):
         self._step = 0
         # Whether the open step has an update, and whether it has any batch.
         self._has_updated = self._has_batches = False
-        # How many loaders of training batches are read now, and the steps since there was one.
-        self._loaders = self._alone = 0
+        # What reads batches of training from loaders now, by its id, and the steps since one did.
+        self._readers = set[int]()
+        self._alone = 0
         # Whether the newest update was one of models in eval mode, as with frozen batch norms.
         self._trains_in_eval = False
         # The training loader that was read last, by its id.
@@ -131,7 +132,7 @@ class PhaseTimeCallback(Timer):
     @never_raises
     def _attach(self, fabric: Any, submodules: dict[str, nn.Module]) -> None:
         self._abort()
-        self._step, self._loaders, self._trains_in_eval = 0, 0, False
+        self._step, self._readers, self._trains_in_eval = 0, set(), False
         self._has_updated = self._has_batches = False
         self._batch = Batch()
         one, *others = self._models
@@ -163,7 +164,7 @@ class PhaseTimeCallback(Timer):
             self._updated.append(optimizer)
         self._has_updated = True
         self._trains_in_eval = not any(one.training for one in self._models)
-        if not self._loaders and optimizer is self._updated[-1]:
+        if not self._readers and optimizer is self._updated[-1]:
             self._end_step()
             self._session.update_has_ended_step()
             self._alone += 1
@@ -197,67 +198,56 @@ class PhaseTimeCallback(Timer):
 
     def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
         """Yield the batches of a loader, and tell the session where each begins."""
-        trains = False
         try:
             while True:
-                # Until its first update a model that is trained in eval mode is evaluated.
-                trains = trains or self._loader_begins(loader)
-                self._fetch_begins()
+                self._fetch_begins(id(items), loader)
                 try:
                     item = next(items)
                 except StopIteration:
-                    if trains:  # The body may go on, as with two loaders that are zipped.
+                    if id(items) in self._readers:
+                        # The body may go on, as with two loaders that are zipped.
                         self._session.recorder.mark(OTHER)
                     return
                 self._batch_begins(item)
                 yield item
         finally:
-            self._loader_ends(trains)
+            self._reader_ends(id(items))
 
-    def _loader_begins(self, loader: object) -> bool:
+    @never_raises
+    def _fetch_begins(self, reader: int, loader: object) -> None:
+        session, is_known = self._session, reader in self._readers
         # The body of a loop that has trained may say `train()` only after the first fetch.
-        if id(loader) == self._trained_on:
+        if not is_known and id(loader) == self._trained_on:
             self._trains_in_eval |= torch.is_grad_enabled()
-        trains = self._trains()
-        if trains:
-            self._trained_on = id(loader)
-            self._begin_epoch(loader)
-            self._loaders += 1
-            self._alone = 0
-        return trains
-
-    @never_raises
-    def _begin_epoch(self, loader: object) -> None:
-        session = self._session
-        if self._has_updated:
-            self._end_step()
-        self._know_loader(loader)
-        if self._loaders:
-            return
-        if self._has_batches and BACKWARD in session.recorder.phases:
-            # Gradients accumulate from one epoch to the next; what lies between is no step's.
-            session.loop_goes_on()
-        else:
-            # Batches that were looked at alone, as for a mean, are no step's either.
-            self._has_batches = False
-            session.begin(self._step)
-
-    @never_raises
-    def _fetch_begins(self) -> None:
-        if self._trains():
-            self._batch.is_open = True
-            if self._has_updated:
-                self._end_step()
-            elif self._has_batches:
-                self._session.batch_ends()
-            self._session.recorder.resume_or_mark(FETCH)
-        else:
+        if not self._trains():
             # A mark of its own: the one before may be the end of an update.
-            self._session.recorder.mark(OTHER)
-            self._session.pause()
+            session.recorder.mark(OTHER)
+            session.pause()
             # In eval mode without grad a call of the model tells by itself what it is.
             tells = not (torch.is_grad_enabled() or any(one.training for one in self._models))
             self._batch.is_open = tells or not self._updated
+            return
+        self._batch.is_open = True
+        if self._has_updated:
+            self._end_step()
+        if not is_known:
+            self._reader_begins(loader)
+            self._readers.add(reader)
+        if self._has_batches:
+            session.batch_ends()
+        session.recorder.resume_or_mark(FETCH)
+
+    def _reader_begins(self, loader: object) -> None:
+        session = self._session
+        self._know_loader(loader)
+        if not self._readers and self._has_batches and BACKWARD in session.recorder.phases:
+            # Gradients accumulate from one epoch to the next; what lies between is no step's.
+            session.loop_goes_on()
+        elif not self._readers:
+            # Batches that were looked at alone, as for a mean, are no step's either.
+            self._has_batches = False
+            session.begin(self._step)
+        self._trained_on, self._alone = id(loader), 0
 
     @never_raises
     def _batch_begins(self, batch: object) -> None:
@@ -267,18 +257,18 @@ class PhaseTimeCallback(Timer):
             self._session.work.add_batch(batch)
 
     @never_raises
-    def _loader_ends(self, trains: bool) -> None:
-        # A loader may be given up after another measurement has begun.
-        self._loaders = max(self._loaders - trains, 0)
+    def _reader_ends(self, reader: int) -> None:
         self._batch.is_open = True
-        if trains:
-            if self._has_updated and self._session.is_left(self._step):
-                self._step += 1
-                self._has_updated = self._has_batches = False
-            elif self._session.is_attached and not (self._loaders or self._updated):
-                self._has_batches = False
-                self._session.begin(0)  # What was only read belongs to no step.
-            self._session.compare_ranks()
+        if reader not in self._readers:
+            return
+        self._readers.remove(reader)
+        if self._has_updated and self._session.is_left(self._step):
+            self._step += 1
+            self._has_updated = self._has_batches = False
+        elif self._session.is_attached and not (self._readers or self._updated):
+            self._has_batches = False
+            self._session.begin(0)  # What was only read belongs to no step.
+        self._session.compare_ranks()
 
     def _trains(self) -> bool:
         if not torch.is_grad_enabled():
