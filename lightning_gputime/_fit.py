@@ -68,7 +68,7 @@ class Fit:
             # What lies between two epochs belongs to no step.
             self._session.loop_goes_on()
         else:
-            self._session.begin(_lightning.step_number(self._trainer))
+            self._session.begin()
         self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     def end_late_step(self) -> None:

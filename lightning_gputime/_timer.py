@@ -15,8 +15,9 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._messages import HOMES, messages
+from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_int
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
@@ -135,12 +136,14 @@ class Timer(Tabular):
         self._options = options
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session = NEVER_ATTACHED
+        self._patches = Attachments()  # What is on the objects of a trainer.
+        self._warn_once = WarnOnce()
         self._environment = Environment()
         self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)  # JSON objects.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
-        return {**self.__dict__, "_session": NEVER_ATTACHED}
+        return {**self.__dict__, "_session": NEVER_ATTACHED, "_patches": Attachments()}
 
     def __del__(self) -> None:
         # As where a cell of a notebook is run twice. `__init__` may have raised.

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,26 +46,6 @@ _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _MAX_SAVE_RATIO = 100
 """Saving while training goes on may take a hundredth of the time."""
-
-
-def _turns(entry: str) -> Callable[..., None]:
-    """Return a hook of a callback that attributes time to an entry."""
-
-    @never_raises
-    def hook(self: Any, *_: Any) -> None:
-        self._books.switch_to(entry)
-
-    return hook
-
-
-def _starts(stage: str) -> Callable[..., None]:
-    """Return a hook of a callback that starts the evaluation of a stage."""
-
-    @never_raises
-    def hook(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_evaluation(stage, trainer, pl_module)
-
-    return hook
 
 
 @takes_options(0, "write GPUPhaseTimer(save_path='run.json')", "the trainer")
@@ -135,11 +114,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
         self._books = WallTimeRecorder(None)
         self._books_trainer: pl.Trainer | None = None
-        self._saves: Subscription | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs a trainer.
-        alone = dict.fromkeys(("_fit", "_books_trainer", "_saves"))
+        alone = dict.fromkeys(("_fit", "_books_trainer"))
         state = {**super().__getstate__(), **alone, "_books": WallTimeRecorder(None)}
         return {name: one for name, one in state.items() if name not in _OF_MODEL}
 
@@ -246,7 +224,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
             end = time.perf_counter()
             self._save_due = end + _MAX_SAVE_RATIO * (end - begin)
 
-    on_sanity_check_start, on_sanity_check_end = _turns(SANITY_CHECK), _turns(SET_UP)
+    @never_raises
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self._books.switch_to(SANITY_CHECK)
+
+    @never_raises
+    def on_sanity_check_end(self, *_: Any) -> None:
+        self._books.switch_to(SET_UP)
 
     @never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -262,7 +246,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._fit is not None:
             self._fit.evaluation_ends()
 
-    on_test_start, on_predict_start = _starts("test"), _starts("predict")
+    @never_raises
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("test", trainer, pl_module)
+
+    @never_raises
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_evaluation("predict", trainer, pl_module)
 
     def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         options, number = self._options, _lightning.step_number(trainer)
@@ -343,14 +333,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
             self._books_trainer = trainer
             calls = Calls(books.save_begins, books.save_ends)
-            self._saves = Subscription(trainer, "save_checkpoint", calls)
+            self._patches.add(Subscription(trainer, "save_checkpoint", calls))
 
     def _close_books(self) -> None:
         """End those that are open. Safe to call twice."""
         self._books.remove()
-        if self._saves is not None:
-            self._saves.remove()
-        self._books_trainer = self._saves = None
+        self._patches.remove()
+        self._books_trainer = None
 
     def _end_fit(self, trainer: pl.Trainer) -> None:
         """Save the run of a trainer whose books are open, and close them."""

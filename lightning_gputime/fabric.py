@@ -9,8 +9,8 @@ from lightning.fabric import wrappers
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.patching import Attachments, Subscription
-from lightning_gputime._messages import WarnOnce, format_value
+from lightning_gputime._boundaries.patching import Subscription
+from lightning_gputime._messages import format_value
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
@@ -75,8 +75,6 @@ class PhaseTimeCallback(Timer):
         self._log_every_n_steps = check_int(
             "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
         )
-        self._warn_once = WarnOnce()
-        self._patches = Attachments()
         self._models: list[nn.Module] = []
         # Those that were set up, and those that have updated, in the order of their first update.
         self._optimizers: list[Any] = []
@@ -97,7 +95,7 @@ class PhaseTimeCallback(Timer):
     def __getstate__(self) -> dict[str, Any]:
         # Fabric pickles its callbacks where it launches by spawn, before anything is set up.
         empty: dict[str, Any] = {"_models": [], "_optimizers": [], "_updated": []}
-        return {**super().__getstate__(), **empty, "_patches": Attachments()}
+        return {**super().__getstate__(), **empty}
 
     # Fabric's hooks
 
@@ -153,7 +151,7 @@ class PhaseTimeCallback(Timer):
         loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
         self._patches.add(Subscription(loaders, "__iter__", this, _followed))
         weakref.finalize(self, self._patches.remove).atexit = False
-        self._session.begin(0)
+        self._session.begin()
 
     @never_raises
     def on_after_optimizer_step(self, *, optimizer: Any, **_: Any) -> None:
@@ -222,7 +220,7 @@ class PhaseTimeCallback(Timer):
         if not self._trains():
             # A mark of its own: the one before may be the end of an update.
             session.recorder.mark(OTHER)
-            session.pause()
+            session.recorder.pause()
             # In eval mode without grad a call of the model tells by itself what it is.
             tells = not (torch.is_grad_enabled() or any(one.training for one in self._models))
             self._batch.is_open = tells or not self._updated
@@ -246,7 +244,7 @@ class PhaseTimeCallback(Timer):
         elif not self._readers:
             # Batches that were looked at alone, as for a mean, are no step's either.
             self._has_batches = False
-            session.begin(self._step)
+            session.begin()
         self._trained_on, self._alone = id(loader), 0
 
     @never_raises
@@ -267,7 +265,7 @@ class PhaseTimeCallback(Timer):
             self._has_updated = self._has_batches = False
         elif self._session.is_attached and not (self._readers or self._updated):
             self._has_batches = False
-            self._session.begin(0)  # What was only read belongs to no step.
+            self._session.begin()  # What was only read belongs to no step.
         self._session.compare_ranks()
 
     def _trains(self) -> bool:

@@ -166,7 +166,7 @@ class GPUPhaseHooks(Timer):
             self._body = None
             every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
             self._start(clock, self._loop, means, accumulate_grad_batches=every)
-            self._session.begin(self._step)
+            self._session.begin()
         return self
 
     def remove(self) -> None:
@@ -268,7 +268,7 @@ class GPUPhaseHooks(Timer):
         body, self._body = self._body, None
         is_timed, is_evaluation = session.recorder.label is not None, session.has_evaluated
         if is_evaluation and seen is not _Seen.TRAINING:
-            session.begin(self._step)
+            session.begin()
         elif body == (self._step, self._micro_batches) and session.is_attached:
             self.step()
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
@@ -277,17 +277,13 @@ class GPUPhaseHooks(Timer):
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which belongs to no step."""
-        items = iter(iterable)
         try:
-            while True:
-                self._session.evaluation_begins()
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
+            self._session.recorder.pause_now()
+            for item in iterable:
                 yield item
+                self._session.recorder.pause_now()
         finally:
-            self._session.resume(DATA if self._body is None else OTHER)
+            self._session.recorder.resume(DATA if self._body is None else OTHER)
 
     def _is_evaluation(self) -> bool:
         if torch.is_grad_enabled() or not self._session.has_trained:
@@ -354,7 +350,7 @@ class GPUPhaseHooks(Timer):
         if self._micro_batches and session.thread == get_ident():
             session.loop_goes_on()
         elif session.is_attached:
-            session.begin(self._step)
+            session.begin()
         self._micro_batches = 0
 
 

@@ -18,8 +18,7 @@ except ImportError as error:
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._messages import WarnOnce
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
 from lightning_gputime._record.clock import clock_for
@@ -81,11 +80,9 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         check_bools(print_summary=print_summary)
         self._prints_table = print_summary
         self._owes_table = False
-        self._warn_once = WarnOnce()
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._behind = _Behind()
-        self._patches = Attachments()
         self._handled: BaseException | None = None
         # Of a training. A step may reach across epochs.
         self._batch = Batch(is_open=False)
@@ -97,8 +94,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         self._unlogged = dict[str, float]()
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_trainer": None, "_handled": None, "_patches": Attachments()}
-        return {**super().__getstate__(), **alone}
+        return {**super().__getstate__(), "_trainer": None, "_handled": None}
 
     # A training
 
@@ -140,7 +136,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         )
         if loader is not None:
             self._know_loader(loader)
-        self._session.begin(0)
+        self._session.begin()
 
     @never_raises
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -149,7 +145,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         if self._is_in_step:
             self._session.loop_goes_on()
         else:
-            self._session.begin(0)
+            self._session.begin()
         # The last callback before the workers of the loader start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
@@ -233,7 +229,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
     def _end_evaluate(self, _: Any) -> None:
         if self._batch.is_open:
             # A callback has evaluated inside a step.
-            self._session.resume(OTHER if self._is_in_step else DATA)
+            self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
         self._session.recorder.pause_now()

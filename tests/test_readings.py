@@ -141,9 +141,9 @@ def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> Non
             loop.micro_batch(x)
             if number == 0:
                 timer._session.batch_ends()
-                timer._session.pause()
+                timer._session.recorder.pause()
                 gpu.work(50.0)
-                timer._session.resume()
+                timer._session.recorder.resume()
         loop.update()
     [line] = [step.timeline for step in newest if step.timeline]
     intervals = zip(line.names, line.device_ms, strict=True)

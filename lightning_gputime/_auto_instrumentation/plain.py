@@ -99,7 +99,7 @@ class PlainLoop:
         elif self._timer is not None:
             # The step in which the timer was attached has no beginning.
             self._optimizer = None
-            self._timer._session.begin(0)
+            self._timer._session.begin()
 
     def _tell_if_no_update(self) -> None:
         has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.

@@ -151,8 +151,8 @@ class Session:
 
     # What a loop tells
 
-    def begin(self, number: int) -> None:
-        """Start the step `number` here, in the calling thread. Drop what is open."""
+    def begin(self) -> None:
+        """Start a step here, in the calling thread. Drop what is open."""
         self._runner = current_thread()
         self._boundaries.step_ended(timed=False)
         self._tried_update = False
@@ -315,18 +315,6 @@ class Session:
             elif self._index >= self._on_at:
                 self._turn_on()
         return has_ended
-
-    def pause(self) -> None:
-        """Exclude the time from the last mark until `resume`, as that of an evaluation."""
-        self.recorder.pause()
-
-    def evaluation_begins(self) -> None:
-        """Exclude the time from here on until `resume`: what was before is still the step's."""
-        self.recorder.pause_now()
-
-    def resume(self, label: str = DATA) -> None:
-        """End a pause: what follows is the next fetch, or `label`."""
-        self.recorder.resume(label)
 
     def loop_ends(self, *, accumulates: bool) -> None:
         """Note that a loop over batches has ended, perhaps with gradients that are not used yet."""
