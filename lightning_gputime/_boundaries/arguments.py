@@ -80,8 +80,10 @@ def check_loader(loader: Any) -> None:
 
 def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
     """Warn of optimizers that update nothing of the model."""
+    if is_engine(model):
+        return  # Its optimizer may update copies of parts of the parameters.
     own = set(model.parameters())
-    # What is around one, as DeepSpeed's and Megatron's, may update copies of the parameters.
+    # What is around one, as Megatron's, may update copies, too.
     for optimizer in (one for one in optimizers if isinstance(one, torch.optim.Optimizer)):
         updated = {one for group in optimizer.param_groups for one in group["params"]}
         if own and updated and own.isdisjoint(updated):
