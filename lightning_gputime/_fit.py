@@ -256,8 +256,7 @@ class Fit:
                 yield _lightning.module_action(self._trainer, self._model, hook), then
         for one in others:
             # So that callbacks before ours find the means, too.
-            action = _lightning.callback_action(one, "on_train_epoch_end")
-            yield action, self._session.publish
+            yield _lightning.callback_action(one, "on_train_epoch_end"), self._session.publish
 
     def _callback_begins(self, label: str) -> None:
         self._batch.is_open = False

@@ -48,12 +48,11 @@ def torch_counters(device: torch.device) -> Any:
     `total` is the device's memory in bytes, None if not known. `read()` returns what
     `torch.cuda.memory_stats_as_nested_dict` does; `reset()` sets all peaks to what is allocated.
     """
-    kind = device.type
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     # These take half as long as the others: 10 us the read, 2 us the reset.
     names = ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats")
     if not all(hasattr(torch._C, name) for name in names):
-        names = (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats")
+        names = (f"_{device.type}_memoryStats", f"_{device.type}_resetPeakMemoryStats")
     if not all(hasattr(torch._C, name) for name in names):
         raise LookupError("this torch has no functions for that")
     read, reset = (partial(getattr(torch._C, name), index) for name in names)
@@ -173,15 +172,12 @@ class PhaseMemory:
     def steps_read(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
             if step.memory:
-                self._add(step)
-
-    def _add(self, step: StepRecord) -> None:
-        (_, *peaks), allocated = zip(*step.memory, strict=True)
-        if any(peak < before for peak, before in zip(peaks, allocated, strict=False)):
-            self._warn_once(_OTHERS_RESET)
-        elif of_phases := _by_phase(step.labels, peaks):
-            self._held = allocated[0]
-            self._keep(step.number, of_phases)
+                (_, *peaks), allocated = zip(*step.memory, strict=True)
+                if any(peak < before for peak, before in zip(peaks, allocated, strict=False)):
+                    self._warn_once(_OTHERS_RESET)
+                elif of_phases := _by_phase(step.labels, peaks):
+                    self._held = allocated[0]
+                    self._keep(step.number, of_phases)
 
     def _keep(self, number: int, peaks: Mapping[str, int]) -> None:
         highest = {**self._highest}

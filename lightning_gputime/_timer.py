@@ -209,7 +209,6 @@ class Timer(Tabular):
         self._detach()
 
     def _keep_evaluation(self, stage: str, step: int, means: Mapping[str, float]) -> None:
-        """Take the means of an evaluation, for the file of the run."""
         self._evaluated.append({"stage": stage, "step": step, **means})
 
     def _know_loader(self, loader: object, *, in_data: bool = False) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 from lightning_gputime._messages import WarnOnce
 
+# The environment variable: unset, empty or "0" for no timer, "1", or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
-"""The environment variable: unset, empty or "0" for no timer, "1", or options as JSON."""
-BEGAN = f"{VARIABLE}_BEGAN"
-"""The environment variable that has the time at which `run` began."""
+BEGAN = f"{VARIABLE}_BEGAN"  # That which has the time at which `run` began.
 
 tell_once = WarnOnce()
 
@@ -129,7 +128,6 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
 
         @tells_errors()
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            """Add the timer."""
             # Not above: a script may be importing it now, which imports the Trainer.
             from lightning_gputime._auto_instrumentation import adding
             from lightning_gputime.huggingface import PhaseTimeCallback, find_trainer

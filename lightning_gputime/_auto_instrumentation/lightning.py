@@ -18,7 +18,6 @@ class TrainerAdder(pl.Callback):
 
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Add the timer."""
         timer = GPUPhaseTimer(**{**self._wanted, "save_path": adding.path_to_save(self._wanted)})
         # It raises where a name is wrong, which `on_train_start` says.
         vars(timer)["on_fit_start"] = do_nothing
@@ -34,7 +33,6 @@ class FabricAdder:
 
     @tells_errors()
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Add the timer."""
         timer = PhaseTimeCallback(**options_of_all(self._wanted))
         timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
         if adding.take_place(self, fabric._callbacks, timer):

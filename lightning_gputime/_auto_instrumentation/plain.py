@@ -26,8 +26,7 @@ _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
     " timer.step() at the end of its body."
 )
-_MAX_UPDATES = 50
-"""The loop is over when others have updated so often since its last update."""
+_MAX_UPDATES = 50  # The loop is over when others have updated so often since its last update.
 
 
 @skip_compile

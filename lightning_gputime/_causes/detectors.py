@@ -129,11 +129,9 @@ class Loader:
         self._workers = workers if isinstance(workers, int) else 0
 
     def loop_begins(self, now_ns: int) -> None:
-        """Remember when: loaders start their workers there."""
-        self._loops_ns.append(now_ns)
+        self._loops_ns.append(now_ns)  # Loaders start their workers there.
 
     def detect(self, attribution: ExcessAttribution) -> None:
-        """Attribute the host's excess in fetches."""
         start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
         is_first = any(start_ns <= ns <= end_ns for ns in self._loops_ns)
         detail = "its start" if is_first else "it loads in the loop's own process"
@@ -229,11 +227,10 @@ def _off_cpu(
 def thread_usage() -> Callable[[], Any] | None:
     """Return what tells the calling thread's usage of the CPU; None where the system does not."""
     try:
-        import resource
+        from resource import RUSAGE_THREAD, getrusage
     except ImportError:
         return None
-    who = getattr(resource, "RUSAGE_THREAD", None)
-    return None if who is None else partial(resource.getrusage, who)
+    return partial(getrusage, RUSAGE_THREAD)
 
 
 # The counters of torch's allocators that grow only where it calls the driver.

@@ -19,11 +19,10 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
 
+# Whether a message holds, the message, and what is put into it.
 Row = tuple[bool, str, tuple[float | str, ...]]
-"""Whether a message holds, the message, and what is put into it."""
 
-ENOUGH = 20
-"""It judges after this many steps behind the warm-up."""
+ENOUGH = 20  # It judges after this many steps behind the warm-up.
 
 _NO_FORWARD = (
     "No call of the model was seen: is it the module that the loop calls, such as what"

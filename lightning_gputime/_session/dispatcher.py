@@ -20,15 +20,14 @@ class StepDispatcher:
     def __init__(
         self, observers: Sequence[Any], means: MeanLog, ranks: RankComparer, options: Options
     ) -> None:
-        self.observers = observers
+        self._observers = [*observers, *options.observers]
         self._means, self._ranks = means, ranks
         self._warmup = options.timed_warmup_steps
         self._calls = methods(observers, "steps_read")
         # The numbers of the last steps that ended and were due, as many as are needed to know which
         # one ended `lag` steps ago: every rank has read it by now, if it was timed.
         self._ended: deque[int] = deque(maxlen=options._lag + 1)
-        self.due = -math.inf
-        """From this number on a step is the next to be logged; at first, any."""
+        self.due = -math.inf  # From this number on a step is the next to be logged; at first, any.
 
     def end_due_step(self, number: int) -> None:
         """Note the end of the first step, or of one that is due: others need not be noted."""
@@ -50,7 +49,7 @@ class StepDispatcher:
         call_safely(self._calls, ReadSteps(records, warmup))
 
     def remove(self) -> None:
-        call_safely(methods(self.observers, "remove"))
+        call_safely(methods(self._observers, "remove"))
 
 
 class UserCalls:
@@ -67,16 +66,13 @@ class UserCalls:
         self._on_slow_step = methods(observers, "on_slow_step")
         told = {"observers": own or self._on_slow_step, "the progress bar": bars}
         self._names = " or ".join(name for name, calls in told.items() if calls)
-        self._observers, self._analyzer = observers, analyzer
+        self._analyzer = analyzer
 
     @property
     def batch(self) -> int:
         """Number of steps that may be handed over together."""
         # An observer, or the progress bar, shall have each step as soon as it can be read.
         return 1 if self._on_step else BATCH
-
-    def attach(self) -> None:
-        call_safely(methods(self._observers, "attach"))
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Call them. They may read the timer, which has the steps by now, or remove it."""
@@ -90,6 +86,3 @@ class UserCalls:
             call_safely(self._on_slow_step, one)
         self._analyzer.end_own_call(self._names)
         self._analyzer.start_own_call()  # Loggers are next.
-
-    def remove(self) -> None:
-        call_safely(methods(self._observers, "remove"))

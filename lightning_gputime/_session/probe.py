@@ -56,11 +56,7 @@ class Probe:
         return True
 
     def step_ends(self, *, usual: bool) -> None:
-        """Call when a step ends, before anything else.
-
-        It is `usual` for the host if it was neither in the warm-up, nor probed, nor follows a step
-        that was.
-        """
+        """Call when a step ends, before anything else. In the warm-up or by a probe it is unusual."""
         if self._began_ns is not None and usual:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
 

@@ -69,7 +69,6 @@ class RankComparer:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are other ranks, and they are compared."""
         return self._exchange is not None
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -100,7 +99,6 @@ class RankComparer:
         self._compare(self._totals(self._results.sums), self._newest_read)
 
     def remove(self) -> None:
-        """Compare no more. Safe to call twice."""
         self._exchange = None
 
     def _totals(self, sums: Sums) -> RankTotals:

@@ -29,23 +29,16 @@ class Schedule:
 
     The last `block` of every `period` steps are timed. Periods are counted back from the end of
     each window, so that the last step of a window, which is logged, is a timed one.
-
-    Attributes:
-        period: Number of steps from one block of timed steps to the next.
-        block: Number of steps in a block.
-        window: Number of steps between two logs, a whole period at least.
-        offset: Number of the step with index 0.
-        probe_every_n_steps: 1 of this many steps is probed; with 0 none is. They lie unevenly, so
-            that they do not all fall on steps in which the loop does something special.
-        warmup_steps: Number of first steps that are not probed.
     """
 
-    period: int = 1
-    block: int = 1
-    window: int = 1
-    offset: int = 0
+    period: int = 1  # Number of steps from one block of timed steps to the next.
+    block: int = 1  # Number of steps in a block.
+    window: int = 1  # Number of steps between two logs, a whole period at least.
+    offset: int = 0  # Number of the step with index 0.
+    # 1 of this many steps is probed; with 0 none is. They lie unevenly, so that they do not all
+    # fall on steps in which the loop does something special.
     probe_every_n_steps: int = 0
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # Number of first steps that are not probed.
 
     @property
     def times_all(self) -> bool:

@@ -30,7 +30,7 @@ from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import step_calls
+from lightning_gputime._results.observers import call_safely, methods, step_calls
 from lightning_gputime._results.results import Results
 from lightning_gputime._session import lifetimes
 from lightning_gputime._session.checkup import LoopDiagnostics
@@ -49,8 +49,8 @@ from lightning_gputime._session.schedule import (
 )
 from lightning_gputime._work.work import WorkCounter
 
+# In this many first steps hooks stay on: they find what the loop calls, and graphs it captures.
 _SEARCH_STEPS = 20
-"""In this many first steps hooks stay on: they find what the loop calls, and graphs it captures."""
 
 
 class Session:
@@ -130,10 +130,10 @@ class Session:
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
         self._comparison = RankComparer(results, means, options, self._boundaries)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
+        # The log asks for metrics of the steps that the others have been told of.
         observers = [results, self._comparison, self.analyzer, users, means, self._checkup]
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
-            # The log asks for metrics of the steps that the others have been told of.
             observers.insert(0, results.peaks)
         self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
         results.observers = options.observers
@@ -141,7 +141,7 @@ class Session:
         self._waits_before_batch = loop.waits_before_batch
         self._is_early = False  # Whether the first batch of the open step has not begun.
         self.analyzer.attach()
-        users.attach()
+        call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
 
     @property
@@ -241,15 +241,7 @@ class Session:
         self.recorder.resume_or_mark(label)  # A validation at the end of the body is over.
 
     def end_step(self, number: int, label: str = DATA) -> bool:
-        """End the open step, and start the next.
-
-        Args:
-            number: The number that it is logged under.
-            label: What the next one starts with.
-
-        Returns:
-            Whether hooks are on.
-        """
+        """End the open step, and start the next with `label`. Return whether hooks are on."""
         self._first_label = label
         if self.is_off:
             return self._end_step_off(number)
@@ -527,10 +519,7 @@ class Session:
         self.remove()
 
     def abort(self) -> None:
-        """Read what the device has finished, and take everything off. Safe to call twice.
-
-        After an error, after which the device may never finish the rest.
-        """
+        """As `finish`, after an error: the device may never finish the rest of the steps."""
         self.drain()
         self.remove()
 
@@ -538,7 +527,6 @@ class Session:
         """Take everything off the model, the optimizers and torch. Safe to call twice."""
         lifetimes.detached(self)
         self._boundaries.remove()
-        self.analyzer.remove()
         self.recorder.rest()
         if self.is_attached:
             self.is_attached = self.is_off = False
@@ -579,8 +567,7 @@ def _who_looks_at_each(options: Options, means: MeanLog) -> str:
 class _NoSession:
     """Stand in for a session, and its parts, while a timer is not attached: calls do nothing.
 
-    Args:
-        was_attached: Whether it was, so that a loop may still run that does not know of the end.
+    If it `was_attached`, a loop may still run that does not know of the end.
     """
 
     thread = home = -1

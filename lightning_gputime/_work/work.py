@@ -68,15 +68,12 @@ class WorkCounter:
         self._step_items, self._batch_items = 0.0, self._items.fixed
         self._step_flops, self._batch_flops = 0.0, nan
         if loop.compiled_step and self._flops is not None:
-            self._see_compiled_step()
-
-    def _see_compiled_step(self) -> None:
-        # No call of the model will be seen, nor autocast in the step.
-        self._precision, self.is_due = "", True
-        if (dtype := dtype_of(self._loop.model)).itemsize <= 2:
-            self._set_dtype(self._loop.model, dtype)
-        if self._flops == "count":
-            self._give_up(UncountableError("its step is compiled as a whole"))
+            # No call of the model will be seen, nor autocast in the step.
+            self._precision, self.is_due = "", True
+            if (dtype := dtype_of(loop.model)).itemsize <= 2:
+                self._set_dtype(loop.model, dtype)
+            if self._flops == "count":
+                self._give_up(UncountableError("its step is compiled as a whole"))
 
     # What a loop tells
 
