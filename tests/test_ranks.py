@@ -284,13 +284,11 @@ def test_a_rank_without_a_step_is_left_out() -> None:
 
 
 def test_a_window_is_the_difference_of_two_totals() -> None:
-    before = totals(steps=4, items=4.0, items_ms=60.0)
-    now = totals(steps=10, items=10.0, items_ms=150.0)
+    before, now = totals(steps=4), totals(steps=10)
     now = with_phases(now, {"save": (3.0, 1)})
     window = since(now, before)
     assert window.phases["forward"] == (24.0, 6)
     assert window.phases["save"] == (3.0, 1)
-    assert (window.items, window.items_ms) == (6.0, 90.0)
     assert since(now, now).phases == {}
     assert since(now, None) is now
 

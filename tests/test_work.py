@@ -304,21 +304,6 @@ def test_accumulated_batches_are_added_up_under_lightning(gpu: FakeGPU) -> None:
     assert loads(timer) == [(2.0,), (2.0,), (1.0,)]
 
 
-def test_items_of_all_ranks_are_added_up_where_all_are_known() -> None:
-    from lightning_gputime._results.ranks import RankTotals, compare
-
-    def rank(items: float, **more: Any) -> Any:
-        phases = {"forward": (40.0, 4), "step": (40.0, 4)}
-        return RankTotals(phases, items=items, **{"items_ms": 40.0, **more})
-
-    both = compare({0: rank(32.0), 1: rank(16.0)})
-    assert both is not None
-    assert both.metrics()["items_per_s"] == 48 / 0.04
-    unknown = compare({0: rank(32.0), 1: rank(0.0, items_ms=0.0)})
-    assert unknown is not None
-    assert unknown.items_per_s is None
-
-
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [

@@ -6,12 +6,7 @@ from typing import Any
 import torch
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
-from lightning_gputime._boundaries.comm import (
-    CommBoundary,
-    WaitBoundary,
-    is_cut,
-    is_distributed,
-)
+from lightning_gputime._boundaries.comm import CommBoundary, WaitBoundary, is_distributed
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
 from lightning_gputime._boundaries.forward import ForwardBoundary, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
@@ -60,11 +55,9 @@ class Boundaries:
 
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         own = self._attachments
-        shared = is_distributed()
         comm = None
-        if shared:
+        if shared := is_distributed():
             self.waits = WaitBoundary(recorder, own)
-            self.waits.shares_batches = is_cut(loop.model.parameters(), loop.model)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
         self.forward = ForwardBoundary(recorder, own, loop, self.waits, note)

@@ -55,8 +55,6 @@ class WaitBoundary:
         self._timed: set[int] = set()
         # The streams beside it that ran collectives.
         self._beside: set[int] = set()
-        self.shares_batches = False
-        """Whether several ranks work on the same batch, as those of a pipeline."""
         # Whether the wait of a collective is still to come.
         self._is_launched = False
         self.note_stream()
@@ -118,7 +116,6 @@ class WaitBoundary:
         has_pipeline = _OF_TORCH in sys.modules or _OF_MEGATRON in sys.modules
         if not (has_pipeline and caller(*_BETWEEN).startswith((_OF_TORCH, _OF_MEGATRON))):
             return self._begin()
-        self.shares_batches = True
         return self._begin(RECEIVES)
 
     def _wait_ends(self, result: Any = None) -> None:

@@ -35,8 +35,6 @@ class RankTotals:
 
     phases: PhaseTotals
     deviation_ms: float = 0.0  # See `BatchMeans`.
-    items: float = 0.0
-    items_ms: float = 0.0  # Device time of the steps whose items are known.
 
     @property
     def steps(self) -> int:
@@ -115,14 +113,12 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(i for i, names in enumerate(settled) if names and not is_wait(names[-1]))
 
 
-def totals_of(sums: Sums, deviation_ms: float = 0.0, *, with_items: bool = True) -> RankTotals:
-    """Return the totals of a rank's steps; without items where ranks work on the same batch."""
+def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
+    """Return the totals of a rank's steps."""
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},
         deviation_ms,
-        sums.items if with_items else 0.0,
-        sums.items_ms if with_items else 0.0,
     )
 
 
@@ -135,8 +131,7 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
         ms_before, n_before = before.phases.get(name, (0.0, 0))
         if n > n_before:
             phases[name] = ms - ms_before, n - n_before
-    items, items_ms = now.items - before.items, now.items_ms - before.items_ms
-    return RankTotals(phases, now.deviation_ms, items, items_ms)
+    return RankTotals(phases, now.deviation_ms)
 
 
 # What is told of all ranks
@@ -182,8 +177,6 @@ class RankSummary:
         phase: The phase in which that rank loses most, of its local time; of `data` the part, if
             that is known.
         sentence: Which rank is slow, and in what; empty where none is.
-        items_per_s: Items per second, all ranks together; None where those of a rank are not known,
-            or ranks work on the same batch: a pipeline, tensor parallelism.
         slow: All ranks as slow as the slowest: their local times are nearer to its own than to the
             median. Several have a cause in common, such as a longer stage of a pipeline.
     """
@@ -194,7 +187,6 @@ class RankSummary:
     behind_ms: float
     phase: str
     sentence: str = ""
-    items_per_s: float | None = None
     slow: tuple[int, ...] = ()
 
     @property
@@ -207,8 +199,6 @@ class RankSummary:
         metrics: dict[str, float] = {}
         for name, row in self.rows.items():
             metrics |= {f"{name}_max_ms": row.max_ms, f"{name}_min_ms": row.min_ms}
-        if self.items_per_s is not None:
-            metrics["items_per_s"] = self.items_per_s
         metrics["slowest"] = -1.0 if self.slowest is None else float(self.slowest)
         return metrics
 
@@ -239,9 +229,6 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
     slow = tuple(one for one in totals if is_slow and own_ms[one][LOCAL] >= nearer_ms)
     behind = f"{duration(local_ms)} a step slower than the median, in {where}"
-    items_per_s = None
-    if all(one.items_ms for one in totals.values()):
-        items_per_s = sum(1e3 * one.items / one.items_ms for one in totals.values())
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
@@ -249,7 +236,6 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         behind_ms=local_ms,
         phase=phase,
         sentence=f"{_named(slow)} {behind}" if is_slow else "",
-        items_per_s=items_per_s,
         slow=slow,
     )
 

@@ -56,7 +56,7 @@ class Probe:
         return True
 
     def step_ends(self, *, usual: bool) -> None:
-        """Call when a step ends, before anything else. In the warm-up or by a probe it is unusual."""
+        """Call first when a step ends: `usual` if not in the warm-up, no probe, nor after one."""
         if self._began_ns is not None and usual:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
 

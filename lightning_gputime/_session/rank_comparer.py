@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed
 
-from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
@@ -48,15 +47,10 @@ _ALONE = (
 
 
 class RankComparer:
-    """Compares the ranks, in the same steps on all of them, whatever each has read.
+    """Compares the ranks, in the same steps on all of them, whatever each has read."""
 
-    The results keep the outcome, the means log it, and the boundaries see how ranks share the work.
-    """
-
-    def __init__(
-        self, results: Results, means: MeanLog, options: Options, boundaries: Boundaries
-    ) -> None:
-        self._results, self._means, self._boundaries = results, means, boundaries
+    def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
+        self._results, self._means = results, means
         self._exchange = open_exchange("ranks") if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         # The newest steps: what not every rank must have read yet is not compared yet.
@@ -102,10 +96,7 @@ class RankComparer:
         self._exchange = None
 
     def _totals(self, sums: Sums) -> RankTotals:
-        waits = self._boundaries.waits
-        # They would be counted once per rank.
-        with_items = waits is None or not waits.shares_batches
-        return totals_of(sums, self._local.deviation_ms, with_items=with_items)
+        return totals_of(sums, self._local.deviation_ms)
 
     @property
     def _newest_read(self) -> int:

@@ -128,7 +128,7 @@ class Session:
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
-        self._comparison = RankComparer(results, means, options, self._boundaries)
+        self._comparison = RankComparer(results, means, options)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
         # The log asks for metrics of the steps that the others have been told of.
         observers = [results, self._comparison, self.analyzer, users, means, self._checkup]
