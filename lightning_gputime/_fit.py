@@ -76,8 +76,7 @@ class Fit:
         session = self._session
         if self._accumulates and session.has_updated:
             self._accumulates = False
-            # That batch is counted already.
-            number = _lightning.step_number(self._trainer) - 1
+            number = _lightning.step_number(self._trainer) - 1  # That batch is counted already.
             if not session.is_left(number):
                 session.end_step(number)
 

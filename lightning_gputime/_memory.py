@@ -189,7 +189,6 @@ class PhaseMemory:
         self._window.append((number, peaks))
 
     def summary(self) -> MemorySummary | None:
-        """Return all of them; None if no step was sampled."""
         highest = self._highest
         if not highest:
             return None

@@ -79,7 +79,8 @@ class PlainLoop:
         models = _models_of(optimizer)
         kind = type(optimizer).__name__
         names = " and ".join(sorted({type(one).__name__ for one in models}))
-        if not models or _share_parameters(models):
+        parameters = [id(one) for model in models for one in model.parameters()]
+        if not models or len(parameters) > len({*parameters}):  # Several models share some.
             why = f"several modules have some, {names}" if models else "no module has any"
             why = f"of the parameters that {kind} updates {why}"
             messages.warning(_NOT_FOUND, why, "model, optimizer")
@@ -132,8 +133,3 @@ def _is_model(module: nn.Module) -> bool:
 def _instances_of(kind: type) -> list[Any]:
     # Not by `isinstance`, which a proxy may answer by an error.
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
-
-
-def _share_parameters(models: list[nn.Module]) -> bool:
-    every = [id(one) for model in models for one in model.parameters()]
-    return len(every) > len({*every})

@@ -108,7 +108,6 @@ class SlowStepAnalyzer:
         self._ended_ns = now_ns
 
     def reading_begins(self) -> None:
-        """Call where the timer begins to read steps."""
         self.reads_since = self._now_ns()
 
     def steps_read(self, read: ReadSteps) -> None:

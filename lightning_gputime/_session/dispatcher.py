@@ -67,12 +67,9 @@ class UserCalls:
         told = {"observers": own or self._on_slow_step, "the progress bar": bars}
         self._names = " or ".join(name for name, calls in told.items() if calls)
         self._analyzer = analyzer
-
-    @property
-    def batch(self) -> int:
-        """Number of steps that may be handed over together."""
-        # An observer, or the progress bar, shall have each step as soon as it can be read.
-        return 1 if self._on_step else BATCH
+        # Number of steps that may be handed over together: an observer, or the progress bar, shall
+        # have each step as soon as it can be read.
+        self.batch = 1 if self._on_step else BATCH
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Call them. They may read the timer, which has the steps by now, or remove it."""

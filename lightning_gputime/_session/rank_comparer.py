@@ -84,13 +84,13 @@ class RankComparer:
         if finished is not None and finished >= self._means.next_due(self._compared):
             early = Sums(step for step in self._recent if step.number > finished)
             totals = since(self._totals(self._results.sums), self._totals(early))
-            self._compare(totals, min(finished, self._newest_read))
+            self._compare(totals, finished)
 
     def compare_all(self, newest: int | None) -> None:
         """Compare the ranks in all steps that were read. All ranks must call it."""
         if newest is not None:
             self._compared = newest
-        self._compare(self._totals(self._results.sums), self._newest_read)
+        self._compare(self._totals(self._results.sums))
 
     def remove(self) -> None:
         self._exchange = None
@@ -98,13 +98,10 @@ class RankComparer:
     def _totals(self, sums: Sums) -> RankTotals:
         return totals_of(sums, self._local.deviation_ms)
 
-    @property
-    def _newest_read(self) -> int:
-        return max(self._means.newest or 0, 0)
-
-    def _compare(self, totals: RankTotals, number: int) -> None:
+    def _compare(self, totals: RankTotals, finished: float = math.inf) -> None:
         if self._exchange is None:
             return
+        number = int(min(finished, max(self._means.newest or 0, 0)))
         try:
             # Empty on the ranks but zero.
             gathered = self._exchange.gather(totals)

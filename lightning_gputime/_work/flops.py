@@ -110,9 +110,7 @@ def _check(module: nn.Module) -> None:
         raise UncountableError("there are hooks on saved tensors around the loop")
     for name, value in _named_outside(module):
         if isinstance(value, list | dict | deque) and any(map(torch.is_tensor, tree_leaves(value))):
-            raise UncountableError(
-                f"its forward keeps tensors outside of the model, or may: {name}"
-            )
+            raise UncountableError(f"its forward may keep tensors outside of the model: {name}")
 
 
 def _named_outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
