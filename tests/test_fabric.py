@@ -134,6 +134,22 @@ def test_two_models_and_two_optimizers_are_one_step_a_batch(
     assert step["data"] == 1.0
 
 
+def test_a_loader_ends_the_steps_of_a_measurement_that_starts_in_its_loop(
+    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric, model, optimizer = new_training(loop, timer)
+    for count, x in enumerate(new_loader(fabric, loop.gpu, 15)):
+        train(fabric, loop.gpu, model, optimizer, x)
+        if count == 1:
+            fabric.setup(Layer(loop.gpu, 16.0, 0.0))
+        elif count > 1:
+            loop.gpu.work(1.0)
+    timer.remove()
+    after_update = {**STEP, "other": STEP["other"] + 1.0}
+    assert steps(timer) == [after_update] * 13
+    assert not caplog.text
+
+
 def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_last(
     gpu: FakeGPU, timer: PhaseTimeCallback
 ) -> None:
