@@ -36,6 +36,11 @@ _ALIKE = (
     " prefix=, and all but one print_summary=False."
 )
 
+_NOT_SAVED = (
+    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
+    " logs and the table are not touched."
+)
+
 _OF_MODEL = ("log", "log_dict")
 """Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
 kept after the fit may hold the model by them."""
@@ -106,8 +111,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         super().__init__(Options(**options))
         self._prog_bar, self._prints_table = prog_bar, print_summary
         self._path = _absolute(save_path)
-        # When the next file is due while training goes on, and whether one failed.
-        self._save_due, self._save_failed = 0.0, False
+        self._save_due = 0.0  # When the next file is, while training goes on.
         self._evaluations = Evaluations(self._options)
         self._fit: Fit | None = None
         self._has_fitted = False
@@ -371,13 +375,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             self.save(self._path)
         except Exception as error:
-            if not self._save_failed:
-                messages.warning(
-                    "The run is not saved: %s. Its file has what was saved before, or is not"
-                    " there. Training, its logs and the table are not touched.",
-                    error,
-                )
-            self._save_failed = True
+            self._warn_once(_NOT_SAVED, error)
 
     # The end
 

@@ -132,22 +132,20 @@ class PhaseTimeCallback(Timer):
         self._abort()
         self._step, self._readers, self._trains_in_eval = 0, set(), False
         self._has_updated = self._has_batches = False
-        self._batch = Batch()
         one, *others = self._models
-        self._start(
-            self._options._clock or clock_for(fabric.device, tell=fabric.is_global_zero),
-            Loop(
-                nn.ModuleList(self._models) if others else one,
-                [one.optimizer for one in self._optimizers],
-                # Their classes, one each: an optimizer of Fabric's holds its callbacks, and so what
-                # is put on it would hold the timer.
-                [type(one) for one in self._optimizers],
-                pause_evaluation=True,
-                submodules=submodules,
-                batch=self._batch,
-            ),
-            MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers),
+        loop = Loop(
+            nn.ModuleList(self._models) if others else one,
+            [one.optimizer for one in self._optimizers],
+            # Their classes, one each: an optimizer of Fabric's holds its callbacks, and so what is
+            # put on it would hold the timer.
+            [type(one) for one in self._optimizers],
+            pause_evaluation=True,
+            submodules=submodules,
         )
+        self._batch = loop.batch
+        clock = self._options._clock or clock_for(fabric.device, tell=fabric.is_global_zero)
+        means = MeanLog(self._options.prefix, self._log_every_n_steps, fabric.loggers)
+        self._start(clock, loop, means)
         loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
         self._patches.add(Subscription(loaders, "__iter__", this, _followed))
         weakref.finalize(self, self._patches.remove).atexit = False

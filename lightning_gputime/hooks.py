@@ -147,7 +147,6 @@ class GPUPhaseHooks(Timer):
         states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
         # Of accelerate's optimizers: whether this batch is the last of an update.
         self._gradient_state = next((one for one in states if one is not None), None)
-        self._may_accumulate = self._accumulate_grad_batches > 1 or self._gradient_state is not None
         self._log_every_n_steps = log_every_n_steps
         self._first_step = self._step = first_step
         self._micro_batches = 0
@@ -325,19 +324,17 @@ class GPUPhaseHooks(Timer):
             self._begin("step()")
             return
         self._micro_batches += 1
-        if self._may_accumulate and self._accumulates and not session.has_updated:
+        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
+        if batches > 1:
+            is_last = self._micro_batches >= batches
+        else:
+            is_last = accelerate is None or accelerate.sync_gradients
+        if not (is_last or session.has_updated):
             session.batch_ends()
             return
         session.end_step(self._step)
         self._step += 1
         self._micro_batches = 0
-
-    @property
-    def _accumulates(self) -> bool:
-        """Whether the newest micro-batch is not the last of its step, as far as is known."""
-        if self._accumulate_grad_batches > 1:
-            return self._micro_batches < self._accumulate_grad_batches
-        return self._gradient_state is not None and not self._gradient_state.sync_gradients
 
     def _begin(self, call: str) -> None:
         if not self._session.was_attached:
@@ -347,7 +344,7 @@ class GPUPhaseHooks(Timer):
             )
         self._leave_loop()
         session = self._session
-        if self._micro_batches and session.thread == get_ident():
+        if self._micro_batches and session.recorder.home == get_ident():
             session.loop_goes_on()
         elif session.is_attached:
             session.begin()

@@ -144,11 +144,6 @@ class Session:
         call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
 
-    @property
-    def thread(self) -> int:
-        """The thread that is timed; -1 before the first step, and 0 when it has ended."""
-        return self.recorder.home
-
     # What a loop tells
 
     def begin(self) -> None:
@@ -280,7 +275,7 @@ class Session:
         It had if no model was called after its last update, or, in inference, its last call; it
         ended there. Nothing is waited for: the loop may have raised.
         """
-        if get_ident() != self.thread:
+        if get_ident() != self.recorder.home:
             return False
         self.recorder.work_counts = self.work.take_step_work()
         if self.is_off:
@@ -503,7 +498,7 @@ class Session:
 
     def _may_read(self) -> bool:
         """Return whether steps can be read here: else two threads would, in no order."""
-        if get_ident() == self.thread:
+        if get_ident() == self.recorder.home:
             return True
         return self._runner is None or not self._runner.is_alive()
 
@@ -570,7 +565,7 @@ class _NoSession:
     If it `was_attached`, a loop may still run that does not know of the end.
     """
 
-    thread = home = -1
+    home = -1
     is_attached = is_off = has_updated = sees_updates = has_trained = False
     updates = 0
 
