@@ -309,7 +309,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
-            "_calculate_rewards": phase(REWARD).around_calls(),  # Of TRL's Trainers.
+            "_calculate_rewards": phase(REWARD),  # Of TRL's Trainers.
             runs: run,
             "_evaluate": run,
             "_finalize_training": run,
@@ -320,7 +320,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         # What generates in other processes; `generate` of a model is known in any loop.
         engine = getattr(trainer, "vllm_generation", None)
         if hasattr(engine, "generate"):
-            self._patches.add(Subscription(engine, "generate", phase(GENERATE).around_calls()))
+            self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
     def _stand(self, handler: Any) -> None:
         """Stand before all callbacks of a Trainer, and behind those that report."""

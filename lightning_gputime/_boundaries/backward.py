@@ -1,21 +1,24 @@
-"""The runs of the autograd engine, as marks."""
+"""The runs of the autograd engine, and the waits for other ranks at their ends, as marks."""
 
 import sys
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.comm import CommBoundary, caller
+from lightning_gputime._boundaries.comm import caller, is_sharded
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Subscription
+from lightning_gputime._boundaries.patching import Attachments, Subscription, hook_before
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
     BACKWARD,
+    COMM,
     FORWARD,
     GRAD,
     OPTIMIZER,
@@ -39,6 +42,13 @@ class BackwardBoundary:
     `loss.backward()`, `scaler.scale(loss).backward()`, `fabric.backward(loss)`, direct calls, and
     those of a `backward` that was imported by name. A torch without that function shows
     `torch.autograd.backward` alone.
+
+    With several ranks also `backward/comm`: from the end of this rank's own work to the end of
+    backward; and `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin
+    of DDP. The engine calls what was queued in a backward when its work is done, in the order in
+    which it was queued. DDP queues its last wait there, from a hook on a parameter; this queues its
+    mark from the first hook of all, on the loss. FSDP queues work of its own there, too, and its
+    waits are calls, see `WaitBoundary`.
     """
 
     def __init__(
@@ -48,18 +58,27 @@ class BackwardBoundary:
         loop: Loop,
         model: ForwardBoundary,
         optimizer: OptimizerBoundary,
-        comm: CommBoundary | None = None,
+        *,
+        shared: bool,
     ) -> None:
         self._recorder = recorder
         self._batch, called = loop.batch, loop.called
         self._model = model
         self._optimizer = optimizer
-        self._comm = comm
         self._returns_to: str | None = None
         self._patch = attachments.add(Subscription(torch.autograd, ENGINE, self)).patch
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
             attachments.add(Subscription(called, "backward", self))
+        inside = [*called.modules()] if shared else []
+        self._marks_comm = shared and not any(map(is_sharded, inside))
+        self._synced = [module for module in inside if isinstance(module, DistributedDataParallel)]
+        self._is_sync_called = False
+        # Hooks on the tensors of one backward.
+        self._handles: list[Any] = []
+        for module in self._synced:
+            attachments.add(hook_before(module, self._enter_sync, first=False))
+            attachments.add(hook_before(module.module, self._leave_sync))
 
     def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
@@ -87,8 +106,8 @@ class BackwardBoundary:
         # the engine has launched, DDP's and FSDP's communication included. A hook on a gradient
         # would end too early, and a `full_backward_pre_hook` begins late and costs 15 us.
         recorder.mark(BACKWARD)
-        if self._comm is not None:
-            self._comm.begin(tensors)
+        if self._marks_comm:
+            self._hook_losses(tensors)
         return True
 
     def _grad_begins(self, outputs: Any) -> bool:
@@ -106,8 +125,8 @@ class BackwardBoundary:
         return True
 
     def on_call_end(self, result: Any = None) -> None:
-        if self._comm is not None:
-            self._comm.end()
+        if self._handles:
+            self._remove_hooks()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
         # In a closure it belongs to the update. But after a gradient alone the loss may go on.
         is_in_update = self._optimizer.depth > 0 and label != AFTER_GRAD
@@ -115,7 +134,47 @@ class BackwardBoundary:
 
     def _is_anothers(self) -> bool:
         # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        for other in self._patch.listeners:
-            if isinstance(other, BackwardBoundary) and other._model.calls:
-                return True
-        return False
+        others = [one for one in self._patch.listeners if isinstance(one, BackwardBoundary)]
+        return any(other._model.calls for other in others)
+
+    def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
+        self._is_sync_called = True
+        # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
+        if module.will_sync_module_buffers():
+            self._recorder.wait_begins()
+
+    def _leave_sync(self, module: nn.Module, *_: Any) -> None:
+        # What DDP wraps is called without it by evaluations.
+        if not self._is_sync_called:
+            self._model.on_inner_call(module)
+        self._is_sync_called = False
+        self._recorder.wait_ends()
+
+    def _hook_losses(self, tensors: Any) -> None:
+        if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
+            return  # a micro-batch inside `no_sync`
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "compiled_autograd_enabled", False) is True:
+            return  # It would trace the hook.
+        # Not over a generator, which the backward needs itself.
+        for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._queue))
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _queue(self, _: Tensor) -> None:
+        # Once a backward: the first of several losses is the one.
+        if self._handles:
+            self._remove_hooks()
+            try:
+                torch.autograd.Variable._execution_engine.queue_callback(self._mark_comm)
+            except Exception as error:
+                self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
+
+    def _mark_comm(self) -> None:
+        # Not called where a backward raises: its end is marked in any case.
+        self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
-from lightning_gputime._boundaries.comm import CommBoundary, WaitBoundary, is_distributed
+from lightning_gputime._boundaries.comm import WaitBoundary, is_distributed
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
 from lightning_gputime._boundaries.forward import ForwardBoundary, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
@@ -55,7 +55,6 @@ class Boundaries:
 
     def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
         own = self._attachments
-        comm = None
         if shared := is_distributed():
             self.waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
@@ -76,9 +75,7 @@ class Boundaries:
         self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         self.optimizer.patch_zero_grad(own, loop)
         if loop.wrap_backward:
-            if shared:
-                comm = CommBoundary(recorder, own, loop.called, self.forward.on_inner_call)
-            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, comm)
+            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, shared=shared)
         if hasattr(torch.jit._recursive, _SCRIPTS):
             calls = Calls(self._script_begins, lambda _: self.reattach())
             own.add(Subscription(torch.jit._recursive, _SCRIPTS, calls))
@@ -121,10 +118,6 @@ class Boundaries:
         if timed and self._submodules is not None:
             self._submodules.step_ended()
         return optimizer.has_any and not has_updated
-
-    def forget_updates(self) -> None:
-        """Forget the updates of the open step, where it ends while suspended."""
-        self.optimizer.updates = self.optimizer.depth = 0
 
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Take everything off, until `reattach`. Call between two steps. Safe to call twice.

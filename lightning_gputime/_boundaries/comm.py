@@ -1,22 +1,20 @@
 """`comm`: the waits of the timed stream for other ranks, as marks."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from lightning_gputime._boundaries.patching import (
     Attachments,
     Calls,
     Subscription,
-    hook_before,
 )
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._phases import BACKWARD, COMM, RECEIVES, WAITS
+from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 
 _COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
@@ -158,91 +156,12 @@ class WaitBoundary:
         return True
 
 
-@skip_compile
-class CommBoundary:
-    """`backward/comm`: from the end of this rank's own work in a backward to the end of backward.
-
-    And `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin of DDP.
-
-    The autograd engine calls what was queued in a backward when its work is done, in the order in
-    which it was queued. DDP queues its last wait there, from a hook on a parameter; this queues its
-    mark from the first hook of all, on the loss. FSDP queues work of its own there, too, and its
-    waits are calls, see `WaitBoundary`.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        attachments: Attachments,
-        model: nn.Module,
-        on_inner_call: Callable[[nn.Module], object],
-    ) -> None:
-        self._recorder = recorder
-        # Called where what DDP wraps is called without it, as evaluations do.
-        self._on_inner_call = on_inner_call
-        self._is_called = False
-        self._synced = [
-            module for module in model.modules() if isinstance(module, DistributedDataParallel)
-        ]
-        self._shards = any(map(is_sharded, model.modules()))
-        # Hooks on the tensors of one backward.
-        self._handles: list[Any] = []
-        for module in self._synced:
-            attachments.add(hook_before(module, self._enter_sync, first=False))
-            attachments.add(hook_before(module.module, self._leave_sync))
-
-    def begin(self, tensors: Any) -> None:
-        """Queue the mark. Call before a backward of `tensors`."""
-        if self._shards:
-            return
-        if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
-            return  # a micro-batch inside `no_sync`
-        if _is_autograd_compiled():
-            return  # It would trace the hook.
-        # Not over a generator, which the backward needs itself.
-        for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._queue))
-
-    def end(self) -> None:
-        """Take the hooks off. Call after that backward."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
-        self._is_called = True
-        # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
-        if module.will_sync_module_buffers():
-            self._recorder.wait_begins()
-
-    def _leave_sync(self, module: nn.Module, *_: Any) -> None:
-        if not self._is_called:
-            self._on_inner_call(module)
-        self._is_called = False
-        self._recorder.wait_ends()
-
-    def _queue(self, _: Tensor) -> None:
-        # Once a backward: the first of several losses is the one.
-        if self._handles:
-            self.end()
-            try:
-                torch.autograd.Variable._execution_engine.queue_callback(self._mark)
-            except Exception as error:
-                self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
-
-    def _mark(self) -> None:
-        # Not called where a backward raises: `BackwardBoundary` marks its end in any case.
-        self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")
-
-
 def launches(group: type) -> tuple[str, ...]:
     """Return the methods of a process group that launch a collective."""
     return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
 
 
 def is_distributed() -> bool:
-    """Return whether this process trains together with others."""
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -266,12 +185,6 @@ def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
         sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
         for parameter in parameters
     )
-
-
-@skip_compile
-def _is_autograd_compiled() -> bool:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
 @skip_compile

@@ -119,7 +119,8 @@ class ForwardBoundary:
 
     def on_inner_call(self, module: nn.Module) -> None:
         """Note a call of what DDP wraps, but not by DDP: it may be an evaluation."""
-        if self._pause_evaluation and _is_evaluation(module) and not self._running:
+        is_evaluation = not (module.training or torch.is_grad_enabled())
+        if self._pause_evaluation and is_evaluation and not self._running:
             self.evaluation.on_call_start()
 
     def time_generation(self) -> None:
@@ -151,12 +152,7 @@ class ForwardBoundary:
         self._recorder.mark(self._before_generation)
 
     def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Find out which of the candidates a backward of some tensors shows to be losses.
-
-        Args:
-            tensors: One tensor or several.
-            is_last: Whether no other backward can begin from what was computed before.
-        """
+        """Find the losses that a backward of `tensors` begins from; others follow if not last."""
         for module in self.losses.settle(tensors, is_last=is_last):
             # What is inside a loss is part of it.
             self._forget([id(one) for one in module.modules()])
@@ -240,7 +236,7 @@ class ForwardBoundary:
         if get_ident() != recorder.thread:
             if not recorder.is_resting_here():
                 return
-            if self._trains and not module.training and _is_evaluation(module):
+            if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
                     self.evaluation.count()
                     if not recorder.is_named:
@@ -271,7 +267,6 @@ class ForwardBoundary:
             if self._batch.is_fetched and not torch.is_grad_enabled():
                 self._evaluates = True  # A loader may call the model, to choose what is hard.
                 return
-            # As `_is_evaluation`, without another call.
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
                 self.evaluation.on_call_start()
@@ -475,10 +470,5 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
             # Of a model that has none of its own transformers would warn.
             has_none = getattr(one, "loss_type", "") is None and not hasattr(one, "_loss_function")
             if not has_none:
-                calls = NamedPhase(LOSS, [recorder]).around_calls()
-                attachments.add(Subscription(one, "_loss_function", calls))
+                attachments.add(Subscription(one, "_loss_function", NamedPhase(LOSS, [recorder])))
             return
-
-
-def _is_evaluation(module: nn.Module) -> bool:
-    return not (module.training or torch.is_grad_enabled())

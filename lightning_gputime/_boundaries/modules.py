@@ -32,11 +32,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that the option means, by name, in the order of the model.
-
-    Raises:
-        ValueError: If the model has none of a name or a pattern, or too many of a pattern.
-    """
+    """Return the modules that the option means, by name, in the order of the model."""
     if isinstance(modules, Mapping):
         return dict(modules)
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.

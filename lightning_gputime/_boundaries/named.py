@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_gputime._boundaries.patching import Calls
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import check_name
 from lightning_gputime._record.recorder import Recorder
@@ -22,8 +21,6 @@ def abandon_all() -> None:
         recorder.abandon()
     _active.clear()
 
-
-_RUN_LATER = (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,7 +38,7 @@ class NamedPhase(ContextDecorator):
         self._recorders = recorders
 
     def __call__(self, func: F) -> F:
-        if any(runs_later(func) for runs_later in _RUN_LATER):
+        if isgeneratorfunction(func) or iscoroutinefunction(func) or isasyncgenfunction(func):
             messages.warning(
                 "A call of %s only makes what runs later, and that is not timed as %r: write"
                 " `with phase(%r)` inside of it, in place of @phase.",
@@ -51,14 +48,14 @@ class NamedPhase(ContextDecorator):
             )
         return super().__call__(func)
 
-    def around_calls(self) -> Calls:
-        """Return a listener that lets the calls of a function be this phase."""
+    # As a listener of a patched function, see `Calls`.
 
-        def begin(*_: Any, **__: Any) -> bool:
-            self.__enter__()
-            return True
+    def on_call_start(self, *_: Any, **__: Any) -> bool:
+        self.__enter__()
+        return True
 
-        return Calls(begin, self.__exit__)
+    def on_call_end(self, result: Any) -> None:
+        self.__exit__()
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():

@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -84,8 +83,8 @@ class OptimizerBoundary:
             others = [one for one in given if one not in alone]
             pre_post = [(one.register_step_pre_hook, one.register_step_post_hook) for one in others]
         for before, after in pre_post:
-            attachments.add(Registration(partial(before, self._before_step)))
-            attachments.add(Registration(partial(after, self._after_step)))
+            attachments.add(Registration(before, self._before_step))
+            attachments.add(Registration(after, self._after_step))
 
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
         """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""

@@ -209,8 +209,8 @@ class Subscription:
 class Registration:
     """A hook by an interface that a library offers, which returns a handle to remove it."""
 
-    def __init__(self, register: Callable[[], Any]) -> None:
-        self._register = register
+    def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._register = functools.partial(register, *args, **kwargs)
         self._handle: Any = None
         self.put_on()
 
@@ -278,8 +278,8 @@ def hook_before(
     """Call `call(module, args)`, or with its kwargs, too, before each call of a module."""
     # The method of the base class: a scripted module refuses its own, and yet calls the hook.
     # `prepend`: FSDP2 puts its own hook first, too, and what it waits for is part of the call.
-    register = functools.partial(nn.Module.register_forward_pre_hook, module, _ModuleHook(call))
-    return Registration(functools.partial(register, prepend=first, with_kwargs=with_kwargs))
+    register = nn.Module.register_forward_pre_hook
+    return Registration(register, module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs)
 
 
 def hook_after(
@@ -290,8 +290,7 @@ def hook_after(
     A hook that is called after an error, too (`always_call`), would be compiled anew at each
     attach: torch guards its identity, and the ninth hits its limit.
     """
-    register = nn.Module.register_forward_hook
-    return Registration(functools.partial(register, module, _ModuleHook(call), prepend=first))
+    return Registration(nn.Module.register_forward_hook, module, _ModuleHook(call), prepend=first)
 
 
 A = TypeVar("A")

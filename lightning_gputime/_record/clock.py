@@ -30,7 +30,7 @@ class TimingEvent(Protocol):
 
 
 class Clock(Protocol):
-    """A device's time beside the host's. The constructor argument `clock` of both timers.
+    """A device's time beside the host's.
 
     It may have more: `spin(cycles)` keeps the device busy, for probes; `device` and `allocator` are
     where counters are read; without `streams`, see `Streams`, all that is launched is timed;
@@ -40,8 +40,7 @@ class Clock(Protocol):
     def event(self) -> TimingEvent:
         """Return a new event, not yet recorded."""
 
-    def host_ns(self) -> int:
-        """Return the host's time (in nanoseconds), from an arbitrary origin."""
+    def host_ns(self) -> int: ...
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph.

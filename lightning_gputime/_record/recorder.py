@@ -166,7 +166,6 @@ class Recorder:
             fail=self._fail,
             on_reading_start=on_reading_start,
         )
-        """The steps that have ended."""
         # Bound, not wrapped: it is all that a step without times calls.
         self.end_untimed = self.pending.end_untimed
         self.flush, self.drain = self.pending.flush, self.pending.drain
@@ -177,7 +176,6 @@ class Recorder:
         self._annotate = annotate
         self._sample_mark = sample
         self.state = AT_REST
-        """What it does with the time."""
         self.thread = -1
         """The thread that is timed; -1 at rest."""
         self.home = -1
@@ -325,7 +323,6 @@ class Recorder:
             self._record(self._first_label(label))
 
     def resume_or_mark(self, label: str) -> None:
-        """Mark `label`, and end a pause if there is one."""
         if self.state is PAUSED:
             self.resume(label)
         else:
@@ -403,8 +400,7 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
-        if get_ident() != self.home:
-            self._move_here()
+        self._move_here()
         self.thread = self.home
         self._drop()
         self.state = OPEN
@@ -477,8 +473,7 @@ class Recorder:
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
-        if get_ident() != self.home:
-            self._move_here()
+        self._move_here()
         if self.thread != -1:
             self._drop()
             self.state, self.thread = AT_REST, -1
@@ -596,8 +591,8 @@ class Recorder:
         self._is_watched = samples is not None or self._annotate is not None
 
     def _take_samples(self) -> tuple[tuple[int, int], ...]:
-        """Return what was sampled in the step that has ended; the next one begins with the last."""
         samples = self._samples or []
+        # The end of this step is the first mark of the next.
         is_due = self._sample_mark is not None and _is_sampled(self._index)
         self._keep_samples(samples[-1:] if is_due else None)
         return tuple(samples)
@@ -651,6 +646,8 @@ class Recorder:
             self.state = LOST
 
     def _move_here(self) -> None:
+        if get_ident() == self.home:
+            return
         self._local.alive = _Alive()  # If there was one, this ends it, which loses the thread.
         self._thread_end = ref(self._local.alive, self._lose_thread)
         self.home = get_ident()

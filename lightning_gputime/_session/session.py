@@ -434,7 +434,7 @@ class Session:
         self._index += 1
         if self.needs_updates:
             self._tried_update = False
-            self._boundaries.forget_updates()
+            self._boundaries.optimizer.updates = self._boundaries.optimizer.depth = 0
         if self._index < self._due_at:
             return False
         self._newest = number
