@@ -225,7 +225,7 @@ def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop
 def test_an_attach_that_fails_leaves_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
-    monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_: 1 / 0)
+    monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hooks(loop).attach()
     assert installed(*things) == bare
