@@ -93,11 +93,8 @@ def fetching(**phases: float) -> dict[str, float]:
             {"callbacks": 2.0, "callbacks/Save.on_train_batch_end": 6.0, "forward": 8.0},
             ["run `Save.on_train_batch_end` less often, or make it cheaper (6 ms a step)"],
         ),
-        (
-            WORKERS,
-            {"callbacks": 8.0, "forward": 8.0},
-            ["log less often: a larger log_every_n_steps"],
-        ),
+        # Nothing says which of them it is.
+        (WORKERS, {"callbacks": 8.0, "forward": 8.0}, []),
     ],
 )  # fmt: skip
 def test_what_holds_up_the_loader_is_advised_against(

@@ -22,6 +22,7 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs import saved, statistics
+from lightning_gputime._saved_runs.compare import Difference
 from lightning_gputime._saved_runs.environment import Environment
 
 PHASES = ("data", "forward", "backward")
@@ -290,6 +291,21 @@ def test_the_spread_between_runs_widens_the_interval() -> None:
     assert "runs only" not in str(found)
     assert TWO_RUNS in str(compare(before[0], after[0]))
     assert TWO_RUNS.replace("2 runs", "3 runs") in str(compare(before[:2], after[0]))
+
+
+@pytest.mark.parametrize("more_ms", [1.2, 2.0, 5.0, 20.0, 60.0])
+def test_a_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> None:
+    random = np.random.default_rng(0)
+
+    def steps() -> Any:
+        noisy = random.gamma(0.3, 2.0, (150, 1))
+        return np.hstack([noisy + 10.0, noisy])
+
+    before, after = steps(), steps() + more_ms
+    chances = np.array([0.98, 0.996])
+    found = statistics.difference([before], [after], how=statistics.typical, confidence=chances)
+    phase = Difference(*found.tolist()[1])
+    assert (phase.verdict, phase.is_above(0.05), phase.is_above(1.0)) == ("slower", True, True)
 
 
 def test_a_bound_is_passed_where_the_whole_interval_is_above_it() -> None:

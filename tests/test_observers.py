@@ -94,3 +94,33 @@ def test_an_observer_that_raises_costs_nobody_else_anything(
     assert [metrics["phase_time/step_ms"] for metrics in logs] == [15.625, 15.625 + 20.0 / 30]
     assert "ZeroDivisionError" in caplog.text
     assert f"Notes.{name}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("metrics", None, ""),
+        ("summary", None, ""),
+        ("metrics", 3, "Notes.metrics() failed: TypeError"),
+        (
+            "summary",
+            3,
+            "Notes.summary() failed: TypeError('return a str, a Section or None, not 3')",
+        ),
+    ],
+)
+def test_an_answer_that_is_none_says_nothing_and_a_wrong_one_is_told(
+    loop: Loop,
+    name: str,
+    answer: object,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Notes, name, lambda *_: answer)
+    logs, summary = train(loop, Notes())
+    assert len(logs) == 2
+    assert ("phase_time/noted" in logs[0]) is (name != "metrics")
+    assert ("noted" in summary.splitlines()) is (name != "summary")
+    assert said in caplog.text
+    assert bool(said) is bool(caplog.records)

@@ -235,8 +235,6 @@ def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     if name:
         took = duration(share * summary.step.mean_ms)
         yield f"run `{name}` less often, or make it cheaper ({took} a step)"
-    else:
-        yield "log less often: a larger log_every_n_steps"
 
 
 def _meet_the_rank(summary: PhaseSummary, _: TrainingSetup) -> Advice:

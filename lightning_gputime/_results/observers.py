@@ -101,31 +101,39 @@ def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     """Return what observers add to a summary; one that raises adds nothing."""
-    return tuple(
-        Section(type(one).__name__, (found,)) if isinstance(found, str) else found
-        for one, found in _ask(observers, "summary")
-        if found is not None
-    )
+    return tuple(_ask(observers, "summary", _section))
+
+
+def _section(one: object, found: object) -> Section:
+    if isinstance(found, str):
+        return Section(type(one).__name__, (found,))
+    if not isinstance(found, Section):
+        raise TypeError(f"return a str, a Section or None, not {found!r:.60}")
+    return found
 
 
 def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:
     """Return what observers add to a log; one that raises adds nothing."""
     metrics: dict[str, float] = {}
-    for _, found in _ask(observers, "metrics", means):
+    for found in _ask(observers, "metrics", lambda _, found: dict(found), means):
         metrics |= found
     return metrics
 
 
-def _ask(observers: Sequence[Any], name: str, *args: Any) -> Iterator[Any]:
-    """Yield each observer that has a method, and what it returns; a warning where it raises."""
+def _ask(
+    observers: Sequence[Any], name: str, convert: Callable[[object, Any], Any], *args: Any
+) -> list[Any]:
+    """Return what observers say that have a method; a warning where one raises."""
+    answers = []
     for one in observers:
         if hasattr(one, name):
             try:
                 found = getattr(one, name)(*args)
+                if found is not None:
+                    answers.append(convert(one, found))
             except Exception as error:
                 messages.warning("%s.%s() failed: %r", type(one).__name__, name, error)
-                continue
-            yield one, found
+    return answers
 
 
 def methods(observers: Sequence[Any], name: str) -> list[Callable[..., Any]]:

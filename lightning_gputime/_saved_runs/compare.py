@@ -41,7 +41,8 @@ class Difference:
         before_ms: The time before (in milliseconds).
         after_ms: The time after (in milliseconds).
         error_ms: Half the width of the interval of their difference (in milliseconds).
-        error_ratio: The same for the difference as a fraction of the time before.
+        error_ratio: The same for the difference as a fraction of the time before. For a time that
+            has more than doubled it is that of twice the time before.
     """
 
     before_ms: float
@@ -61,10 +62,8 @@ class Difference:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the change is significant: zero lies outside of both intervals."""
-        if abs(self.change_ms) <= self.error_ms:
-            return False
-        return not self.before_ms or abs(self.ratio) > self.error_ratio
+        """Whether the change is significant: zero lies outside of its interval."""
+        return abs(self.change_ms) > self.error_ms
 
     @property
     def verdict(self) -> str:

@@ -11,6 +11,7 @@ Floats = npt.NDArray[np.float64]
 MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
 # The fraction of the steps left out at each end: what is left is the interquartile mean.
 _TRIMMED = 0.25
+_MOST_FACTOR = 2.0
 _BLOCKS = 12  # The number of blocks of neighbouring steps that a run is cut into.
 
 # The estimate of each column of one run; and for each step and column its influence: how far the
@@ -118,8 +119,11 @@ def difference(
             square = pooled * (factor**2 / n + 1 / m)
         return np.asarray(np.maximum(within, quantile_of_t(freedom, confidence) * np.sqrt(square)))
 
+    # The noise of the time before counts as often as the bound that it is held against, which is no
+    # more than twice that time; and not as often as a short phase has grown.
+    factor = np.minimum(ratio, _MOST_FACTOR)
     error_ratio = np.divide(
-        error_of(ratio), before_ms, out=np.full_like(before_ms, np.nan), where=is_there
+        error_of(factor), before_ms, out=np.full_like(before_ms, np.nan), where=is_there
     )
     return np.stack((before_ms, after_ms, error_of(1.0), error_ratio), axis=1)
 
