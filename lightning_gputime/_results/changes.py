@@ -1,5 +1,6 @@
 """Lasting changes: since when steps take longer, or shorter, than at the start."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,18 +95,21 @@ class LevelRecorder:
     def __init__(self) -> None:
         self._every = _BLOCK_STEPS
         self._next = 0
-        # The number of the newest step, how many there were, and the device time of each phase;
-        # that of the step is named "".
-        self._totals: list[tuple[int, int, dict[str, float]]] = []
+        # The number of the newest step, how many there were, and the device time of the step and of
+        # each phase that had run by then, in the order of `_names`.
+        self._totals: list[tuple[int, int, array[float]]] = []
+        self._names: list[str] = []
 
     def note(self, number: int, sums: Sums) -> None:
         """Note the sums over all steps, of which the newest has this number."""
         n = sums.step.n
         if n < self._next:
             return
+        if len(self._names) != len(sums.phases):
+            self._names = [*sums.phases]
+        totals = array("d", (sums.step.device_ms,))
         # Without a function of Python for each phase.
-        totals = dict(zip(sums.phases, map(_device_ms, sums.phases.values()), strict=True))
-        totals[""] = sums.step.device_ms
+        totals.extend(map(_device_ms, sums.phases.values()))
         self._totals.append((number, n, totals))
         self._next = n + self._every
         if len(self._totals) > 2 * _MOST_BLOCKS:
@@ -118,7 +122,7 @@ class LevelRecorder:
         if len(totals) <= _FEWEST_BLOCKS:
             return None
         n = np.array([n for _, n, _ in totals], dtype=float)
-        step_ms = _means(totals, n, "")
+        step_ms = _means(totals, n, 0)
         ended_ms = np.cumsum(step_ms * np.diff(n))
         settling = int(np.searchsorted(ended_ms, _SETTLING_MS))
         first = min(settling, int(len(step_ms) * _SETTLING_SHARE))
@@ -127,9 +131,8 @@ class LevelRecorder:
             return None
         start, shape, before_ms, change_ms, error_ms = fitted
         parts = {
-            name: _slope(_without_outliers(_means(totals, n, name)[first:]), shape)
-            for name in totals[-1][2]
-            if name
+            name: _slope(_without_outliers(_means(totals, n, i)[first:]), shape)
+            for i, name in enumerate(self._names, 1)
         }
         phase = _most_changed(parts, change_ms)
         return LastingChange(
@@ -163,9 +166,9 @@ def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeri
     return SlowPeriod(every, all_ms, _most_changed(excess_ms, all_ms), workers)
 
 
-def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
-    """Return the means of a phase over the steps of each block."""
-    return np.diff([sums.get(name, 0.0) for _, _, sums in totals]) / np.diff(n)
+def _means(totals: Sequence[tuple[int, int, Sequence[float]]], n: Floats, i: int) -> Floats:
+    """Return the means of the step (0), or of a phase, over the steps of each block."""
+    return np.diff([ms[i] if i < len(ms) else 0.0 for _, _, ms in totals]) / np.diff(n)
 
 
 def _slope(values: Floats, shape: Floats) -> float:
