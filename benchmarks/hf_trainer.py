@@ -153,7 +153,7 @@ def on_several(steps: int, fsdp2: bool) -> None:
         config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
         others = {"fsdp": True, "fsdp_config": config}
     with tempfile.TemporaryDirectory() as folder:
-        timer = PhaseTimeCallback(warmup_steps=SETTLE)
+        timer = PhaseTimeCallback(warmup_steps=SETTLE, log="all")
         trainer = new_trainer([timer], folder, steps, **others)
         trainer.train()
         if trainer.is_world_process_zero():

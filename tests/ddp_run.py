@@ -67,7 +67,7 @@ class Writer(pl.Callback):
 
 def train(strategy: str, devices: int, directory: Path) -> None:
     gpu = FakeGPU()
-    timer = GPUPhaseTimer(_clock=gpu, warmup_steps=0)
+    timer = GPUPhaseTimer(_clock=gpu, warmup_steps=0, log="all")
     logger = RankLogger()
     writer = Writer(timer, logger, directory)
     runner = trainer(timer, writer, strategy=strategy, devices=devices, logger=logger)

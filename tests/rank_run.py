@@ -85,7 +85,7 @@ def train(case: str, rank: int) -> dict[str, Any]:
     optimizer, logger = Slow(net, ms["optimizer"]), Logger()
     start = time.monotonic()
     try:
-        with GPUPhaseHooks(net, optimizer, warmup_steps=2, logger=logger) as timer:
+        with GPUPhaseHooks(net, optimizer, warmup_steps=2, logger=logger, log="all") as timer:
             for i, x in enumerate(timer.steps(batches(ms["data"]))):
                 net(x).sum().backward()
                 optimizer.step()

@@ -314,7 +314,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters())
 
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-timer = GPUPhaseTimer(save=sys.argv[1])
+timer = GPUPhaseTimer(save_path=sys.argv[1])
 Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 4))
 """
 

@@ -154,7 +154,7 @@ def test_a_real_notebook_shows_each_once(tmp_path: Path) -> None:
         f"import sys; sys.path[:0] = [{str(root)!r}, {str(root.parent)!r}]\n"
         "from fake_gpu import FakeGPU\nfrom fake_lightning import Model, fit\n"
         "from lightning_gputime import GPUPhaseTimer\ngpu = FakeGPU()",
-        "timer = fit(gpu, Model(gpu), n=9, timer=GPUPhaseTimer(clock=gpu))",
+        "timer = fit(gpu, Model(gpu), n=9, timer=GPUPhaseTimer(_clock=gpu))",
         "timer",
         "figure, axes = timer.plot()",
         "figure, axes = timer.plot(step=6)",

@@ -1,6 +1,5 @@
 """Lasting changes: since when steps take longer, or shorter, than at the start."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ Floats = npt.NDArray[np.float64]
 _BLOCK_STEPS = 25
 _MOST_BLOCKS = 256
 _FEWEST_BLOCKS = 24
+_MOST_PHASES = 64  # Of more, only whole phases are kept.
 # What is left out of a run: GPUs and loaders settle in the first minutes, at most in a third of it.
 _SETTLING_MS, _SETTLING_SHARE = 180e3, 1 / 3
 # A level that fewer blocks have, or a smaller part of the run, is no lasting one.
@@ -95,21 +95,27 @@ class LevelRecorder:
     def __init__(self) -> None:
         self._every = _BLOCK_STEPS
         self._next = 0
-        # The number of the newest step, how many there were, and the device time of the step and of
-        # each phase that had run by then, in the order of `_names`.
-        self._totals: list[tuple[int, int, array[float]]] = []
+        # The phases that are kept, of how many that ran.
         self._names: list[str] = []
+        self._n_phases = 0
+        # The number of the newest step, how many there were, and the device time of each phase;
+        # that of the step is named "".
+        self._totals: list[tuple[int, int, dict[str, float]]] = []
 
     def note(self, number: int, sums: Sums) -> None:
         """Note the sums over all steps, of which the newest has this number."""
         n = sums.step.n
         if n < self._next:
             return
-        if len(self._names) != len(sums.phases):
-            self._names = [*sums.phases]
-        totals = array("d", (sums.step.device_ms,))
+        phases = sums.phases
+        if self._n_phases != len(phases):
+            self._n_phases = len(phases)
+            whole = [name for name in phases if "/" not in name]
+            self._names = [*phases] if len(phases) <= _MOST_PHASES else whole
         # Without a function of Python for each phase.
-        totals.extend(map(_device_ms, sums.phases.values()))
+        of_names = map(_device_ms, map(phases.__getitem__, self._names))
+        totals = dict(zip(self._names, of_names, strict=True))
+        totals[""] = sums.step.device_ms
         self._totals.append((number, n, totals))
         self._next = n + self._every
         if len(self._totals) > 2 * _MOST_BLOCKS:
@@ -122,7 +128,7 @@ class LevelRecorder:
         if len(totals) <= _FEWEST_BLOCKS:
             return None
         n = np.array([n for _, n, _ in totals], dtype=float)
-        step_ms = _means(totals, n, 0)
+        step_ms = _means(totals, n, "")
         ended_ms = np.cumsum(step_ms * np.diff(n))
         settling = int(np.searchsorted(ended_ms, _SETTLING_MS))
         first = min(settling, int(len(step_ms) * _SETTLING_SHARE))
@@ -131,8 +137,9 @@ class LevelRecorder:
             return None
         start, shape, before_ms, change_ms, error_ms = fitted
         parts = {
-            name: _slope(_without_outliers(_means(totals, n, i)[first:]), shape)
-            for i, name in enumerate(self._names, 1)
+            name: _slope(_without_outliers(_means(totals, n, name)[first:]), shape)
+            for name in totals[-1][2]
+            if name
         }
         phase = _most_changed(parts, change_ms)
         return LastingChange(
@@ -166,9 +173,9 @@ def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeri
     return SlowPeriod(every, all_ms, _most_changed(excess_ms, all_ms), workers)
 
 
-def _means(totals: Sequence[tuple[int, int, Sequence[float]]], n: Floats, i: int) -> Floats:
-    """Return the means of the step (0), or of a phase, over the steps of each block."""
-    return np.diff([ms[i] if i < len(ms) else 0.0 for _, _, ms in totals]) / np.diff(n)
+def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
+    """Return the means of a phase over the steps of each block."""
+    return np.diff([sums.get(name, 0.0) for _, _, sums in totals]) / np.diff(n)
 
 
 def _slope(values: Floats, shape: Floats) -> float:
