@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import lightning.pytorch as pl
 import pytest
 from fake_gpu import FakeGPU
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, trainer
 
 from lightning_gputime import GPUPhaseTimer, Ledger, load
 from lightning_gputime._results.ledger import STEPS, VALIDATION, WallTimeRecorder
@@ -34,17 +34,6 @@ class Slow(Model):
         return self.loss(batch)
 
 
-class Trainer(pl.Trainer):
-    """A trainer whose checkpoints take the host 40 ms."""
-
-    gpu: FakeGPU
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        profiler: Any = self.profiler  # type: ignore[attr-defined]  # has no hint
-        with profiler.profile("save_checkpoint"):  # as Lightning's own does
-            self.gpu.host_work(40.0)
-
-
 def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     """A fit of two epochs of three steps, with a validation in each and host work everywhere."""
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **more)
@@ -61,17 +50,10 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
             trainer.sanity_checking or trainer.save_checkpoint("none")
         )
     )
-    Trainer.gpu = gpu
-    Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=1,
-        callbacks=[timer, work, saves],
-    ).fit(Slow(gpu), Loader(gpu, 3), Loader(gpu, 2))
+    SavingTrainer.gpu = gpu
+    trainer(timer, work, saves, kind=SavingTrainer, max_epochs=2, num_sanity_val_steps=1).fit(
+        Slow(gpu), Loader(gpu, 3), Loader(gpu, 2)
+    )
     return timer
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import FakeGPU, Layer, raw
-from fake_lightning import Model, trainer
+from fake_lightning import Model, SavingTrainer, trainer
 from fake_loop import Loop
 from test_slow_steps import collect, train
 from torch import Tensor, nn
@@ -90,15 +90,6 @@ class Planted(pl.Callback):
         self.gpu.host_work(13.0)
 
 
-class Saving(pl.Trainer):
-    """A trainer whose checkpoints take the host 40 ms."""
-
-    gpu: FakeGPU
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        self.gpu.host_work(40.0)
-
-
 class Fetches:
     """A loader whose batches take the host a known time."""
 
@@ -120,17 +111,9 @@ def planted(
     """Run a fit with known losses: a first step of 500 ms, and others of 60 ms of work."""
     gpu = FakeGPU()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=1, **more)
-    Saving.gpu = gpu
-    Saving(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=1,
-        callbacks=[timer, Planted(gpu, steps, callback_ms, [*saves])],
-    ).fit(
+    SavingTrainer.gpu = gpu
+    work = Planted(gpu, steps, callback_ms, [*saves])
+    trainer(timer, work, kind=SavingTrainer, num_sanity_val_steps=1).fit(
         HostModel(gpu, 500.0, 60.0),
         Fetches(gpu, steps, fetch_ms),
         Fetches(gpu, 2, 0.0),

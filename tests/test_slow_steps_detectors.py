@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_gpu import MS, FakeGPU
 from fake_lightning import Loader as FakeLoader
-from fake_lightning import MemoryLogger, Model, fit
+from fake_lightning import MemoryLogger, Model, fit, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -399,16 +399,7 @@ def test_lightnings_loader_is_told(gpu: FakeGPU) -> None:
                 yield x
 
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[timer],
-    )
-    trainer.fit(Model(gpu), Late(gpu, 60))
+    trainer(timer).fit(Model(gpu), Late(gpu, 60))
     [slow] = timer.slowest()
     assert [(one.kind, one.host_ms) for one in slow.causes] == [("loader", 40.0)]
     assert slow.phase == "data/fetch"

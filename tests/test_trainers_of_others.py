@@ -15,6 +15,8 @@ from conftest import hooks_of
 
 transformers: Any = pytest.importorskip("transformers")
 
+from test_huggingface import PATCHED  # noqa: E402
+
 from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
 
 pytestmark = [
@@ -226,14 +228,5 @@ def test_a_trainer_is_timed_and_trains_the_same(
     assert all(("reward_ms" in one) == ("reward" in more) for one in evaluations)
 
 
-METHODS = {
-    "_calculate_rewards",
-    "_evaluate",
-    "_finalize_training",
-    "_run_epoch",
-    "evaluate",
-    "evaluation_loop",
-    "get_batch_samples",
-    "prediction_step",
-}
+METHODS = PATCHED | {"_calculate_rewards"}
 """What is replaced on a Trainer while it trains."""

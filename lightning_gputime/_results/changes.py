@@ -1,6 +1,6 @@
 """Lasting changes: since when steps take longer, or shorter, than at the start."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -95,9 +95,6 @@ class LevelRecorder:
     def __init__(self) -> None:
         self._every = _BLOCK_STEPS
         self._next = 0
-        # The phases that are kept, of how many that ran.
-        self._names: list[str] = []
-        self._n_phases = 0
         # The number of the newest step, how many there were, and the device time of each phase;
         # that of the step is named "".
         self._totals: list[tuple[int, int, dict[str, float]]] = []
@@ -107,14 +104,12 @@ class LevelRecorder:
         n = sums.step.n
         if n < self._next:
             return
-        phases = sums.phases
-        if self._n_phases != len(phases):
-            self._n_phases = len(phases)
-            whole = [name for name in phases if "/" not in name]
-            self._names = [*phases] if len(phases) <= _MOST_PHASES else whole
+        names: Collection[str] = sums.phases
+        if len(names) > _MOST_PHASES:
+            names = [name for name in names if "/" not in name]
         # Without a function of Python for each phase.
-        of_names = map(_device_ms, map(phases.__getitem__, self._names))
-        totals = dict(zip(self._names, of_names, strict=True))
+        of_names = map(_device_ms, map(sums.phases.__getitem__, names))
+        totals = dict(zip(names, of_names, strict=True))
         totals[""] = sums.step.device_ms
         self._totals.append((number, n, totals))
         self._next = n + self._every
@@ -123,8 +118,11 @@ class LevelRecorder:
             self._every *= 2
 
     def find(self) -> LastingChange | None:
-        """Return the change of the step's length that lasts; None if there is none."""
-        totals = self._totals
+        """Return the change of the step's length that lasts; None if there is none.
+
+        Any thread may ask, while another one notes.
+        """
+        totals = [*self._totals]
         if len(totals) <= _FEWEST_BLOCKS:
             return None
         n = np.array([n for _, n, _ in totals], dtype=float)

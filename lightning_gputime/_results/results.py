@@ -133,10 +133,9 @@ class Results:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
-            lasting_change = self._levels.find()
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
-            lasting_change=lasting_change,
+            lasting_change=self._levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
