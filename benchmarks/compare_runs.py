@@ -171,7 +171,7 @@ def slower(run: Run, phase: str) -> Run:
 def is_claimed(found: RunComparison) -> bool:
     """Tells whether anything is called different: the step, its mean or a phase."""
     told = [found.step, found.mean, *(found.rows[name] for name in found.judged)]
-    return any(one.is_certain for one in told)
+    return any(one.is_significant for one in told)
 
 
 def by_band(sides: Sides) -> bool:
@@ -186,7 +186,7 @@ def judged(new_sides: Callable[[], Sides]) -> dict[str, Any]:
     for i in range(PAIRS):
         before, after = new_sides()
         found = compare(before, after)
-        equal.append((is_claimed(found), by_band((before, after)), found.step.error_ratio))
+        equal.append((is_claimed(found), by_band((before, after)), found.step.relative_error))
         if i % 2 == 0:
             step = compare(before, [slower(run, "step") for run in after])
             phase = compare(before, [slower(run, "norm") for run in after])
@@ -282,7 +282,9 @@ def bench() -> dict[str, Any]:
         equal = [benched(noise, "", rng) for _ in range(PAIRS)]
         more = [benched(noise, "step", rng) for _ in range(PAIRS)]
         results[noise] = {
-            "equal, the step called different": np.mean([one.step.is_certain for one, _ in equal]),
+            "equal, the step called different": np.mean(
+                [one.step.is_significant for one, _ in equal]
+            ),
             "equal, anything called different": np.mean([is_claimed(one) for one, _ in equal]),
             "+2 % in the step, found": np.mean([one.verdict == "slower" for one, _ in more]),
             "+2 % in the step, turns, median": np.median([turns for _, turns in more]),

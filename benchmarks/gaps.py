@@ -28,11 +28,11 @@ def measure(model: str) -> dict[str, Any]:
     return {
         "as_run_ms": {name: round(row.mean_ms, 4) for name, row in rows.items()},
         "busy_ms": {
-            name: round(row.busy_mean_ms, 4)
+            name: round(row.gpu_busy_mean_ms, 4)
             for name, row in rows.items()
-            if row.busy_mean_ms is not None
+            if row.gpu_busy_mean_ms is not None
         },
-        "gap_share": summary.gap_share,
+        "launch_gap_share": summary.launch_gap_share,
         "probed_steps": summary.probed_steps,
         "probe_failure": summary.probe_failure,
     }

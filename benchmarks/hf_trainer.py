@@ -24,13 +24,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from lightning_gputime.huggingface import PhaseTimeCallback
+from lightning_gputime.huggingface import TransformersPhaseTimer
 
 PHASES = ("data", "callbacks", "forward", "loss", "backward", "optimizer", "other")
 SETTLE, EVERY = 20, 10
 """Steps that are in no figure, and steps in one log."""
 
-NONE, AGAIN, TIMER = "no timer", "no timer, again", "PhaseTimeCallback()"
+NONE, AGAIN, TIMER = "no timer", "no timer, again", "TransformersPhaseTimer()"
 
 IS_CUDA, IS_SHARED = torch.cuda.is_available(), "LOCAL_RANK" in os.environ
 SIZE: dict[str, Any] = (
@@ -96,7 +96,7 @@ def logged(folder: str) -> dict[str, list[float]]:
 
 def run(way: str, steps: int, **others: Any) -> dict[str, Any]:
     """Trains once, and returns what was found."""
-    wall, timer = Wall(), PhaseTimeCallback(print_summary=False, warmup_steps=SETTLE)
+    wall, timer = Wall(), TransformersPhaseTimer(print_summary=False, warmup_steps=SETTLE)
     with tempfile.TemporaryDirectory() as folder:
         trainer = new_trainer([timer, wall] if way == TIMER else [wall], folder, steps, **others)
         trainer.train()
@@ -153,7 +153,7 @@ def on_several(steps: int, fsdp2: bool) -> None:
         config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
         others = {"fsdp": True, "fsdp_config": config}
     with tempfile.TemporaryDirectory() as folder:
-        timer = PhaseTimeCallback(warmup_steps=SETTLE, log="all")
+        timer = TransformersPhaseTimer(warmup_steps=SETTLE, log="all")
         trainer = new_trainer([timer], folder, steps, **others)
         trainer.train()
         if trainer.is_world_process_zero():

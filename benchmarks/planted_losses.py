@@ -164,7 +164,11 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "slow logger": ("callbacks", {"logger": SlowLogger()}, {}),
         "evaluation too often": ("validation", {"val_check_interval": 5}, {}),
         "checkpoints": ("checkpoints", {"callbacks": saves, "enable_checkpointing": True}, {}),
-        "garbage": ("slow steps: garbage collection", {"model": lambda: Net(collect)}, {}),
+        "garbage_collection": (
+            "slow steps: garbage collection",
+            {"model": lambda: Net(collect)},
+            {},
+        ),
         "recompilation": (
             "slow steps: compilation",
             {"model": lambda: Recompiles(4)},

@@ -136,10 +136,10 @@ def of_ranks(summary: PhaseSummary, case: str) -> dict[str, Any]:
     right = (None, None) if expected is None else (SLOW_RANK, expected)
     # Of `data` the part is named, where it is known.
     phase = ranks.phase.partition("/")[0]
-    named = (None, None) if ranks.slowest is None else (ranks.slowest, phase)
+    named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
     return {
         "sentence": ranks.sentence,
-        "behind_ms": ranks.behind_ms,
+        "behind_median_ms": ranks.behind_median_ms,
         "is_right": named == right,
     }
 

@@ -16,7 +16,7 @@ from lightning_gputime._results.slow import SlowLog
 
 def main_kind(slow: SlowStep) -> str:
     """Returns the kind of the largest cause, where that is more than what is unexplained."""
-    if not slow.causes or slow.causes[0].reached_ms <= slow.unexplained_ms:
+    if not slow.causes or slow.causes[0].exposed_ms <= slow.unexplained_ms:
         return "unexplained"
     largest = slow.causes[0]
     return "preempted" if largest.detail.startswith("others") else largest.kind

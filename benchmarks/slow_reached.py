@@ -120,7 +120,9 @@ def collections(spin_ms: float, each: int) -> dict[str, Any]:
             host.append(host_ms)
             idle.append(before.elapsed_time(after))
             causes = found[number].causes if number in found else ()
-            said.append(sum(cause.reached_ms for cause in causes if cause.kind == "garbage"))
+            said.append(
+                sum(cause.exposed_ms for cause in causes if cause.kind == "garbage_collection")
+            )
             named += number in found
         errors = [abs(a - b) for a, b in zip(idle, said, strict=True)]
         rows[f"{delay:g} ms"] = {
@@ -128,15 +130,15 @@ def collections(spin_ms: float, each: int) -> dict[str, Any]:
             "slow": named,
             "host_ms": round(statistics.median(host), 3),
             "idle_ms": round(statistics.median(idle), 3),
-            "reached_ms": round(statistics.median(said), 3),
+            "exposed_ms": round(statistics.median(said), 3),
             "error_ms": {
                 "median": round(statistics.median(errors), 3),
                 "p95": round(statistics.quantiles(errors, n=20)[-1], 3),
                 "most": round(max(errors), 3),
             },
         }
-    usual = statistics.median(slow.usual_ms for slow in found.values())
-    return {"usual_ms": round(usual, 2), "delays": rows, "elsewhere": elsewhere(found, steps)}
+    usual = statistics.median(slow.baseline_ms for slow in found.values())
+    return {"baseline_ms": round(usual, 2), "delays": rows, "elsewhere": elsewhere(found, steps)}
 
 
 def memory(spin_ms: float, each: int) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def cost_us(rounds: int) -> dict[str, float]:
         train_empty(net, optimizer, tool, STEPS)
         us = (time.perf_counter() - begin) / STEPS * 1e6
         tool.remove()
-        slow.append(len(timer.slowest(1_000)))
+        slow.append(len(timer.slow_steps(1_000)))
         return us
 
     with no_backward():

@@ -97,9 +97,9 @@ class Injections:
     def now(self, kind: str) -> None:
         """Lets something happen inside a step."""
         {
-            "garbage": self.collect,
+            "garbage_collection": self.collect,
             "compilation": self.compile,
-            "preemption": self.stop,
+            "off_cpu": self.stop,
             "allocator": torch.cuda.empty_cache,
         }[kind]()
 
@@ -236,9 +236,9 @@ def train_ranks(each: int) -> tuple[dict[int, str], list[SlowStep]]:
 
 def measure(each: int, device: str) -> dict[str, Any]:
     """Measures everything; returns what was found."""
-    kinds = ["garbage", "compilation", "preemption", "loader", "callback"]
+    kinds = ["garbage_collection", "compilation", "off_cpu", "loader", "callback"]
     steps = plan(kinds + ["allocator"] * (device != "cpu"), each)
-    plain = score(steps, train_plain(steps, max(steps) + 20, device), {"preemption", "callback"})
+    plain = score(steps, train_plain(steps, max(steps) + 20, device), {"off_cpu", "callback"})
     lightning = score(*train_with_checkpoints(each), set())
     ranks = score(*train_ranks(each), set())
     n = 20 * each

@@ -92,14 +92,14 @@ def in_plain_loop(task: Task, batch: Batch, device: torch.device, steps: int) ->
     print(summary, flush=True)
     work = summary.work
     assert work is not None
-    assert work.items_per_s is not None
+    assert work.items_per_sec is not None
     wall = steps * len(batch[0]) / wall_s
     counted = timer._results.sums.flops[0] / summary.steps
     return {
         "flops_a_batch": counted,
-        "items_per_s": work.items_per_s,
+        "items_per_sec": work.items_per_sec,
         "wall_items_per_s": wall,
-        "to_wall": work.items_per_s / wall,
+        "to_wall": work.items_per_sec / wall,
         "mfu": work.mfu,
         "peak_tflops": work.peak_tflops,
         "forward_tflops": summary.rows["forward"].tflops,
@@ -153,7 +153,7 @@ def beside_the_monitor(
         callbacks=[monitor, GPUPhaseTimer(print_summary=False, flops="count")],
     )
     trainer.fit(task, Repeat(batch, steps))
-    wanted = ("per_sec", "mfu", "items_per_s", "tflops", "phase_time/step_ms")
+    wanted = ("per_sec", "mfu", "items_per_sec", "tflops", "phase_time/step_ms")
     return {key: one for key, one in logger.newest.items() if any(part in key for part in wanted)}
 
 

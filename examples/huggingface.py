@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from lightning_gputime.huggingface import PhaseTimeCallback
+from lightning_gputime.huggingface import TransformersPhaseTimer
 
 
-def main(max_steps: int = 50, output_dir: str = "trainer_output") -> PhaseTimeCallback:
+def main(max_steps: int = 50, output_dir: str = "trainer_output") -> TransformersPhaseTimer:
     """Trains, and returns the timer with what it measured."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, n_positions=64)
     tokens = torch.randint(0, 256, (256, 64))
@@ -26,7 +26,7 @@ def main(max_steps: int = 50, output_dir: str = "trainer_output") -> PhaseTimeCa
         disable_tqdm=True,
         **options,
     )
-    timer = PhaseTimeCallback()
+    timer = TransformersPhaseTimer()
     Trainer(
         model=GPT2LMHeadModel(config),
         args=arguments,

@@ -4,7 +4,6 @@ from lightning_gputime._boundaries.named import phase as phase
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._phases import StepTimes as StepTimes
-from lightning_gputime._results.ledger import Ledger as Ledger
 from lightning_gputime._results.means import MetricsLogger as MetricsLogger
 from lightning_gputime._results.observers import StepObserver as StepObserver
 from lightning_gputime._results.ranks import RankStats as RankStats
@@ -14,6 +13,7 @@ from lightning_gputime._results.slow import SlowStep as SlowStep
 from lightning_gputime._results.stats import PhaseStats as PhaseStats
 from lightning_gputime._results.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._results.table import Section as Section
+from lightning_gputime._results.wall_time import WallTimeBreakdown as WallTimeBreakdown
 from lightning_gputime._saved_runs.compare import Difference as Difference
 from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
 from lightning_gputime._saved_runs.compare import compare as compare

@@ -108,7 +108,7 @@ def _new_parser() -> argparse.ArgumentParser:
     paper.set_defaults(command=_report)
     paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
     paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
-    paper.add_argument("--anyway", action="store_true", help="as with compare")
+    paper.add_argument("--allow-mismatch", action="store_true", help="as with compare")
     return parser
 
 
@@ -120,8 +120,8 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above
     )
-    anyway = "also compare runs of another GPU, world size or batch"
-    parser.add_argument("--anyway", action="store_true", help=anyway)
+    allow_mismatch = "also compare runs of another GPU, world size or batch"
+    parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -146,7 +146,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    return _judge(package.compare(*_groups(args), anyway=args.anyway), args)
+    return _judge(package.compare(*_groups(args), allow_mismatch=args.allow_mismatch), args)
 
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
@@ -178,7 +178,7 @@ def _report(args: argparse.Namespace) -> int:
     if len(args.runs) > 2:
         raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
     runs = [package.load(path) for path in args.runs]
-    found = package.compare(*runs, anyway=args.anyway) if len(runs) == 2 else None
+    found = package.compare(*runs, allow_mismatch=args.allow_mismatch) if len(runs) == 2 else None
     text = page(runs, found)
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
     files.write(args.out, text, kept="")

@@ -11,7 +11,7 @@ from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._record.recorder import PAUSED
-from lightning_gputime._results.ledger import STEPS, WallTimeRecorder
+from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
 from lightning_gputime._session.session import Session
 
 # The first update of all is waited for during this many batches that should end a step.

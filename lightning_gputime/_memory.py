@@ -112,49 +112,49 @@ class MemorySummary:
     reserved beyond that, or that others use, is not in it. The warm-up is in it.
 
     Attributes:
-        peak_mb: The highest peak of each phase and sub-phase (in MiB).
+        peak_mib: The highest peak of each phase and sub-phase (in MiB).
         at_step: The number of the step in which it was first seen.
-        held_mb: What was allocated where the newest of these steps began (in MiB): parameters, the
-            optimizer's state and the like.
-        total_mb: The memory of the device (in MiB); None if it is not known.
+        start_mib: Memory allocated at the start of the newest of these steps (in MiB): parameters,
+            optimizer state and the like.
+        device_mib: The memory of the device (in MiB); None if it is not known.
         steps: How many steps were sampled.
     """
 
-    peak_mb: Mapping[str, float]
+    peak_mib: Mapping[str, float]
     at_step: Mapping[str, int]
-    held_mb: float
-    total_mb: float | None
+    start_mib: float
+    device_mib: float | None
     steps: int
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """What is printed: which phase would run out first, and what helps where that is near."""
-        top_level = [name for name in self.peak_mb if "/" not in name]
-        highest, *others = sorted(top_level, key=lambda name: -self.peak_mb[name])
-        of_total = "" if self.total_mb is None else f" of {self.total_mb:,.0f}"
+        top_level = [name for name in self.peak_mib if "/" not in name]
+        highest, *others = sorted(top_level, key=lambda name: -self.peak_mib[name])
+        of_total = "" if self.device_mib is None else f" of {self.device_mib:,.0f}"
         said = (
-            f"memory: the highest is `{highest}` with {self.peak_mb[highest]:,.0f}{of_total} MiB,"
+            f"memory: the highest is `{highest}` with {self.peak_mib[highest]:,.0f}{of_total} MiB,"
             f" at step {self.at_step[highest]}"
         )
         if others:
-            said += f"; `{others[0]}` follows with {self.peak_mb[others[0]]:,.0f}"
+            said += f"; `{others[0]}` follows with {self.peak_mib[others[0]]:,.0f}"
         return (said + self._advice(highest),)
 
     def _advice(self, highest: str) -> str:
-        peak_mb = self.peak_mb[highest]
-        if self.total_mb is None or peak_mb < _NEARLY_FULL * self.total_mb:
+        peak_mib = self.peak_mib[highest]
+        if self.device_mib is None or peak_mib < _NEARLY_FULL * self.device_mib:
             return ""
-        own_mb = peak_mb - self.held_mb
-        near = f". That is {peak_mb / self.total_mb:.0%} of the GPU's"
-        of_step = f"{near}, {own_mb:,.0f} of it from the step itself"
-        if highest in (FORWARD, LOSS, BACKWARD) and own_mb >= _MOST_OF_IT * peak_mb:
+        own_mib = peak_mib - self.start_mib
+        near = f". That is {peak_mib / self.device_mib:.0%} of the GPU's"
+        of_step = f"{near}, {own_mib:,.0f} of it from the step itself"
+        if highest in (FORWARD, LOSS, BACKWARD) and own_mib >= _MOST_OF_IT * peak_mib:
             return f"{of_step}: checkpoint activations"
-        if highest == OPTIMIZER and own_mb >= _MUCH_OF_IT * peak_mb:
+        if highest == OPTIMIZER and own_mib >= _MUCH_OF_IT * peak_mib:
             return f"{of_step}: try foreach=False or fused=True"
-        if self.held_mb >= _MOST_OF_IT * peak_mb:
+        if self.start_mib >= _MOST_OF_IT * peak_mib:
             return (
-                f"{near}, {self.held_mb:,.0f} of it there when a step begins: shard parameters and"
-                " optimizer state, or keep a smaller state"
+                f"{near}, {self.start_mib:,.0f} of it there when a step begins: shard parameters"
+                " and optimizer state, or keep a smaller state"
             )
         return near
 
@@ -193,10 +193,10 @@ class PhaseMemory:
         if not highest:
             return None
         return MemorySummary(
-            peak_mb={name: peak / _MIB for name, (peak, _) in highest.items()},
+            peak_mib={name: peak / _MIB for name, (peak, _) in highest.items()},
             at_step={name: number for name, (_, number) in highest.items()},
-            held_mb=self._held / _MIB,
-            total_mb=None if self._total is None else self._total / _MIB,
+            start_mib=self._held / _MIB,
+            device_mib=None if self._total is None else self._total / _MIB,
             steps=self._steps,
         )
 
@@ -206,7 +206,7 @@ class PhaseMemory:
         for peaks in [peaks for number, peaks in [*self._window] if number <= newest]:
             for name, peak in peaks.items():
                 if not of_one_callback(name):
-                    due[f"{name}_peak_mb"] = max(due.get(f"{name}_peak_mb", 0.0), peak / _MIB)
+                    due[f"{name}_peak_mib"] = max(due.get(f"{name}_peak_mib", 0.0), peak / _MIB)
         while not keep and self._window and self._window[0][0] <= newest:
             self._window.popleft()
         return due

@@ -9,9 +9,9 @@ _MAX_SHOWN = 60
 """A message shows this many characters of what was given."""
 
 HOMES = (
-    "GPUPhaseTimer is for the Trainer of Lightning, lightning_gputime.huggingface.PhaseTimeCallback"
-    " for that of transformers, lightning_gputime.fabric.PhaseTimeCallback for Fabric, and"
-    " GPUPhaseHooks for a loop of your own."
+    "GPUPhaseTimer is for the Trainer of Lightning,"
+    " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
+    " lightning_gputime.fabric.FabricPhaseTimer for Fabric, and GPUPhaseHooks for your own loop."
 )
 """Which timer is whose."""
 

@@ -161,7 +161,7 @@ _FIXES = {
     "save_path": "call timer.save(path)",
     "print_summary": "write print(timer.summary())",
     "on_step": "write observers=[function]",
-    "prog_bar": "show timer.last.step_ms on a bar of your own",
+    "prog_bar": "show timer.last_step.step_ms on a bar of your own",
 }
 _OF_LOOPS = ("model", "optimizers", "device", "logger", "log_every_n_steps")
 

@@ -262,7 +262,7 @@ class Timer(Tabular):
         self._session.flush()
 
     @property
-    def last(self) -> StepTimes | None:
+    def last_step(self) -> StepTimes | None:
         """The newest step that the device has finished, or None."""
         return self._read().last
 
@@ -281,7 +281,7 @@ class Timer(Tabular):
     def _table(self) -> Table:
         return self._read().summary_to_print()._table()
 
-    def slowest(self, n: int = 10) -> list[SlowStep]:
+    def slow_steps(self, n: int = 10) -> list[SlowStep]:
         """Return the slow steps since the warm-up with their causes, the worst first.
 
         A step is slow if it exceeds the median of the 50 steps before it (updated every 25 steps)
@@ -296,7 +296,7 @@ class Timer(Tabular):
             ValueError: If `n` is below 1.
         """
         n = check_int("n", n, 1, "the number of slow steps to return")
-        return self._read().slow.slowest(n)
+        return self._read().slow.slow_steps(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the history as CSV: a row a step, empty where a phase did not run.
@@ -365,7 +365,7 @@ class Timer(Tabular):
             self._environment,
             *results.history_and_warmup(),
             results.summary_to_print(),
-            slow_steps=[one.to_dict() for one in results.slow.slowest(100)],
+            slow_steps=[one.to_dict() for one in results.slow.slow_steps(100)],
             evaluations=[*self._evaluated],
         )
 

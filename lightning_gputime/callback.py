@@ -17,7 +17,9 @@ from lightning_gputime._fit import NESTED, Fit
 from lightning_gputime._messages import messages
 from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._results.advice import TrainingSetup
-from lightning_gputime._results.ledger import (
+from lightning_gputime._results.results import Results
+from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.wall_time import (
     EPOCH_ENDS,
     REST,
     SANITY_CHECK,
@@ -25,8 +27,6 @@ from lightning_gputime._results.ledger import (
     VALIDATION,
     WallTimeRecorder,
 )
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
@@ -76,7 +76,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     `phase_time/other_ms`        the rest
     `phase_time/step_ms`         the sum of these
     `phase_time/host_wait_ms`    how long the host waited for the device to finish a step
-    `phase_time/items_per_s`     items a second (no time)
+    `phase_time/items_per_sec`     items a second (no time)
     ============================ ==================================================================
 
     Validation, test and prediction loops are timed apart, and their means logged at their end under
@@ -305,10 +305,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._leave_fit()
             self._finish()
             self._books.switch_to(REST)
-            if self.last is not None:
+            if self.last_step is not None:
                 log = _lightning.mean_log_of(trainer, self._options.prefix, row=fit.row)
                 log.groups = self._options.logged_groups
-                log.log_values(self._books.summary().metrics(), self.last.step)
+                log.log_values(self._books.summary().metrics(), self.last_step.step)
             self._show(trainer)
 
     @never_raises
@@ -369,7 +369,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""
         if self._path is None or not trainer.is_global_zero:
             return
-        if self.last is None and not self.summary().probed_steps:
+        if self.last_step is None and not self.summary().probed_steps:
             return  # Without a step a file of before is worth more.
         try:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)

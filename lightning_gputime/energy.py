@@ -74,14 +74,14 @@ class EnergyMeter:
             return self._newest
         self._last = now
         power_w = joules / seconds
-        step_j, items_per_s = power_w * means["step_ms"] / 1e3, means.get("items_per_s", 0.0)
+        step_j, items_per_sec = power_w * means["step_ms"] / 1e3, means.get("items_per_sec", 0.0)
         self._seconds += seconds
         self._joules += joules
         self._of_steps += step_j * seconds
-        self._items += items_per_s * seconds
+        self._items += items_per_sec * seconds
         self._newest = {"energy_j": step_j, "power_w": power_w}
-        if items_per_s and power_w:
-            self._newest["items_per_j"] = items_per_s / power_w
+        if items_per_sec and power_w:
+            self._newest["items_per_j"] = items_per_sec / power_w
         return self._newest
 
     def summary(self) -> str | None:

@@ -32,8 +32,8 @@ _NO_LOADER = (
 )
 
 
-@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", "Fabric")
-class PhaseTimeCallback(Timer):
+@takes_options(0, "write FabricPhaseTimer(warmup_steps=10)", "Fabric")
+class FabricPhaseTimer(Timer):
     """Log how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
     It starts with `fabric.setup(model, optimizer)`, and times all models that are set up and have
@@ -56,7 +56,7 @@ class PhaseTimeCallback(Timer):
         ValueError: If an argument has an impossible value.
 
     Example:
-        >>> timer = PhaseTimeCallback()
+        >>> timer = FabricPhaseTimer()
         >>> fabric = Fabric(callbacks=[timer])
         >>> ...
         >>> timer.remove()

@@ -27,13 +27,13 @@ from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, callers, never_raises
 
 _NOT_FOUND = (
-    "No Trainer is known, and no step is timed: give PhaseTimeCallback itself to"
+    "No Trainer is known, and no step is timed: give TransformersPhaseTimer itself to"
     " transformers.Trainer(callbacks=[...]), not to a callback that passes its events on."
 )
 
 _NESTED = (
-    "One PhaseTimeCallback times one training at a time: that of another Trainer, which has not"
-    " ended, is no longer timed. Give each Trainer a PhaseTimeCallback of its own."
+    "One TransformersPhaseTimer times one training at a time: that of another Trainer, which has"
+    " not ended, is no longer timed. Give each Trainer a TransformersPhaseTimer of its own."
 )
 
 _NO_LOSS = (
@@ -45,8 +45,8 @@ _NO_LOSS = (
 _PRINTERS = ("NotebookProgressCallback", "PrinterCallback", "ProgressCallback")
 
 
-@takes_options(0, "write PhaseTimeCallback(warmup_steps=10)", "the Trainer")
-class PhaseTimeCallback(Timer, TrainerCallback):
+@takes_options(0, "write TransformersPhaseTimer(warmup_steps=10)", "the Trainer")
+class TransformersPhaseTimer(Timer, TrainerCallback):
     """Reports how long the phases of each training step take, on the device's own clock.
 
     A step is one optimizer update, with the number that the Trainer gives it. Whenever the Trainer
@@ -68,7 +68,7 @@ class PhaseTimeCallback(Timer, TrainerCallback):
         ValueError: If an argument has an impossible value.
 
     Example:
-        >>> trainer = Trainer(model, args, callbacks=[PhaseTimeCallback()])
+        >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
     """
 
     _USE = (

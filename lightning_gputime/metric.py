@@ -89,9 +89,9 @@ class PhaseTimeMetric(Metric):
 
         `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
         `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
-        `<phase>_slowest` is the rank of the greatest. `local` is the step without its `comm`.
-        `slowest` is the rank whose local time is 5 % of a step or more above the others', and by
-        more than the ranks' noise (see `RankSummary.slowest`), else -1.
+        `<phase>_slowest_rank` is the rank of the greatest. `local` is the step without its `comm`.
+        `slowest_rank` is the rank whose local time is 5 % of a step or more above the others', and
+        by more than the ranks' noise (see `RankSummary.slowest_rank`), else -1.
         """
         shape = (-1, len(self._names) + 1)
         rows = zip(
@@ -106,9 +106,9 @@ class PhaseTimeMetric(Metric):
             return {}
         values: dict[str, float] = {}
         for name, row in ranks.rows.items():
-            values |= {f"{name}_ms": row.mean_ms, f"{name}_slowest": row.slowest}
+            values |= {f"{name}_ms": row.mean_ms, f"{name}_slowest_rank": row.slowest_rank}
             values |= {f"{name}_min_ms": row.min_ms, f"{name}_max_ms": row.max_ms}
-        values["slowest"] = -1 if ranks.slowest is None else ranks.slowest
+        values["slowest_rank"] = -1 if ranks.slowest_rank is None else ranks.slowest_rank
         return {key: torch.tensor(value) for key, value in values.items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = "") -> "PhaseTimeMetric":

@@ -43,14 +43,17 @@ def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> No
     means["phase_time/callbacks_ms"] = 0.0
     # A host that does nothing else waits for all that the GPU does.
     means["phase_time/host_wait_ms"] = sum(STEP_MS.values())
-    means["phase_time/items_per_s"] = 1000 / sum(STEP_MS.values())
+    means["phase_time/items_per_sec"] = 1000 / sum(STEP_MS.values())
     calls = logger.phase_times()
     assert calls == [(step, means) for step in (1, 3, 4)]
     # The same numbers as Lightning's own metrics.
     assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
 
 
-DEFAULT = {*(f"{name}_ms" for name in (*STEP_MS, "callbacks", "step", "host_wait")), "items_per_s"}
+DEFAULT = {
+    *(f"{name}_ms" for name in (*STEP_MS, "callbacks", "step", "host_wait")),
+    "items_per_sec",
+}
 FETCH, NET = {"data/fetch_ms", "data/copy_ms"}, {"forward/net_ms", "backward/net_ms"}
 FIT = {"fit/wall_s", "fit/steps_share"}
 
@@ -62,7 +65,7 @@ FIT = {"fit/wall_s", "fit/steps_share"}
         ({"modules": 1}, DEFAULT | FETCH | NET),
         ({"log": ["default", "fit"]}, DEFAULT | FIT),
         ({"log": ["host", "parts"]}, {"host_wait_ms"} | FETCH),
-        ({"log": "all"}, DEFAULT | FETCH | FIT | {"slow_ms"}),
+        ({"log": "all"}, DEFAULT | FETCH | FIT | {"slow_excess_ms"}),
         (
             {"log": [], "observers": [SimpleNamespace(metrics=lambda _: {"own/a": 1.0})]},
             {"own/a"},
@@ -97,8 +100,8 @@ def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
 
     class Reader(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            assert timer.last is not None
-            seen.append(timer.last.step)
+            assert timer.last_step is not None
+            seen.append(timer.last_step.step)
 
     timer = GPUPhaseTimer(_clock=gpu, _lag=0, print_summary=False)
     fit(gpu, Model(gpu), n=3, timer=timer, callbacks=[Reader()])
@@ -447,7 +450,7 @@ def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture
     timer = GPUPhaseTimer(_clock=gpu)
     with pytest.warns(UserWarning, match="across ranks is zero"):
         fit(gpu, Model(gpu), n=0, timer=timer)
-    assert timer.last is None
+    assert timer.last_step is None
     assert len(timer.history()) == 0
 
 
@@ -557,10 +560,10 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
         "step_ms": 5.5,
         "host_wait_ms": 5.5,
         "epoch": 0,
-        "items_per_s": 1000 / 5.5,
+        "items_per_sec": 1000 / 5.5,
     }
     assert runner.callback_metrics[f"phase_time/{stage}/forward_ms"] == 4.0
-    assert timer.last is None
+    assert timer.last_step is None
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -153,7 +153,7 @@ def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -
             net(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             timer.step()
-    times = timer.last
+    times = timer.last_step
     assert times is not None
     assert times.timeline is not None
     assert sum("backward/comm" in names for names in times.timeline.names) == 1

@@ -115,12 +115,12 @@ def test_the_quantiles_of_t_are_right(freedom: int, confidence: float) -> None:
 def test_a_slower_backward_is_found_and_named() -> None:
     found = compare(run(1), run(2, more={"backward": 0.6}))
     assert found.verdict == "slower"
-    assert found.step.ratio == pytest.approx(0.04, abs=0.005)
+    assert found.step.relative_change == pytest.approx(0.04, abs=0.005)
     assert found.step.change_ms == pytest.approx(sum(r.change_ms for r in found.rows.values()))
     # Of each phase 1 % is noise, which all share: 0.6 ms more are of backward alone.
     assert found.sentence.startswith("4.2 % ± 0.")
     assert re.search(r" % slower: backward 0\.6\d* ± 0\.[01]\d* ms slower; in ", found.sentence)
-    significant = [name for name, row in found.rows.items() if row.is_certain]
+    significant = [name for name, row in found.rows.items() if row.is_significant]
     assert significant == ["backward"]
 
 
@@ -150,8 +150,8 @@ def test_a_phase_that_one_side_has_not_takes_no_time_there() -> None:
     row = compare(run(1), run(2, more={"augment": 0.5})).rows["augment"]
     assert row.before_ms == 0.0
     assert row.after_ms == pytest.approx(0.5, rel=0.01)
-    assert math.isnan(row.ratio)
-    assert row.is_certain
+    assert math.isnan(row.relative_change)
+    assert row.is_significant
 
 
 def test_one_step_that_takes_a_second_says_nothing() -> None:
@@ -286,7 +286,7 @@ def test_the_spread_between_runs_widens_the_interval() -> None:
         assert row.error_ms == pytest.approx(error, rel=0.001)
         # That of the quotient: the time before counts 12/11 times.
         ratio = stats.t.ppf(1 - chance / 2, 4) * math.sqrt(1 / 3 + (12 / 11) ** 2 / 3) / 11
-        assert row.error_ratio == pytest.approx(ratio, rel=0.001)
+        assert row.relative_error == pytest.approx(ratio, rel=0.001)
     assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
     assert "runs only" not in str(found)
     assert TWO_RUNS in str(compare(before[0], after[0]))
@@ -433,10 +433,10 @@ def test_groups_are_compared_with_the_first_and_share_the_chance() -> None:
 def test_runs_of_other_work_are_refused_unless_told(name: str, value: Any, told: str) -> None:
     other = run(2, **{name: value})
     with pytest.raises(
-        ValueError, match=rf"cannot be compared: {re.escape(told)}\. Pass anyway=True"
+        ValueError, match=rf"cannot be compared: {re.escape(told)}\. Pass allow_mismatch=True"
     ):
         compare(run(1), other)
-    assert told in str(compare(run(1), other, anyway=True))
+    assert told in str(compare(run(1), other, allow_mismatch=True))
 
 
 def test_what_may_be_the_change_is_noted_and_what_is_not_known_is_not() -> None:
@@ -552,8 +552,8 @@ def test_json_has_null_for_what_is_no_number(
         saved.save(run(1, more=more), path)
     assert main(["compare", *paths, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["rows"]["augment"]["error_ratio"] is None
-    assert compare(*paths).to_dict()["rows"]["augment"]["error_ratio"] is None
+    assert found["rows"]["augment"]["relative_error"] is None
+    assert compare(*paths).to_dict()["rows"]["augment"]["relative_error"] is None
 
 
 @pytest.mark.parametrize(

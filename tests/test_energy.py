@@ -60,9 +60,9 @@ def test_a_step_has_the_mean_power_of_its_window(loop: Loop, counter: Counter) -
     logs, summary = train(loop, 400, log_every_n_steps=100)
     for metrics in logs:
         assert metrics["phase_time/power_w"] == pytest.approx(WATTS)
-        step_ms, items_per_s = metrics["phase_time/step_ms"], metrics["phase_time/items_per_s"]
+        step_ms, items_per_sec = metrics["phase_time/step_ms"], metrics["phase_time/items_per_sec"]
         assert metrics["phase_time/energy_j"] == pytest.approx(WATTS * step_ms / 1e3)
-        assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_s / WATTS)
+        assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_sec / WATTS)
     assert "6.25 J a step, at 400 W, 0.16 items a joule" in summary
     # At the start and at each log, never in a step.
     assert (counter.reads, counter.opened, len(logs)) == (5, 0, 4)

@@ -20,24 +20,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gputime._options import TimerOptions
-from lightning_gputime.fabric import PhaseTimeCallback
+from lightning_gputime.fabric import FabricPhaseTimer
 
 LOADER_ITER = _FabricDataLoader.__iter__
 
 
 @pytest.fixture
-def timer(gpu: FakeGPU) -> Iterator[PhaseTimeCallback]:
-    timer = PhaseTimeCallback(_clock=gpu, warmup_steps=0, log_every_n_steps=2)
+def timer(gpu: FakeGPU) -> Iterator[FabricPhaseTimer]:
+    timer = FabricPhaseTimer(_clock=gpu, warmup_steps=0, log_every_n_steps=2)
     yield timer
     timer.remove()
     assert _FabricDataLoader.__iter__ is LOADER_ITER
 
 
-def new_fabric(timer: PhaseTimeCallback, *loggers: Any) -> Fabric:
+def new_fabric(timer: FabricPhaseTimer, *loggers: Any) -> Fabric:
     return Fabric(accelerator="cpu", devices=1, callbacks=[timer], loggers=[*loggers])
 
 
-def new_training(loop: Loop, timer: PhaseTimeCallback) -> tuple[Fabric, Any, Any]:
+def new_training(loop: Loop, timer: FabricPhaseTimer) -> tuple[Fabric, Any, Any]:
     """Returns a Fabric with the timer, and what it has made of the loop's model and optimizer."""
     fabric = new_fabric(timer)
     return (fabric, *fabric.setup(loop.model, loop.optimizer))
@@ -63,7 +63,7 @@ def train(fabric: Fabric, gpu: FakeGPU, model: Any, optimizer: Any, x: Tensor) -
 STEP = {**STEP_MS, "backward": 7.75}
 
 
-def test_a_loop_is_timed_from_setup_to_remove(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_a_loop_is_timed_from_setup_to_remove(loop: Loop, timer: FabricPhaseTimer) -> None:
     logger = Logger()
     fabric = new_fabric(timer, logger)
     before = hooks_of(loop.model)
@@ -83,7 +83,7 @@ def test_a_loop_is_timed_from_setup_to_remove(loop: Loop, timer: PhaseTimeCallba
 
 
 def test_micro_batches_without_sync_are_one_step_across_epochs_too(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, count = new_loader(fabric, loop.gpu, 3), 0
@@ -102,7 +102,7 @@ def test_micro_batches_without_sync_are_one_step_across_epochs_too(
 
 
 def test_items_of_all_micro_batches_of_a_step_count_across_epochs_too(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, count = new_loader(fabric, loop.gpu, 3), 0
@@ -115,11 +115,11 @@ def test_items_of_all_micro_batches_of_a_step_count_across_epochs_too(
     timer.remove()
     step_ms = 2 * (1.0 + 4.0 + 7.75) + 2.0
     assert timer.history()["step_ms"].tolist() == [step_ms] * 3
-    assert timer.summary().items_per_s == pytest.approx(2 * 1e3 / step_ms)
+    assert timer.summary().items_per_sec == pytest.approx(2 * 1e3 / step_ms)
 
 
 def test_two_models_and_two_optimizers_are_one_step_a_batch(
-    gpu: FakeGPU, timer: PhaseTimeCallback
+    gpu: FakeGPU, timer: FabricPhaseTimer
 ) -> None:
     fabric = new_fabric(timer)
     layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
@@ -135,7 +135,7 @@ def test_two_models_and_two_optimizers_are_one_step_a_batch(
 
 
 def test_a_loader_ends_the_steps_of_a_measurement_that_starts_in_its_loop(
-    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    loop: Loop, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for count, x in enumerate(new_loader(fabric, loop.gpu, 15)):
@@ -151,7 +151,7 @@ def test_a_loader_ends_the_steps_of_a_measurement_that_starts_in_its_loop(
 
 
 def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_last(
-    gpu: FakeGPU, timer: PhaseTimeCallback
+    gpu: FakeGPU, timer: FabricPhaseTimer
 ) -> None:
     fabric = new_fabric(timer)
     layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
@@ -166,7 +166,7 @@ def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_l
 
 @pytest.mark.parametrize("of_fabric", [True, False])
 def test_loaders_are_followed_by_steps_in_every_epoch(
-    of_fabric: bool, loop: Loop, timer: PhaseTimeCallback
+    of_fabric: bool, loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     own = new_loader(fabric, loop.gpu, 3)
@@ -180,7 +180,7 @@ def test_loaders_are_followed_by_steps_in_every_epoch(
     assert steps(timer) == [STEP] * 6
 
 
-def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_another_loader_is_followed_by_steps(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for x in timer.steps(loop.batches(3)):
         train(fabric, loop.gpu, model, optimizer, x)
@@ -190,7 +190,7 @@ def test_another_loader_is_followed_by_steps(loop: Loop, timer: PhaseTimeCallbac
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_evaluation_belongs_to_no_step(
-    loop: Loop, timer: PhaseTimeCallback, inside: bool
+    loop: Loop, timer: FabricPhaseTimer, inside: bool
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
@@ -213,7 +213,7 @@ def test_an_evaluation_belongs_to_no_step(
     assert steps(timer) == [STEP] * 8
 
 
-def test_a_loop_that_is_left_has_its_last_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_a_loop_that_is_left_has_its_last_step(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for count, x in enumerate(new_loader(fabric, loop.gpu, 9)):
         train(fabric, loop.gpu, model, optimizer, x)
@@ -225,7 +225,7 @@ def test_a_loop_that_is_left_has_its_last_step(loop: Loop, timer: PhaseTimeCallb
 
 def test_losses_are_the_same_with_the_timer_and_without() -> None:
     losses: list[list[float]] = []
-    for callbacks in ([], [timer := PhaseTimeCallback()]):
+    for callbacks in ([], [timer := FabricPhaseTimer()]):
         torch.manual_seed(0)
         fabric = Fabric(
             accelerator="cpu", devices=1, callbacks=[*callbacks], precision="bf16-mixed"
@@ -245,7 +245,7 @@ def test_losses_are_the_same_with_the_timer_and_without() -> None:
     assert set(timer.summary().rows) >= {"data", "forward", "loss", "backward", "optimizer"}
 
 
-def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric = new_fabric(timer)
     model = fabric.setup_module(loop.model)
     frozen = fabric.setup_module(Layer(loop.gpu, 16.0, 0.0).requires_grad_(False))
@@ -268,7 +268,7 @@ def test_a_model_and_an_optimizer_are_set_up_apart(loop: Loop, timer: PhaseTimeC
 
 
 def test_an_optimizer_that_fabric_has_not_set_up_is_refused(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric = new_fabric(timer)
     with pytest.raises(TypeError, match=r"fabric\.setup_optimizers\(\.\.\.\) .* got"):
@@ -276,7 +276,7 @@ def test_an_optimizer_that_fabric_has_not_set_up_is_refused(
 
 
 def test_what_is_set_up_apart_and_not_told_is_said_once(
-    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    loop: Loop, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric = new_fabric(timer)
     model, optimizer = fabric.setup_module(loop.model), fabric.setup_optimizers(loop.optimizer)
@@ -288,7 +288,7 @@ def test_what_is_set_up_apart_and_not_told_is_said_once(
 
 def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
     def run() -> list[Any]:
-        timer = PhaseTimeCallback(_clock=loop.gpu)
+        timer = FabricPhaseTimer(_clock=loop.gpu)
         fabric, model = new_fabric(timer), torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
         net, optimizer = fabric.setup(model, optimizer)
@@ -304,7 +304,7 @@ def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
     assert _FabricDataLoader.__iter__ is LOADER_ITER
     assert before == dict(vars(Fabric))
     # The next timer takes off what is left on the model.
-    timer = PhaseTimeCallback(_clock=loop.gpu)
+    timer = FabricPhaseTimer(_clock=loop.gpu)
     new_fabric(timer).setup(loop.model, loop.optimizer)
     timer.remove()
     gc.collect()
@@ -312,7 +312,7 @@ def test_nothing_is_held_where_remove_is_never_called(loop: Loop) -> None:
 
 
 def test_an_error_in_the_loop_leaves_what_remove_takes_off(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric = new_fabric(timer)
     before = hooks_of(loop.model)
@@ -333,7 +333,7 @@ def test_an_error_in_the_loop_leaves_what_remove_takes_off(
 
 
 def test_it_can_be_pickled_and_copied_at_any_time(loop: Loop) -> None:
-    timer = PhaseTimeCallback()
+    timer = FabricPhaseTimer()
     fabric = new_fabric(timer)
     pickle.loads(pickle.dumps(timer))
     fabric.setup(loop.model, loop.optimizer)
@@ -343,14 +343,14 @@ def test_it_can_be_pickled_and_copied_at_any_time(loop: Loop) -> None:
 
 
 def test_a_wrong_module_name_fails_at_setup(loop: Loop) -> None:
-    fabric = new_fabric(PhaseTimeCallback(modules=["nothing"]))
+    fabric = new_fabric(FabricPhaseTimer(modules=["nothing"]))
     with pytest.raises(ValueError, match="nothing"):
         fabric.setup(loop.model, loop.optimizer)
     with pytest.raises(ValueError, match="log_every_n_steps must be 1 or more"):
-        PhaseTimeCallback(log_every_n_steps=0)
+        FabricPhaseTimer(log_every_n_steps=0)
 
 
-def test_a_model_without_updates_belongs_to_no_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_a_model_without_updates_belongs_to_no_step(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric = new_fabric(timer)
     model = fabric.setup(loop.model)
     with torch.no_grad():
@@ -361,18 +361,18 @@ def test_a_model_without_updates_belongs_to_no_step(loop: Loop, timer: PhaseTime
 
 
 def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu: FakeGPU) -> None:
-    taken = {*inspect.signature(PhaseTimeCallback).parameters}
+    taken = {*inspect.signature(FabricPhaseTimer).parameters}
     assert {*TimerOptions.__annotations__} <= taken
-    timer = PhaseTimeCallback(_clock=gpu, warmup_steps=0, items=len, flops=3e9)
+    timer = FabricPhaseTimer(_clock=gpu, warmup_steps=0, items=len, flops=3e9)
     fabric, model, optimizer = new_training(loop, timer)
     for x in new_loader(fabric, gpu, 3):
         train(fabric, gpu, model, optimizer, x)
     timer.remove()
-    assert timer.summary().items_per_s == pytest.approx(1e3 / sum(STEP.values()))
+    assert timer.summary().items_per_sec == pytest.approx(1e3 / sum(STEP.values()))
 
 
 def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     model.eval()
@@ -386,10 +386,10 @@ def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
     timer.remove()
     # Until then it might be an evaluation, which belongs to no step.
     assert steps(timer) == [{**STEP, "data": 0.0, "other": 0.0}, *[STEP] * 7]
-    assert timer.summary().items_per_s is not None
+    assert timer.summary().items_per_sec is not None
 
 
-def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
     for _ in range(2):
@@ -419,7 +419,7 @@ def evaluate(loop: Loop, model: Any, loader: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["train", "adversarial"])
 def test_an_evaluation_inside_an_epoch_belongs_to_no_step(
-    loop: Loop, timer: PhaseTimeCallback, how: str
+    loop: Loop, timer: FabricPhaseTimer, how: str
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (6, 3))
@@ -446,7 +446,7 @@ def look_ahead(loader: Any) -> Iterator[Any]:
 
 
 def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
@@ -461,7 +461,7 @@ def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
 
 @pytest.mark.parametrize("look", ["statistics", "shapes", "zip"])
 def test_batches_that_are_looked_at_alone_belong_to_no_step(
-    loop: Loop, timer: PhaseTimeCallback, look: str
+    loop: Loop, timer: FabricPhaseTimer, look: str
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader, shorter = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
@@ -479,7 +479,7 @@ def test_batches_that_are_looked_at_alone_belong_to_no_step(
 
 
 def test_what_follows_an_update_is_data_where_there_is_no_loader(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for x in loop.batches(4):
@@ -492,7 +492,7 @@ def test_what_follows_an_update_is_data_where_there_is_no_loader(
     ] * 4
 
 
-def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: PhaseTimeCallback) -> None:
+def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric = new_fabric(timer)
     loop.model.requires_grad_(False)
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
@@ -504,7 +504,7 @@ def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: PhaseTim
 
 
 def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
-    loop: Loop, timer: PhaseTimeCallback
+    loop: Loop, timer: FabricPhaseTimer
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader = new_loader(fabric, loop.gpu, 3)
@@ -524,7 +524,7 @@ def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
 
 
 def test_a_list_of_a_loaders_batches_is_told_and_reading_it_is_no_step(
-    loop: Loop, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    loop: Loop, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for x in [*new_loader(fabric, loop.gpu, 12)]:
@@ -539,7 +539,7 @@ def test_a_list_of_a_loaders_batches_is_told_and_reading_it_is_no_step(
 
 
 def test_a_rare_update_without_a_loader_is_told(
-    gpu: FakeGPU, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric = new_fabric(timer)
     layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
@@ -558,7 +558,7 @@ def test_a_rare_update_without_a_loader_is_told(
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 def test_a_loader_that_is_read_ahead_is_told_nothing(
-    loop: Loop, timer: PhaseTimeCallback, ahead: int, caplog: pytest.LogCaptureFixture
+    loop: Loop, timer: FabricPhaseTimer, ahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader = new_loader(fabric, loop.gpu, 12)
@@ -576,7 +576,7 @@ def test_a_loader_that_is_read_ahead_is_told_nothing(
 
 
 def test_a_method_of_the_model_itself_is_told(
-    gpu: FakeGPU, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Encoder(Layer):
         def encode(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 transformers: Any = pytest.importorskip("transformers")
 
 from lightning_gputime import GPUPhaseHooks, phase  # noqa: E402
-from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
+from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -192,7 +192,7 @@ def test_a_trainer_that_generates_and_rewards(gpu: FakeGPU, tmp_path: Path, engi
             gpu.work(0.25)
             return super()._prepare_inputs(inputs)
 
-    model, timer = Gpt(gpu), PhaseTimeCallback(_clock=gpu, warmup_steps=0, print_summary=False)
+    model, timer = Gpt(gpu), TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
     row = {"input_ids": KEYS[0], "labels": KEYS[0]}
     trainer = Trainer(
         model,

@@ -360,17 +360,17 @@ def test_a_net_of_small_layers_is_mostly_launch_gaps() -> None:
     layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]
     summary = probe(nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda"))
     assert summary.probed_steps >= 10
-    assert summary.gap_share is not None
-    assert summary.gap_share > 0.5
+    assert summary.launch_gap_share is not None
+    assert summary.launch_gap_share > 0.5
 
 
 def test_a_net_of_large_layers_has_no_launch_gaps() -> None:
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda()
     summary = probe(net, torch.randn(4096, 4096, device="cuda"))
     assert summary.probed_steps >= 10
-    assert summary.gap_share is not None
-    assert summary.gap_share < 0.05
-    busy_ms = summary.rows["forward"].busy_mean_ms
+    assert summary.launch_gap_share is not None
+    assert summary.launch_gap_share < 0.05
+    busy_ms = summary.rows["forward"].gpu_busy_mean_ms
     assert busy_ms == pytest.approx(summary.rows["forward"].mean_ms, rel=0.1)
 
 
@@ -512,7 +512,7 @@ def test_peaks_of_memory_are_those_of_known_tensors() -> None:
             del out
     found = timer.summary().memory
     assert found is not None
-    above = {name: mb * 2**20 - before for name, mb in found.peak_mb.items()}
+    above = {name: mb * 2**20 - before for name, mb in found.peak_mib.items()}
     # The tensors of the net itself are smaller than `small`.
     assert above["forward"] - 3 * size == pytest.approx(0, abs=small)
     assert above["loss"] - 4 * size == pytest.approx(0, abs=small)
@@ -552,5 +552,5 @@ def test_peaks_of_memory_are_what_torch_tells_by_hand_to_the_byte() -> None:
     train(note, timed=False)
     found = train(lambda phase: None, timed=True)
     assert found is not None
-    measured = {name: round(mb * 2**20) for name, mb in found.peak_mb.items() if name in by_hand}
+    measured = {name: round(mb * 2**20) for name, mb in found.peak_mib.items() if name in by_hand}
     assert measured == {name: max(peaks) for name, peaks in by_hand.items()}

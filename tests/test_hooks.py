@@ -53,12 +53,12 @@ def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
 
 def test_last_is_the_newest_step_that_was_read(loop: Loop) -> None:
     with hooks(loop, _lag=0) as timer:
-        assert timer.last is None
+        assert timer.last_step is None
         for number, x in enumerate(timer.steps(loop.batches(3))):
-            assert (timer.last.step if timer.last else -1) == number - 1
+            assert (timer.last_step.step if timer.last_step else -1) == number - 1
             loop.train(x)
-    assert timer.last is not None
-    assert timer.last.phase_ms == STEP_MS
+    assert timer.last_step is not None
+    assert timer.last_step.phase_ms == STEP_MS
 
 
 def test_flush_reads_what_is_pending_at_once(loop: Loop) -> None:
@@ -131,7 +131,7 @@ def test_means_are_logged_to_every_logger_under_the_step_they_belong_to(loop: Lo
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
-    means["gpu/items_per_s"] = 1000 / sum(STEP_MS.values())
+    means["gpu/items_per_sec"] = 1000 / sum(STEP_MS.values())
     assert one.calls == two.calls == [(step, means) for step in (1, 3, 4)]
 
 
@@ -163,7 +163,7 @@ def test_a_loop_that_breaks_out_leaves_nothing(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(5)):
             loop.train(x)
-            if timer.last is not None:
+            if timer.last_step is not None:
                 break
     assert timer.history()["step"].tolist() == [0, 1, 2]
     assert installed(*things) == bare
@@ -250,7 +250,7 @@ def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
             for x in timer.steps(loop.batches(5)):
                 loop.train(x)
                 loop.gpu.host_work(100.0)
-                if timer.last is not None:
+                if timer.last_step is not None:
                     raise KeyError
 
     with pytest.raises(KeyError):
@@ -494,7 +494,7 @@ def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
             loop.train(x)
         assert gpu.created == 0
         assert gpu.waits == []
-        assert timer.last is None
+        assert timer.last_step is None
 
 
 def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:

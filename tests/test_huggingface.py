@@ -27,8 +27,8 @@ accelerate: Any = pytest.importorskip("accelerate")
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer  # noqa: E402
 from lightning_gputime._messages import HOMES  # noqa: E402
-from lightning_gputime.fabric import PhaseTimeCallback as FabricCallback  # noqa: E402
-from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
+from lightning_gputime.fabric import FabricPhaseTimer as FabricCallback  # noqa: E402
+from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -130,8 +130,8 @@ OF_TRAINER = ("compute_loss_func", "optimizers", "eval_dataset", "trainer_class"
 
 
 @pytest.fixture
-def timer(gpu: FakeGPU) -> PhaseTimeCallback:
-    return PhaseTimeCallback(_clock=gpu, warmup_steps=0, print_summary=False)
+def timer(gpu: FakeGPU) -> TransformersPhaseTimer:
+    return TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
 
 
 STEP = {
@@ -146,7 +146,7 @@ STEP = {
 FIRST = {**STEP, "data": 2.0}
 
 
-def test_every_phase_of_every_update_is_timed(fake: Make, timer: PhaseTimeCallback) -> None:
+def test_every_phase_of_every_update_is_timed(fake: Make, timer: TransformersPhaseTimer) -> None:
     fake([timer]).train()
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
@@ -154,7 +154,7 @@ def test_every_phase_of_every_update_is_timed(fake: Make, timer: PhaseTimeCallba
 
 
 def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     def train() -> Any:
         trainer = fake([timer], eval_strategy="epoch")
@@ -171,7 +171,7 @@ def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
 
 
 def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
     fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
@@ -187,7 +187,7 @@ def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
 
 
 def test_the_means_stand_beside_the_loss_before_all_who_report(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
     fake([reporter, timer], logging_steps=2, max_steps=5).train()
@@ -204,7 +204,7 @@ def test_the_means_stand_beside_the_loss_before_all_who_report(
 
 @pytest.mark.parametrize("strategy", ["no", "epoch", "steps"])
 def test_whenever_the_trainer_logs_all_steps_are_in_one_mean(
-    fake: Make, timer: PhaseTimeCallback, strategy: str
+    fake: Make, timer: TransformersPhaseTimer, strategy: str
 ) -> None:
     reporter = Reporter()
     trainer = fake(
@@ -222,7 +222,7 @@ def test_whenever_the_trainer_logs_all_steps_are_in_one_mean(
 
 
 def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
     trainer = fake(
@@ -244,7 +244,7 @@ def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
 
 
 def test_callbacks_before_an_evaluation_belong_to_the_step(
-    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -264,7 +264,7 @@ def test_callbacks_before_an_evaluation_belong_to_the_step(
 
 
 def test_an_evaluation_inside_a_step_belongs_to_no_step(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Evaluates(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -276,7 +276,7 @@ def test_an_evaluation_inside_a_step_belongs_to_no_step(
 
 
 def test_evaluate_and_predict_are_timed_inside_a_training_alone(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Predicts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -303,7 +303,7 @@ def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
             with torch.no_grad():  # As one that generates text, it does not call the base class's.
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
-    timer, reporter = PhaseTimeCallback(print_summary=False), Reporter()
+    timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
     new([reporter, timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4)
     [log] = [one for one in reporter.logs if "eval_loss" in one]
     found = phases(log, "eval_phase_time")
@@ -323,7 +323,7 @@ def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
                 raise KeyboardInterrupt
             return super().__getattribute__(name)
 
-    timer, interrupts = PhaseTimeCallback(print_summary=False, warmup_steps=0), Interrupts()
+    timer, interrupts = TransformersPhaseTimer(print_summary=False, warmup_steps=0), Interrupts()
     trainer = new([timer, interrupts], tmp_path, train=False, eval_strategy="steps", eval_steps=1)
     before = hooks_of(trainer.model)
     with pytest.raises(KeyboardInterrupt):
@@ -339,7 +339,7 @@ def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
     assert [one["step"] for one in history if phases(one)] == [1, 2, 3, 4]
 
 
-def test_what_the_trainer_returns_has_no_phases(fake: Make, timer: PhaseTimeCallback) -> None:
+def test_what_the_trainer_returns_has_no_phases(fake: Make, timer: TransformersPhaseTimer) -> None:
     # A search for hyperparameters adds up all that `evaluate` returns.
     trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
     returned = [trainer.train().metrics, trainer.evaluate()]
@@ -347,7 +347,7 @@ def test_what_the_trainer_returns_has_no_phases(fake: Make, timer: PhaseTimeCall
 
 
 def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
     trainer = fake([reporter, timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
@@ -385,7 +385,7 @@ def test_only_while_a_trainer_trains_something_of_it_is_replaced(
                 raise error
 
     kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
-    timer, looks = PhaseTimeCallback(print_summary=False), Looks()
+    timer, looks = TransformersPhaseTimer(print_summary=False), Looks()
     trainer = new([timer, looks], tmp_path, train=False)
     before = [dict(vars(kind)) for kind in kinds]  # The first model adds something, too.
     assert not {*vars(trainer)} & PATCHED
@@ -402,7 +402,7 @@ def test_a_run_is_the_same_with_the_timer_and_without(tmp_path: Path) -> None:
     losses = [
         [one["loss"] for one in new(callbacks, tmp_path / name).state.log_history if "loss" in one]
         for name, callbacks in {
-            "with": [PhaseTimeCallback(print_summary=False)],
+            "with": [TransformersPhaseTimer(print_summary=False)],
             "without": [],
         }.items()
     ]
@@ -468,7 +468,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     ids=str,
 )
 def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **others)
     assert set(timer.summary().rows) - {"data/fetch", "callbacks"} == ALL
     assert [row["step"] for row in timer.history()] == [1, 2, 3, 4]
@@ -492,7 +492,7 @@ def test_a_compiled_model_is_timed_and_not_compiled_anew(
     compiles: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
     new([], tmp_path, **compiles)
     graphs = counters["stats"]["unique_graphs"]
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **compiles)
     # The loss is inside the compiled code.
     assert {"forward", "backward", "optimizer"} <= set(timer.summary().rows)
@@ -505,7 +505,7 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
     fake: Make, gpu: FakeGPU
 ) -> None:
     reporter = Reporter()
-    timer = PhaseTimeCallback(
+    timer = TransformersPhaseTimer(
         _clock=gpu,
         warmup_steps=0,
         print_summary=False,
@@ -522,12 +522,12 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
     )
     trainer.train()
     summary = timer.summary()
-    assert summary.items_per_s == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
+    assert summary.items_per_sec == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
     step_ms = reporter.logs[0]["phase_time/step_ms"]
-    assert reporter.logs[0]["phase_time/items_per_s"] == pytest.approx(15.0 / step_ms * 1e3)
+    assert reporter.logs[0]["phase_time/items_per_sec"] == pytest.approx(15.0 / step_ms * 1e3)
     [log] = [one for one in reporter.logs if "eval_loss" in one]
     step_ms = log["eval_phase_time/step_ms"]
-    assert log["eval_phase_time/items_per_s"] == pytest.approx(5.0 / step_ms * 1e3)
+    assert log["eval_phase_time/items_per_sec"] == pytest.approx(5.0 / step_ms * 1e3)
 
 
 def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensions(
@@ -539,34 +539,35 @@ def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensi
                 inputs = transformers.default_data_collator(inputs)
             return super()._prepare_inputs(inputs)
 
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, train=False, trainer_class=Trainer)
     trainer.data_collator = list
     trainer.train()
-    assert timer.summary().items_per_s is None
+    assert timer.summary().items_per_sec is None
 
 
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
     new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     new([timer], tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4)
     assert timer.history()["step"].tolist() == [3, 4]
 
 
 def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path)
     trainer.train()
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
     assert (
-        sum(isinstance(one, PhaseTimeCallback) for one in trainer.callback_handler.callbacks) == 1
+        sum(isinstance(one, TransformersPhaseTimer) for one in trainer.callback_handler.callbacks)
+        == 1
     )
     # Those that come with a Trainer are two.
     assert len(trainer.callback_handler.callbacks) == 3
 
 
 def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
-    timer, reporter = PhaseTimeCallback(print_summary=False), Reporter()
+    timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
     trainer = new([reporter], tmp_path, train=False)
     trainer.add_callback(timer)
     trainer.train()
@@ -579,7 +580,7 @@ def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_is_added_in_mid_training_reports_too(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Adds(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -594,7 +595,7 @@ def test_a_callback_that_is_added_in_mid_training_reports_too(
 
 @pytest.mark.parametrize("how", ["renamed", "held back", "as it is"])
 def test_a_log_without_a_loss_is_told_of_once(
-    fake: Make, timer: PhaseTimeCallback, how: str, caplog: pytest.LogCaptureFixture
+    fake: Make, timer: TransformersPhaseTimer, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Logs(transformers.Trainer):  # type: ignore[misc]  # has no types
         def log(self, logs: Any, *args: Any) -> None:
@@ -614,7 +615,7 @@ def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
             if state.global_step == 3:
                 raise RuntimeError("mine")
 
-    timer, model = PhaseTimeCallback(print_summary=False, warmup_steps=0), gpt()
+    timer, model = TransformersPhaseTimer(print_summary=False, warmup_steps=0), gpt()
     before = hooks_of(model)
     with pytest.raises(RuntimeError, match="mine"):
         new([timer, Fails()], tmp_path, model=model)
@@ -675,7 +676,7 @@ def test_wherever_a_training_dies_or_the_timer_is_removed_nothing_is_left(
 
     fails = Fails()
     setattr(fails, place, fail)
-    timer = PhaseTimeCallback(warmup_steps=0)
+    timer = TransformersPhaseTimer(warmup_steps=0)
     trainer = new([timer, fails], tmp_path, False, trainer_class=Own, eval_on_start=True)
     trainer.raises = place
     before, callbacks = hooks_of(trainer.model), [*trainer.callback_handler.callbacks]
@@ -693,7 +694,7 @@ def test_wherever_a_training_dies_or_the_timer_is_removed_nothing_is_left(
 
 
 def test_a_loop_of_ones_own_that_tells_of_its_ends_of_steps_alone_is_timed(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Trainer(Own):
         def train(self) -> None:
@@ -718,7 +719,7 @@ def test_a_loop_of_ones_own_that_tells_of_its_ends_of_steps_alone_is_timed(
 
 
 def test_a_fetch_that_is_not_seen_is_not_taken_for_callbacks(
-    fake: Make, timer: PhaseTimeCallback
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Trainer(Own):
         def train(self) -> None:
@@ -737,7 +738,7 @@ def test_a_fetch_that_is_not_seen_is_not_taken_for_callbacks(
 
 
 def test_an_optimizer_that_is_none_of_torchs_is_timed(
-    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Mine:
         param_groups = ({"lr": 1.0},)
@@ -752,7 +753,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_timed(
 
 
 def test_a_timer_of_two_trainings_at_once_times_the_newest_and_says_so(
-    fake: Make, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Trains(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -762,7 +763,7 @@ def test_a_timer_of_two_trainings_at_once_times_the_newest_and_says_so(
     inner = fake([timer], max_steps=3)
     fake([timer, Trains()]).train()
     assert timer.history()["step"].tolist() == [1, 2, 3]
-    assert "Give each Trainer a PhaseTimeCallback of its own" in caplog.text
+    assert "Give each Trainer a TransformersPhaseTimer of its own" in caplog.text
 
 
 def test_after_ctrl_c_the_table_is_shown(
@@ -774,7 +775,7 @@ def test_after_ctrl_c_the_table_is_shown(
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        new([PhaseTimeCallback(warmup_steps=0), Interrupts()], tmp_path)
+        new([TransformersPhaseTimer(warmup_steps=0), Interrupts()], tmp_path)
     assert "Time per step in ms over 3 steps" in capsys.readouterr().out
 
 
@@ -785,7 +786,7 @@ def test_the_table_is_shown_once_when_progress_bars_are_gone(
         def on_train_end(self, *_: Any, **__: Any) -> None:
             print("the last callback")
 
-    trainer = new([PhaseTimeCallback(warmup_steps=0), Last()], tmp_path, disable_tqdm=False)
+    trainer = new([TransformersPhaseTimer(warmup_steps=0), Last()], tmp_path, disable_tqdm=False)
     printed = capsys.readouterr().out
     assert printed.count("Time per step in ms") == 1
     assert printed.index("the last callback") < printed.index("Time per step in ms")
@@ -801,12 +802,12 @@ def test_two_ranks_are_compared_in_the_table_and_in_the_log() -> None:
     assert "DistributedDataParallel" in printed
     assert "min - max (rank)" in printed
     assert "\n  comm " in printed
-    for name in ("backward/comm", "data/comm", "ranks/slowest"):
+    for name in ("backward/comm", "data/comm", "ranks/slowest_rank"):
         assert f"train/phase_time/{name}" in printed
 
 
 def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     new(
         [timer],
         tmp_path,
@@ -835,7 +836,7 @@ def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
 
 def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
-    timer, reporter = PhaseTimeCallback(print_summary=False, warmup_steps=0), Reporter()
+    timer, reporter = TransformersPhaseTimer(print_summary=False, warmup_steps=0), Reporter()
     trainer = transformers.Trainer(
         model_init=lambda trial: gpt(),
         args=options(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
@@ -854,7 +855,7 @@ def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Pa
 
 
 def test_an_evaluation_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(print_summary=False)
+    timer = TransformersPhaseTimer(print_summary=False)
     trainer = new([timer], tmp_path, train=False)
     before = hooks_of(trainer.model)
     with pytest.raises(ValueError, match="mine"):
@@ -880,7 +881,7 @@ def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path)
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(*args, **kwargs)
 
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     new(
         [timer],
         tmp_path,
@@ -893,11 +894,11 @@ def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path)
 
 def test_a_wrong_module_name_fails_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing"):
-        new([PhaseTimeCallback(modules=["transformer.nothing"])], tmp_path)
+        new([TransformersPhaseTimer(modules=["transformer.nothing"])], tmp_path)
 
 
 def test_modules_of_the_model_are_sub_phases(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(
+    timer = TransformersPhaseTimer(
         modules=["transformer", "lm_head"], print_summary=False, warmup_steps=0
     )
     new([timer], tmp_path)
@@ -905,12 +906,14 @@ def test_modules_of_the_model_are_sub_phases(tmp_path: Path) -> None:
 
 
 def test_callbacks_can_be_pickled_and_trainers_copied(tmp_path: Path) -> None:
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path)
     assert len(pickle.loads(pickle.dumps(timer)).history()) == 4
     twin = copy.deepcopy(trainer)
     twin.train()
-    [own] = [one for one in twin.callback_handler.callbacks if isinstance(one, PhaseTimeCallback)]
+    [own] = [
+        one for one in twin.callback_handler.callbacks if isinstance(one, TransformersPhaseTimer)
+    ]
     assert own is not timer
     assert len(own.history()) == 4
     assert len(timer.history()) == 4
@@ -926,13 +929,13 @@ def test_a_model_that_is_copied_or_pickled_while_it_is_timed_has_its_own_loss(
             found.append(copy.deepcopy(model))
             found.append(pickle.loads(pickle.dumps(model)))
 
-    trainer = new([PhaseTimeCallback(print_summary=False), Copies()], tmp_path, max_steps=1)
+    trainer = new([TransformersPhaseTimer(print_summary=False), Copies()], tmp_path, max_steps=1)
     for one in found:
         assert one.loss_function is trainer.model.loss_function
 
 
 def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
-    trainer = new([PhaseTimeCallback(print_summary=False)], tmp_path)
+    trainer = new([TransformersPhaseTimer(print_summary=False)], tmp_path)
     gc.collect()
     gc.disable()
     try:
@@ -944,7 +947,7 @@ def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
 
 
 def test_without_a_trainer_nothing_is_timed_which_is_said_once(
-    fake: Make, timer: PhaseTimeCallback, caplog: pytest.LogCaptureFixture
+    fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Among(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         """Passes on what it hears, so that the timer is no callback of the Trainer's."""
@@ -980,7 +983,7 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
     gc.collect()
     before = methods()
     assert not any(hasattr(one, "_patch") for one in before)
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     # Trainers share it; of one that has trained it holds what cannot be pickled.
     accelerate.state.GradientState._reset_state()
     plain = new([timer], tmp_path, train=False)
@@ -1000,7 +1003,7 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
 def test_who_is_added_between_two_trainings_reports_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = new([PhaseTimeCallback(print_summary=False)], tmp_path)
+    trainer = new([TransformersPhaseTimer(print_summary=False)], tmp_path)
     reporter = Reporter()
     trainer.add_callback(reporter)
     trainer.train()
@@ -1008,7 +1011,7 @@ def test_who_is_added_between_two_trainings_reports_too(
     assert "phase_time" not in capsys.readouterr().out
 
 
-def test_advice_knows_the_loader(fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU) -> None:
+def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU) -> None:
     trainer = fake([timer])
     collate = trainer.data_collator
 
@@ -1024,19 +1027,19 @@ def test_advice_knows_the_loader(fake: Make, timer: PhaseTimeCallback, gpu: Fake
 
 
 def test_a_slow_callback_is_not_taken_for_a_hook_of_a_module(
-    fake: Make, timer: PhaseTimeCallback, gpu: FakeGPU
+    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Slow(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             gpu.host_work(50.0 if state.global_step == 30 else 0.0)
 
     fake([timer, Slow()], max_steps=40).train()
-    [slow] = timer.slowest()
+    [slow] = timer.slow_steps()
     assert [cause.detail for cause in slow.causes] == ["logging, a checkpoint or a hook"]
 
 
 def test_parts_of_data_are_fetches_and_callbacks(
-    fake: Make, gpu: FakeGPU, timer: PhaseTimeCallback
+    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer
 ) -> None:
     class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -1051,7 +1054,7 @@ def test_parts_of_data_are_fetches_and_callbacks(
 
 def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
     one, two = (
-        PhaseTimeCallback(prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
+        TransformersPhaseTimer(prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
     )
     reporter = Reporter()
     trainer = new([reporter, one, two], tmp_path)
@@ -1075,13 +1078,13 @@ def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> Non
 
 def test_a_bad_option_fails_at_once() -> None:
     with pytest.raises(ValueError, match="warmup_steps must be 0 or more"):
-        PhaseTimeCallback(warmup_steps=-1)
+        TransformersPhaseTimer(warmup_steps=-1)
     with pytest.raises(TypeError, match="summary must be True or False"):
-        PhaseTimeCallback(print_summary="yes")  # type: ignore[arg-type]  # on purpose
+        TransformersPhaseTimer(print_summary="yes")  # type: ignore[arg-type]  # on purpose
 
 
 def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here() -> None:
-    callback: Any = PhaseTimeCallback
+    callback: Any = TransformersPhaseTimer
     for option, said in {
         "log_every_n_steps": "the Trainer tells it the log_every_n_steps",
         "save": "has no option save: call timer.save(path)",
@@ -1095,12 +1098,12 @@ def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here(
 
 
 def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> None:
-    model, own = nn.Linear(1, 1), cast("Any", PhaseTimeCallback())
+    model, own = nn.Linear(1, 1), cast("Any", TransformersPhaseTimer())
     for timer in (GPUPhaseTimer(), FabricCallback(), GPUPhaseHooks(model)):
         with pytest.raises(AttributeError) as error:
             fake([timer])
         assert HOMES in str(error.value)
-    with pytest.raises(TypeError, match=r"huggingface\.PhaseTimeCallback\(\)\]\)"):
+    with pytest.raises(TypeError, match=r"huggingface\.TransformersPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(fake([]))
     with pytest.raises(AttributeError) as error:
         pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))

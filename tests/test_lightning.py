@@ -270,8 +270,8 @@ def test_data_is_split_into_what_the_trainer_does_there(gpu: FakeGPU, first: boo
     timer, slow = timer_of(gpu), Slow(gpu)
     trainer(*([slow, timer] if first else [timer, slow])).fit(Transfers(gpu), Loader(gpu, 3))
     parts = {"data/fetch": 1.0, "data/copy": 2.0}
-    slow_ms = {"callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
-    split = {"data": 6.0, **parts, **slow_ms}
+    slow_excess_ms = {"callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
+    split = {"data": 6.0, **parts, **slow_excess_ms}
     none_yet = {"data": 6.0, **parts, "callbacks": 0.0}
     assert between_batches(timer) == [split if first else none_yet, split, split]
     assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
@@ -293,12 +293,12 @@ def test_parts_of_data_in_accumulated_micro_batches_add_up(gpu: FakeGPU) -> None
     timer = timer_of(gpu)
     runner = trainer(timer, Slow(gpu), accumulate_grad_batches=2)
     runner.fit(Transfers(gpu), Loader(gpu, 4))
-    slow_ms = {"callbacks": 20.0, "callbacks/Slow.on_train_batch_end": 20.0}
+    slow_excess_ms = {"callbacks": 20.0, "callbacks/Slow.on_train_batch_end": 20.0}
     assert between_batches(timer)[1] == {
         "data": 12.0,
         "data/fetch": 2.0,
         "data/copy": 4.0,
-        **slow_ms,
+        **slow_excess_ms,
     }
 
 

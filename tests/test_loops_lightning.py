@@ -161,8 +161,8 @@ def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            assert timer.last is not None
-            skipped.append(timer.last.skipped_update)
+            assert timer.last_step is not None
+            skipped.append(timer.last_step.skipped_update)
 
     fit(gpu, Overflows(gpu), timer=timer, callbacks=[Look()], plugins=[fp16()])
     assert skipped == [False, True, False]

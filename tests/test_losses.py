@@ -221,7 +221,7 @@ def slow_steps(*steps: SlowStep) -> Any:
     return results.slow.summary(20, 2000.0)
 
 
-GARBAGE, LOADER = Cause("garbage", 30.0, 30.0, ""), Cause("loader", 30.0, 30.0, "")
+GARBAGE, LOADER = Cause("garbage_collection", 30.0, 30.0, ""), Cause("dataloader", 30.0, 30.0, "")
 COLLECTED = {"garbage collection": 30.0}
 IN_FORWARD = SlowStep(7, 130.0, 100.0, "forward", (GARBAGE,), 0.0, 30.0, {"forward": COLLECTED})
 
@@ -331,7 +331,7 @@ def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
         if chance.random() < 0.5:
             results.add_probed(raw(5, **{name: chance.random() for name in chosen}))
         lost = {
-            name: {"unexplained": 2 * chance.random(), "preemption": chance.random()}
+            name: {"unexplained": 2 * chance.random(), "off_cpu": chance.random()}
             for name in chosen
             if chance.random() < 0.7
         }

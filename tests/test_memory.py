@@ -129,21 +129,21 @@ def above(peaks: Any) -> dict[str, float]:
 
 def test_the_peak_of_each_phase_is_exact(gpu: FakeGPU, memory: FakeAllocator) -> None:
     timer = Training(gpu, memory).run(1)
-    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert above(summary(timer).peak_mib) == FIRST_STEP
     assert {*summary(timer).at_step.values()} == {0}
     rows = timer.summary().rows
-    assert {name: row.peak_mb for name, row in rows.items() if name != "other"} == FIRST_STEP
-    assert timer.summary().step.peak_mb == 1130.0
+    assert {name: row.peak_mib for name, row in rows.items() if name != "other"} == FIRST_STEP
+    assert timer.summary().step.peak_mib == 1130.0
 
 
 def test_the_state_of_the_optimizer_counts_from_the_first_update_on(
     gpu: FakeGPU, memory: FakeAllocator
 ) -> None:
     timer = Training(gpu, memory).run(3)
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert above(summary(timer).peak_mib) == LATER_STEP
     assert summary(timer).at_step["backward"] == 1
     assert summary(timer).at_step["optimizer"] == 0
-    assert summary(timer).held_mb == 1100.0
+    assert summary(timer).start_mib == 1100.0
     assert summary(timer).steps == 3
 
 
@@ -160,9 +160,9 @@ def test_the_log_has_the_highest_peak_since_the_last_log(
     Training(gpu, memory, logger=logger, log_every_n_steps=n, _lag=lag).run(3, late)
     loss = {0: 1032.0, 1: 1630.0, 2: 1830.0}
     expected = {1: [loss[0], loss[1], loss[2]], 2: [loss[1], loss[2]], 3: [loss[2]]}[n]
-    assert [metrics["phase_time/loss_peak_mb"] for _, metrics in logger.calls] == expected
+    assert [metrics["phase_time/loss_peak_mib"] for _, metrics in logger.calls] == expected
     _, metrics = logger.calls[-1]
-    assert metrics["phase_time/backward_peak_mb"] == LATER_STEP["backward"]
+    assert metrics["phase_time/backward_peak_mib"] == LATER_STEP["backward"]
 
 
 def test_one_step_in_20_is_sampled_after_the_first_three(
@@ -184,7 +184,7 @@ def test_one_step_in_20_is_sampled_after_the_first_three(
 
 def test_a_step_that_is_not_sampled_does_not_count(gpu: FakeGPU, memory: FakeAllocator) -> None:
     timer = Training(gpu, memory).run(30, {10: lambda: memory.temp(5000 * MIB)})
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert above(summary(timer).peak_mib) == LATER_STEP
 
 
 def test_off_nothing_is_called_and_nothing_is_said(
@@ -194,7 +194,7 @@ def test_off_nothing_is_called_and_nothing_is_said(
     assert (memory.reads, memory.resets) == (0, 0)
     assert timer.summary().memory is None
     assert "MiB" not in str(timer.summary())
-    assert timer.summary().rows["forward"].peak_mb is None
+    assert timer.summary().rows["forward"].peak_mib is None
     assert "memory" not in caplog.text
 
 
@@ -213,7 +213,7 @@ def test_the_times_are_the_same(gpu: FakeGPU) -> None:
 
 def test_modules_have_peaks_of_their_own(gpu: FakeGPU, memory: FakeAllocator) -> None:
     timer = Training(gpu, memory, modules=["0", "1"]).run(1)
-    peaks = summary(timer).peak_mb
+    peaks = summary(timer).peak_mib
     assert peaks["forward/0"] == 1030.0
     assert peaks["forward/1"] == peaks["forward"] == 1070.0
     assert peaks["backward/1"] == peaks["backward"] == 1130.0
@@ -230,7 +230,7 @@ def test_micro_batches_of_one_step_share_its_peaks(gpu: FakeGPU, memory: FakeAll
             loss.backward()
             if i % 2:
                 training.optimizer.step()
-    assert summary(timer).peak_mb["loss"] == 1132.0
+    assert summary(timer).peak_mib["loss"] == 1132.0
     assert summary(timer).at_step["loss"] == 1
     assert summary(timer).steps == 2
 
@@ -249,7 +249,7 @@ def test_an_evaluation_counts_for_no_phase(gpu: FakeGPU, memory: FakeAllocator) 
             memory.alloc(-30 * MIB)
 
     training.run(3, {0: evaluate, 2: evaluate})
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert above(summary(timer).peak_mib) == LATER_STEP
     assert summary(timer).steps == 3
 
 
@@ -258,14 +258,14 @@ def test_what_is_allocated_while_steps_are_read_counts(gpu: FakeGPU, memory: Fak
         memory.temp(300 * MIB)
 
     timer = Training(gpu, memory, observers=[allocate], _lag=0).run(2)
-    assert summary(timer).peak_mb["data"] == 1400.0
+    assert summary(timer).peak_mib["data"] == 1400.0
     assert summary(timer).at_step["data"] == 1
 
 
 def test_steps_between_the_timed_ones_are_not_sampled(gpu: FakeGPU, memory: FakeAllocator) -> None:
     late = dict.fromkeys([*range(0, 12, 2)], lambda: memory.temp(5000 * MIB))
     timer = Training(gpu, memory, every_n_steps=2).run(12, late)
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert above(summary(timer).peak_mib) == LATER_STEP
     assert [*summary(timer).at_step.values()] == [1] * 6
 
 
@@ -288,7 +288,7 @@ def test_an_error_of_the_counters_is_said_once_and_the_times_go_on(
 
     timer = Training(gpu, memory).run(60, {1: fail})
     assert caplog.text.count("Memory is measured no more") == 1
-    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert above(summary(timer).peak_mib) == FIRST_STEP
     assert summary(timer).steps == 1
     assert len(steps(timer)) == 60
 
@@ -356,8 +356,8 @@ def test_a_reset_by_others_below_which_nothing_was_freed_takes_what_was_before(
         memory.temp(40 * MIB)
 
     timer = Training(gpu, memory).run(3, {1: reset})
-    assert summary(timer).peak_mb["loss"] == 1170.0
-    assert summary(timer).peak_mb["forward"] == LATER_STEP["forward"]
+    assert summary(timer).peak_mib["loss"] == 1170.0
+    assert summary(timer).peak_mib["forward"] == LATER_STEP["forward"]
     assert "other code" not in caplog.text
 
 
@@ -379,14 +379,14 @@ def test_steps_that_two_timers_sample_at_once_have_no_peaks(
     training.run(1, first=2)
     assert caplog.text.count("other code resets the peak counters") == 2
     assert summary(training.timer).steps == 1
-    assert above(summary(training.timer).peak_mb) == LATER_STEP
+    assert above(summary(training.timer).peak_mib) == LATER_STEP
 
 
 def test_a_timer_can_be_attached_again(gpu: FakeGPU, memory: FakeAllocator) -> None:
     training = Training(gpu, memory)
     training.run(2, {1: lambda: memory.temp(800 * MIB)})
     timer = training.run(2)
-    assert above(summary(timer).peak_mb) == LATER_STEP
+    assert above(summary(timer).peak_mib) == LATER_STEP
 
 
 def test_a_process_that_is_forked_off_leaves_the_counters_alone(
@@ -475,8 +475,8 @@ def cuda(gpu: FakeGPU, memory: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -
 def test_torchs_own_counters_are_read(gpu: FakeGPU, cuda: FakeAllocator) -> None:
     cuda.temp(2000 * MIB)
     timer = Training(gpu, cuda).run(5)
-    assert above(summary(timer).peak_mb) == LATER_STEP
-    assert summary(timer).total_mb == 4000.0
+    assert above(summary(timer).peak_mib) == LATER_STEP
+    assert summary(timer).device_mib == 4000.0
 
 
 def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
@@ -492,7 +492,7 @@ def test_a_loop_that_is_left_inside_a_step_keeps_its_peaks(
             training.optimizer.step()
             memory.temp(9000 * MIB)
             break
-    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert above(summary(timer).peak_mib) == FIRST_STEP
 
 
 def test_a_step_goes_on_after_a_loop_that_was_left_before_its_update(
@@ -508,7 +508,7 @@ def test_a_step_goes_on_after_a_loop_that_was_left_before_its_update(
         loss.backward()
         training.optimizer.step()
         timer.step()
-    assert above(summary(timer).peak_mb) == FIRST_STEP
+    assert above(summary(timer).peak_mib) == FIRST_STEP
     assert summary(timer).steps == 1
 
 
@@ -527,8 +527,8 @@ def test_a_step_that_is_dropped_takes_its_peaks_with_it(
                 training.optimizer.step()
             except ValueError:
                 timer._session.begin()
-    assert summary(timer).peak_mb["backward"] == LATER_STEP["backward"]
-    assert max(summary(timer).peak_mb.values()) < 2000
+    assert summary(timer).peak_mib["backward"] == LATER_STEP["backward"]
+    assert max(summary(timer).peak_mib.values()) < 2000
 
 
 def test_memory_must_be_a_switch() -> None:
@@ -556,11 +556,11 @@ def test_lightning_logs_and_keeps_peaks(gpu: FakeGPU, memory: FakeAllocator) -> 
     logger = MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, memory=True)
     fit(gpu, Allocates(gpu), 6, timer=timer, logger=logger, log_every_n_steps=3)
-    assert summary(timer).peak_mb["loss"] == 1030.0
-    assert max(summary(timer).peak_mb.values()) == 1030.0
+    assert summary(timer).peak_mib["loss"] == 1030.0
+    assert max(summary(timer).peak_mib.values()) == 1030.0
     _, metrics = logger.phase_times()[0]
-    assert metrics["phase_time/loss_peak_mb"] == 1030.0
-    assert metrics["phase_time/forward_peak_mb"] == 1000.0
+    assert metrics["phase_time/loss_peak_mib"] == 1030.0
+    assert metrics["phase_time/forward_peak_mib"] == 1000.0
     assert summary(pickle.loads(pickle.dumps(timer))) == summary(timer)
 
 
@@ -570,7 +570,7 @@ def test_a_saved_run_has_the_peaks(gpu: FakeGPU, memory: FakeAllocator, tmp_path
     timer.save(tmp_path / "run.json")
     run = load(tmp_path / "run.json")
     assert run.summary().memory == summary(timer)
-    assert run.summary().rows["backward"].peak_mb == LATER_STEP["backward"]
+    assert run.summary().rows["backward"].peak_mib == LATER_STEP["backward"]
     assert str(run.summary()) == str(timer.summary())
 
 

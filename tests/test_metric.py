@@ -39,7 +39,7 @@ def test_the_means_of_what_ran() -> None:
     values = {key: value.item() for key, value in metric.compute().items()}
     assert values["forward_ms"] == 4.0
     assert values["step_ms"] == values["local_ms"] == 12.0
-    assert values["slowest"] == -1
+    assert values["slowest_rank"] == -1
     assert "data_ms" not in values
     metric.reset()
     with pytest.warns(UserWarning, match="called before the ``update``"):
@@ -58,10 +58,12 @@ def test_the_bounds_over_ranks_and_the_slowest() -> None:
     values = {key: value.item() for key, value in zero.compute().items()}
     assert (values["forward_min_ms"], values["forward_max_ms"]) == (1.0, 4.0)
     assert values["forward_ms"] == pytest.approx(22 / 7)
-    assert values["forward_slowest"] == 1
+    assert values["forward_slowest_rank"] == 1
     assert values["step_min_ms"] == values["step_max_ms"] == 12.0
     assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
-    assert values["slowest"] == 1  # by 1.5 ms of 12: the median of the others lies between them
+    assert (
+        values["slowest_rank"] == 1
+    )  # by 1.5 ms of 12: the median of the others lies between them
     # The states are this rank's own again.
     assert zero.counts.shape == (18,)
     zero.update(times(1.0, 11.0, 3.5))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, compare
 from lightning_gputime._boundaries.arguments import tell_devices
 from lightning_gputime._messages import HOMES
-from lightning_gputime.fabric import PhaseTimeCallback
+from lightning_gputime.fabric import FabricPhaseTimer
 
 NET = nn.Linear(2, 1)
 SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
@@ -61,7 +61,7 @@ def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None
         GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
 
 
-@pytest.mark.parametrize("timer", [PhaseTimeCallback(), GPUPhaseHooks(NET, SGD)])
+@pytest.mark.parametrize("timer", [FabricPhaseTimer(), GPUPhaseHooks(NET, SGD)])
 def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU, timer: Any) -> None:
     with pytest.raises(AttributeError) as error:
         trainer(timer).fit(Model(gpu), Loader(gpu, 1))
@@ -79,7 +79,7 @@ def test_what_no_timer_has_is_missing_as_everywhere(name: str) -> None:
     ("timer", "said"),
     [
         (GPUPhaseTimer, "got a Sequential by position: the trainer tells it the model"),
-        (PhaseTimeCallback, "by position: Fabric tells it the model"),
+        (FabricPhaseTimer, "by position: Fabric tells it the model"),
     ],
 )
 def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any, said: str) -> None:
@@ -153,8 +153,8 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
             "foo",
             "GPUPhaseTimer has no option foo: there is prog_bar, print_",
         ),
-        (PhaseTimeCallback, "warmup", "has no option warmup: did you mean warmup_steps?"),
-        (PhaseTimeCallback, "summary", "has no option summary: write print(timer.summary())"),
+        (FabricPhaseTimer, "warmup", "has no option warmup: did you mean warmup_steps?"),
+        (FabricPhaseTimer, "summary", "has no option summary: write print(timer.summary())"),
     ],
 )
 def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
@@ -173,7 +173,7 @@ def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) 
 
 
 def test_the_class_in_place_of_a_callback_of_fabric_is_told_at_setup() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[PhaseTimeCallback])
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[FabricPhaseTimer])
     net = nn.Linear(2, 1)
     with pytest.raises(TypeError, match="must be instances, got the class of a timer"):
         fabric.setup(net, torch.optim.SGD(net.parameters()))

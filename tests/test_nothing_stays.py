@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime.fabric import PhaseTimeCallback as FabricTimer
+from lightning_gputime.fabric import FabricPhaseTimer as FabricTimer
 
 README = Path(__file__).parent.parent / "examples" / "README.md"
 
@@ -119,9 +119,9 @@ class Run:
         if self.front == "fabric":
             return FabricTimer(_clock=self.gpu)
         if self.front == "huggingface":
-            from lightning_gputime.huggingface import PhaseTimeCallback
+            from lightning_gputime.huggingface import TransformersPhaseTimer
 
-            return PhaseTimeCallback(_clock=self.gpu)
+            return TransformersPhaseTimer(_clock=self.gpu)
         return GPUPhaseTimer(_clock=self.gpu, print_summary=False)
 
     def train(self, timer: Any) -> None:

@@ -267,8 +267,8 @@ def test_modules_inside_modules_are_timed_exactly_whichever_are_chosen(
     for module in (net[1], root):
         add_times(module, names, expected)
     timer = train(gpu, net, [*names.values()])
-    assert timer.last is not None
-    found = timer.last.phase_ms
+    assert timer.last_step is not None
+    found = timer.last_step.phase_ms
     assert {key: ms for key, ms in found.items() if key.startswith(("forw", "backw"))} == expected
 
 

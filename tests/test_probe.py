@@ -88,9 +88,9 @@ def run(loop: Loop, n: int, wait_in_loss: bool = False, **options: Any) -> GPUPh
 
 def test_a_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
-    busy = {name: row.busy_mean_ms for name, row in summary.rows.items()}
+    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
     assert busy == {**BUSY, "other": 0.0}
-    assert summary.step.busy_mean_ms == sum(BUSY.values())
+    assert summary.step.gpu_busy_mean_ms == sum(BUSY.values())
     assert summary.probed_steps == 4
     assert summary.step.mean_ms == pytest.approx(10.0, rel=0.01)
 
@@ -110,20 +110,20 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
     # All but `data`, which lasts 4 ms.
     as_run = sum(row.mean_ms for name, row in summary.rows.items() if name != "data")
     busy = sum(BUSY.values()) - BUSY["data"]
-    assert summary.gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
+    assert summary.launch_gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
     assert summary.losses is not None
-    assert summary.losses["launch gaps"] == pytest.approx(summary.gap_share)
+    assert summary.losses["launch gaps"] == pytest.approx(summary.launch_gap_share)
     assert summary.advice[:3] == ("a larger batch", "torch.compile", "CUDA graphs")
     header = str(summary).rpartition("Time per step")[2].splitlines()[2].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
-    assert summary.to_dict()["rows"]["forward"]["busy_mean_ms"] == BUSY["forward"]
+    assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY["forward"]
 
 
 def test_a_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu, host_ms=0.0625), 20).summary()
-    assert summary.gap_share == pytest.approx(0.0, abs=0.01)
+    assert summary.launch_gap_share == pytest.approx(0.0, abs=0.01)
     assert summary.losses is not None
-    assert summary.losses["launch gaps"] == pytest.approx(summary.gap_share)
+    assert summary.losses["launch gaps"] == pytest.approx(summary.launch_gap_share)
 
 
 def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> None:
@@ -131,11 +131,11 @@ def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> Non
     run(Loop(gpu), 20, logger=logger, log_every_n_steps=5)
     assert [step for step, _ in logger.calls] == [4, 9, 15, 19]  # 14 is after a probed one.
     for _, metrics in logger.calls:
-        assert metrics["phase_time/forward_busy_ms"] == BUSY["forward"]
-        assert metrics["phase_time/step_busy_ms"] == sum(BUSY.values())
+        assert metrics["phase_time/forward_gpu_busy_ms"] == BUSY["forward"]
+        assert metrics["phase_time/step_gpu_busy_ms"] == sum(BUSY.values())
         gap = metrics["phase_time/step_ms"] - metrics["phase_time/data_ms"]
         gap -= sum(BUSY.values()) - BUSY["data"]
-        assert metrics["phase_time/step_gap_ms"] == pytest.approx(gap)
+        assert metrics["phase_time/step_launch_gap_ms"] == pytest.approx(gap)
 
 
 def test_the_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
@@ -161,11 +161,11 @@ def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
     summary = run(Loop(gpu), 40, wait_in_loss=True).summary()
     assert len(gpu.spins) == 3
     assert summary.probed_steps == 0
-    assert summary.gap_share is None
+    assert summary.launch_gap_share is None
     told = "the host waits for the GPU inside them, in `loss`"
     assert told in caplog.text
     assert f"no step can be probed: {told}" in str(summary)
-    assert all(row.busy_mean_ms is None for row in summary.rows.values())
+    assert all(row.gpu_busy_mean_ms is None for row in summary.rows.values())
 
 
 def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> None:
@@ -174,7 +174,7 @@ def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> N
         for i, x in enumerate(timer.steps(loop.batches(60))):
             loop.train(x, wait_in_loss=i >= 20)
     assert timer.summary().probe_failure.startswith("no further step can be probed")
-    logged = ["phase_time/step_gap_ms" in metrics for _, metrics in logger.calls]
+    logged = ["phase_time/step_launch_gap_ms" in metrics for _, metrics in logger.calls]
     assert logged == [True, True, True, False, False, False]
 
 
@@ -197,7 +197,7 @@ def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
     summary = timer.summary()
     assert summary.probed_steps == 3
     assert summary.probe_failure == ""
-    assert summary.rows["forward"].busy_mean_ms == BUSY["forward"]
+    assert summary.rows["forward"].gpu_busy_mean_ms == BUSY["forward"]
 
 
 def test_a_step_too_long_to_launch_is_not_probed(
@@ -275,9 +275,9 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
     assert timer.history()["step"].tolist() == [0, 3, 6, 7, 8, 9, 12, 15]
     assert summary.probed_steps == 3  # A validation lies in 4.
     assert summary.probe_failure == ""
-    busy = {name: row.busy_mean_ms for name, row in summary.rows.items() if "/" not in name}
+    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items() if "/" not in name}
     assert busy == {**STEP_MS, "callbacks": 0.0}
-    assert runner.callback_metrics["phase_time/forward_busy_ms"] == STEP_MS["forward"]
+    assert runner.callback_metrics["phase_time/forward_gpu_busy_ms"] == STEP_MS["forward"]
 
 
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
@@ -307,7 +307,7 @@ def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> 
     summary = timer.summary()
     assert summary.probe_failure == ""
     assert 0 < summary.probed_steps < 20
-    assert summary.rows["forward"].busy_mean_ms == BUSY["forward"]
+    assert summary.rows["forward"].gpu_busy_mean_ms == BUSY["forward"]
 
 
 def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
@@ -376,9 +376,9 @@ def test_waits_for_other_ranks_are_not_work() -> None:
     for observer in (results, means):
         steps = [raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})]
         observer.steps_read(ReadSteps(steps, 0))
-    assert results.summary().gap_share == pytest.approx(0.5 / 21.5)
+    assert results.summary().launch_gap_share == pytest.approx(0.5 / 21.5)
     [(_, metrics)] = logger.calls
-    assert metrics["phase_time/step_gap_ms"] == 0.5
+    assert metrics["phase_time/step_launch_gap_ms"] == 0.5
 
 
 def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeGPU) -> None:
@@ -513,11 +513,11 @@ def test_where_the_trainer_waits_before_each_batch_the_spin_begins_behind(
     summary = timer.summary()
     assert summary.probe_failure == ""
     assert summary.probed_steps == 6
-    busy = {name: row.busy_mean_ms for name, row in summary.rows.items()}
+    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
     assert busy["forward"] == STEP_MS["forward"]
     # The copy ran meanwhile.
     assert summary.rows["forward"].mean_ms == STEP_MS["forward"] + 10.0 - 1.125
     # What lies before the spin is no part of the probed step.
     assert busy["data"] is busy["data/comm"] is None
     assert summary.rows["data/comm"].mean_ms == 0.25
-    assert summary.step.busy_mean_ms == sum(STEP_MS.values()) - STEP_MS["data"]
+    assert summary.step.gpu_busy_mean_ms == sum(STEP_MS.values()) - STEP_MS["data"]

@@ -83,15 +83,15 @@ def test_the_slow_rank_and_its_phase_are_named(
     ranks = compare(of_ranks)
 
     assert ranks is not None
-    assert ranks.slowest == 1
-    assert ranks.behind_ms == pytest.approx(3.0)
+    assert ranks.slowest_rank == 1
+    assert ranks.behind_median_ms == pytest.approx(3.0)
     assert ranks.sentence == f"rank 1 is 3 ms a step slower than the median, in {named}"
     assert ranks.rows["step"].min_ms == pytest.approx(18.5)
     assert ranks.rows["step"].max_ms == pytest.approx(18.5)
     assert ranks.rows["backward/comm"].min_ms == pytest.approx(0.5)
     assert ranks.rows["local"].max_ms == pytest.approx(18.0)
-    assert ranks.rows["local"].slowest == 1
-    assert (ranks.rows[phase].max_ms, ranks.rows[phase].slowest) == (max_ms, slowest)
+    assert ranks.rows["local"].slowest_rank == 1
+    assert (ranks.rows[phase].max_ms, ranks.rows[phase].slowest_rank) == (max_ms, slowest)
 
 
 @pytest.mark.parametrize(("late_ms", "slowest"), [(0.74, None), (0.76, 1)])
@@ -103,9 +103,9 @@ def test_a_rank_is_named_from_five_percent_of_the_others_step(
         {0: totals(), 1: totals(late="forward", late_ms=late_ms), 2: totals(), 3: totals()}
     )
     assert ranks is not None
-    assert ranks.slowest == slowest
+    assert ranks.slowest_rank == slowest
     assert bool(ranks.sentence) == (slowest is not None)
-    assert ranks.metrics()["slowest"] == (-1 if slowest is None else slowest)
+    assert ranks.metrics()["slowest_rank"] == (-1 if slowest is None else slowest)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ranks_that_are_as_slow_are_named_together(late_ms: list[float], named: 
     assert ranks is not None
     assert ranks.sentence == f"{named} 3 ms a step slower than the median, in forward"
     assert ranks.slow == tuple(rank for rank, ms in enumerate(late_ms) if ms > 2)
-    assert ranks.slowest == late_ms.index(3.0)
+    assert ranks.slowest_rank == late_ms.index(3.0)
 
 
 # Noise: the standard error of a mean over `n` steps is the deviation of one, divided by sqrt(n).
@@ -136,7 +136,7 @@ def test_a_rank_is_named_beyond_four_standard_errors(late_ms: float, slowest: in
     noise: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
     ranks = compare({0: totals(**noise), 1: totals(**noise, late="forward", late_ms=late_ms)})
     assert ranks is not None
-    assert ranks.slowest == slowest
+    assert ranks.slowest_rank == slowest
 
 
 def test_over_more_steps_a_smaller_difference_is_certain() -> None:
@@ -144,7 +144,7 @@ def test_over_more_steps_a_smaller_difference_is_certain() -> None:
         noise: Any = {"steps": steps, "deviation_ms": 5.6}
         ranks = compare({0: totals(**noise), 1: totals(**noise, late="data", late_ms=1.0)})
         assert ranks is not None
-        return ranks.slowest
+        return ranks.slowest_rank
 
     assert [slowest(steps) for steps in (60, 600, 6000)] == [None, None, 1]
 
@@ -152,7 +152,7 @@ def test_over_more_steps_a_smaller_difference_is_certain() -> None:
 def test_of_a_single_step_nothing_is_certain() -> None:
     ranks = compare({0: totals(steps=1), 1: totals(steps=1, late="data")})
     assert ranks is not None
-    assert ranks.slowest is None
+    assert ranks.slowest_rank is None
 
 
 def test_the_noise_is_that_of_the_local_time() -> None:
@@ -193,7 +193,7 @@ def test_ranks_whose_steps_are_correlated_are_not_named_by_chance_and_a_late_one
         of_ranks = {one: rank(10 * seed + one, late_ms * (one == 1)) for one in range(4)}
         ranks = compare(of_ranks)
         assert ranks is not None
-        return ranks.slowest
+        return ranks.slowest_rank
 
     assert [named(seed, 0.0) for seed in range(20)] == [None] * 20
     assert [named(seed, 4.0) for seed in range(20)] == [1] * 20
@@ -209,8 +209,8 @@ def test_what_lasts_for_many_steps_is_seen_in_longer_blocks() -> None:
 
     ranks = compare({0: rank({0, 2}), 1: rank({1})})
     assert ranks is not None
-    assert ranks.behind_ms == pytest.approx(1.0)
-    assert ranks.slowest is None
+    assert ranks.behind_median_ms == pytest.approx(1.0)
+    assert ranks.slowest_rank is None
 
 
 def test_one_step_that_stalls_makes_no_slow_rank() -> None:
@@ -222,8 +222,8 @@ def test_one_step_that_stalls_makes_no_slow_rank() -> None:
 
     ranks = compare({0: rank(0.0), 1: rank(2000.0)})
     assert ranks is not None
-    assert ranks.behind_ms == pytest.approx(1.0)
-    assert ranks.slowest is None
+    assert ranks.behind_median_ms == pytest.approx(1.0)
+    assert ranks.slowest_rank is None
 
 
 def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
@@ -242,7 +242,7 @@ def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
     for phase, late in cases.items():
         ranks = compare({0: rank(0.5, 0.25), 1: late})
         assert ranks is not None
-        assert ranks.slowest == 1
+        assert ranks.slowest_rank == 1
         assert ranks.phase == phase
         assert ranks.sentence.endswith(f"slower than the median, in {phase}")
 
@@ -264,7 +264,7 @@ def test_the_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     ranks = compare({0: often, 1: seldom, 2: totals()})
     assert ranks is not None
     row = ranks.rows["save"]
-    assert (row.min_ms, row.max_ms, row.slowest) == (2.0, 6.0, 1)
+    assert (row.min_ms, row.max_ms, row.slowest_rank) == (2.0, 6.0, 1)
     assert row.mean_ms == pytest.approx(26 / 11)
 
 
@@ -525,7 +525,7 @@ def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeE
     assert (first, second) == (4, 9)
     assert metrics["phase_time/ranks/forward_min_ms"] == pytest.approx(4.0)
     assert metrics["phase_time/ranks/forward_max_ms"] == pytest.approx(7.0)
-    assert metrics["phase_time/ranks/slowest"] == 1
+    assert metrics["phase_time/ranks/slowest_rank"] == 1
     summary = timer.summary()
     assert summary.ranks is not None
     sentence = "rank 1 is 3 ms a step slower than the median, in forward"
@@ -731,8 +731,8 @@ def test_a_single_process_sends_nothing_and_does_not_wait_at_the_end_of_an_epoch
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
-        assert timer.last is not None
-        assert timer.last.step == 1
+        assert timer.last_step is not None
+        assert timer.last_step.step == 1
 
 
 @pytest.mark.parametrize("value", ["epoch", None, 2])
@@ -801,7 +801,7 @@ def is_named(case: str, found: dict[str, Any]) -> bool:
     return bool(
         found["sentence"].startswith("rank 1 is ")
         and found["sentence"].endswith(f"slower than the median, in {LATE_IN[case]}")
-        and found["behind_ms"] == pytest.approx(30.0, rel=0.25)
+        and found["behind_median_ms"] == pytest.approx(30.0, rel=0.25)
         # Rank zero waited meanwhile, but backward/comm is no work of its own. More ranks than there
         # are processors wait for these, too.
         and found["comm_ms"] >= 0.75 * 30.0

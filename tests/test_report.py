@@ -14,7 +14,7 @@ from fake_gpu import raw
 from test_compare import run
 from test_runs import timed
 
-from lightning_gputime import Cause, Ledger, Run, SlowStep, compare, load
+from lightning_gputime import Cause, Run, SlowStep, WallTimeBreakdown, compare, load
 from lightning_gputime._cli import main
 from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.history import list_top_phases
@@ -41,7 +41,7 @@ def full() -> Run:
     summary = replace(
         one.summary(),
         ranks=ranks,
-        ledger=Ledger({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
+        wall_time=WallTimeBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
         probed_steps=3,
     )
     return replace(
@@ -50,7 +50,9 @@ def full() -> Run:
         _summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
-            SlowStep(7, 90.5, 15.0, EVIL, (Cause("garbage", 70.25, 70.25, EVIL),), 5.25).to_dict()
+            SlowStep(
+                7, 90.5, 15.0, EVIL, (Cause("garbage_collection", 70.25, 70.25, EVIL),), 5.25
+            ).to_dict()
         ],
         evaluations=[{"stage": EVIL, "step": 3, "forward_ms": 2.5}],
     )
@@ -194,7 +196,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == f"{paths[2]}\n"
     assert main(["report", *paths[:2], "-o", paths[2]]) == 2
     assert "cannot be compared: device is H200" in capsys.readouterr().err
-    assert main(["report", *paths[:2], "-o", paths[2], "--anyway"]) == 0
+    assert main(["report", *paths[:2], "-o", paths[2], "--allow-mismatch"]) == 0
     assert "device is H200 (before) and B200 (after)" in Path(paths[2]).read_text()
     assert main(["report", *paths[:2], paths[0]]) == 2
     assert "report takes one run, or two, got 3" in capsys.readouterr().err

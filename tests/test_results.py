@@ -229,7 +229,7 @@ def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
     results.add([raw(0, data=0.0, forward=0.0)])
     results.add_probed(raw(1, forward=0.0))
     summary = results.summary()
-    assert (summary.verdict, summary.advice, summary.gap_share) == ("", (), None)
+    assert (summary.verdict, summary.advice, summary.launch_gap_share) == ("", (), None)
     assert "nan" not in str(summary)
 
 

@@ -167,7 +167,7 @@ def run(
 class _Savable:
     """A timer that keeps where it was saved."""
 
-    last = True
+    last_step = True
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -346,7 +346,7 @@ def test_a_script_gets_one_timer(
     ("script", "timer"),
     [
         (LIGHTNING, "__import__('lightning_gputime').GPUPhaseTimer()"),
-        (TRANSFORMERS, "PhaseTimeCallback()"),
+        (TRANSFORMERS, "TransformersPhaseTimer()"),
     ],
 )
 def test_a_trainer_with_a_timer_gets_no_other(
@@ -354,7 +354,7 @@ def test_a_trainer_with_a_timer_gets_no_other(
 ) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-        script = f"from lightning_gputime.huggingface import PhaseTimeCallback\n{script}"
+        script = f"from lightning_gputime.huggingface import TransformersPhaseTimer\n{script}"
     script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}]")
     code, printed, said = run(script, tmp_path, environment, *RUN, "train.py")
     assert code == 0, said

@@ -14,12 +14,12 @@ from fake_gpu import FakeGPU, raw
 from fake_loop import Loop, hooks
 
 import lightning_gputime
-from lightning_gputime import GPUPhaseHooks, Ledger, Run, load
+from lightning_gputime import GPUPhaseHooks, Run, WallTimeBreakdown, load
 from lightning_gputime._results import files
-from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
+from lightning_gputime._results.wall_time import WallTimeRecorder
 from lightning_gputime._saved_runs import environment, saved
 from lightning_gputime._saved_runs.environment import Environment
 
@@ -49,7 +49,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         assert run.history[name] == pytest.approx(timer.history()[name], abs=6e-5, nan_ok=True)
     assert (run.warmup_steps, len(run.measured)) == (1, 3)
     assert run.measured["step"].tolist() == [1, 2, 3]
-    assert (run.ledger, run.slow_steps, run.evaluations) == (None, [], [])
+    assert (run.wall_time, run.slow_steps, run.evaluations) == (None, [], [])
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -141,7 +141,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     saved.save(run, tmp_path / "run.json.gz")
     found = load(tmp_path / "run.json.gz")
     assert found.summary().ranks == results.ranks
-    assert found.ledger == Ledger({"set-up": 4.0})
+    assert found.wall_time == WallTimeBreakdown({"set-up": 4.0})
     assert found.slow_steps == [{"step": 7, "step_ms": 9.5, "causes": [{"name": "gc", "ms": None}]}]
     assert found.evaluations == run.evaluations
 
@@ -246,8 +246,8 @@ def changed(path: Path, change: Any) -> Path:
         (lambda c: c.update(slow_steps={}), "slow_steps must be Sequence, not {}"),
         (lambda c: c.update(slow_steps=[1]), r"slow_steps\[0\] must be Mapping, not 1"),
         (
-            lambda c: c["summary"].update(ledger={"entries_s": []}),
-            "summary.ledger.entries_s must be Mapping",
+            lambda c: c["summary"].update(wall_time={"entries_s": []}),
+            "summary.wall_time.entries_s must be Mapping",
         ),
     ],
 )
@@ -405,7 +405,7 @@ def test_slow_steps_and_their_causes_come_back(gpu: FakeGPU, tmp_path: Path) -> 
                     gpu.work(30.0, host_ms=40.0)
     timer.save(tmp_path / "run.json.gz")
     run = load(tmp_path / "run.json.gz")
-    [slow] = timer.slowest()
+    [slow] = timer.slow_steps()
     [saved] = run.slow_steps
     assert (saved["step"], saved["text"]) == (slow.step, str(slow))
     assert [cause["name"] for cause in saved["causes"]] == ["phase save"]

@@ -66,9 +66,9 @@ def train(
 
 
 def only(timer: GPUPhaseHooks) -> SlowStep:
-    [slow] = timer.slowest()
+    [slow] = timer.slow_steps()
     assert slow.excess_ms == pytest.approx(
-        sum(cause.reached_ms for cause in slow.causes) + slow.unexplained_ms
+        sum(cause.exposed_ms for cause in slow.causes) + slow.unexplained_ms
     )
     return slow
 
@@ -80,9 +80,9 @@ def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, _lag=lag)
     slow = only(timer)
     assert (slow.step, slow.phase, slow.unexplained_ms) == (SLOW, "loss", 0.0)
-    assert slow.usual_ms == 15.625
+    assert slow.baseline_ms == 15.625
     assert slow.step_ms == 15.625 + 40.0 - ahead_ms
-    assert slow.causes == (Cause("garbage", 40.0, 40.0 - ahead_ms, "generation 2"),)
+    assert slow.causes == (Cause("garbage_collection", 40.0, 40.0 - ahead_ms, "generation 2"),)
 
 
 def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None:
@@ -92,12 +92,12 @@ def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None
             gpu.host_work(20.0)
             loop.train(x)
     assert timer.history()["step_ms"][26:].max() > 30.0
-    assert len(timer.slowest()) == 0
+    assert len(timer.slow_steps()) == 0
 
 
 def test_a_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, LEAD_MS + 5.0)})
-    assert len(timer.slowest()) == 0
+    assert len(timer.slow_steps()) == 0
     assert timer.summary().slow is None
 
 
@@ -106,7 +106,7 @@ def test_a_slow_item_is_the_loaders(loop: Loop) -> None:
     slow = only(timer)
     detail = "it loads in the loop's own process"
     # The copy of the batch was launched before the delay.
-    assert slow.causes == (Cause("loader", 40.0, 40.0 - LEAD_MS - 1.0, detail),)
+    assert slow.causes == (Cause("dataloader", 40.0, 40.0 - LEAD_MS - 1.0, detail),)
     assert (slow.phase, slow.unexplained_ms) == ("data", 0.0)
 
 
@@ -116,10 +116,10 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
         loop.gpu.host_work(30.0)
 
     slow = only(train(loop, in_fetch={SLOW: both}))
-    reached_ms = 40.0 - LEAD_MS - 1.0
-    assert [(one.kind, one.host_ms, one.reached_ms) for one in slow.causes] == [
-        ("loader", 30.0, reached_ms * 0.75),
-        ("garbage", 10.0, reached_ms * 0.25),
+    exposed_ms = 40.0 - LEAD_MS - 1.0
+    assert [(one.kind, one.host_ms, one.exposed_ms) for one in slow.causes] == [
+        ("dataloader", 30.0, exposed_ms * 0.75),
+        ("garbage_collection", 10.0, exposed_ms * 0.25),
     ]
 
 
@@ -194,32 +194,32 @@ def test_a_phase_that_was_named_by_hand_is_named(loop: Loop) -> None:
 def test_the_first_steps_after_the_warm_up_are_judged_and_those_of_it_are_not(loop: Loop) -> None:
     late = {number: lambda: collect(loop.gpu, 100.0) for number in (2, 6)}
     timer = train(loop, in_loss=late, warmup_steps=5)
-    assert [slow.step for slow in timer.slowest()] == [6]
+    assert [slow.step for slow in timer.slow_steps()] == [6]
 
 
 def test_a_new_pace_is_usual_after_a_while(loop: Loop) -> None:
     longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
-    found = [slow.step for slow in train(loop, in_loss=longer).slowest(100)]
+    found = [slow.step for slow in train(loop, in_loss=longer).slow_steps(100)]
     # With the reading of the 50th step the median is of 30 such steps and 20 others.
     assert sorted(found) == [*range(20, 50)]
 
 
 def test_a_clean_run_blames_nobody(loop: Loop) -> None:
     timer = train(loop, in_loss={n: lambda n=n: loop.gpu.work(n % 7 / 10) for n in range(STEPS)})  # type: ignore[misc]
-    assert len(timer.slowest()) == 0
+    assert len(timer.slow_steps()) == 0
     assert "slow" not in str(timer.summary())
 
 
 def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
-    assert [str(slow) for slow in timer.slowest()] == [
+    assert [str(slow) for slow in timer.slow_steps()] == [
         "step 30: +58.8 ms over the usual 15.6, of it 58.8 garbage collection (generation 2);"
         " most of it in `loss`",
         "step 20: +18.8 ms over the usual 15.6, of it 18.8 garbage collection (generation 2);"
         " most of it in `loss`",
     ]
-    assert [slow.step for slow in timer.slowest(1)] == [30]
+    assert [slow.step for slow in timer.slow_steps(1)] == [30]
 
 
 def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
@@ -249,22 +249,25 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
         for step, metrics in logger.calls
     }
     assert logged == {
-        19: {"phase_time/slow_ms": 0.0},
-        39: {"phase_time/slow_ms": 37.5 / 20, "phase_time/slow/garbage_ms": 18.75 / 20},
-        59: {"phase_time/slow_ms": 0.0, "phase_time/slow/garbage_ms": 0.0},
+        19: {"phase_time/slow_excess_ms": 0.0},
+        39: {
+            "phase_time/slow_excess_ms": 37.5 / 20,
+            "phase_time/slow/garbage_collection_ms": 18.75 / 20,
+        },
+        59: {"phase_time/slow_excess_ms": 0.0, "phase_time/slow/garbage_collection_ms": 0.0},
     }
 
 
 def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     log = SlowLog()
     for number in range(5_000):
-        causes = (Cause("garbage", 2.0, 2.0, ""),) if number % 2 else ()
+        causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
         log.add([SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)], is_known=True)
     assert len(log._pending) <= 1_000
-    expected = {"slow": 5.0, "slow/garbage": 0.5}
+    expected = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
     assert log.metrics(4_999, 10_000, keep=True) == expected
     assert log.metrics(4_999, 10_000) == expected
-    assert log.metrics(5_000, 10) == {"slow": 0.0, "slow/garbage": 0.0}
+    assert log.metrics(5_000, 10) == {"slow_excess": 0.0, "slow/garbage_collection": 0.0}
 
 
 def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
@@ -286,7 +289,7 @@ def test_a_progress_bar_that_is_slow_is_not_called_a_function_of_the_users(
     monkeypatch.setattr(_lightning, "show_on_bar", slow_once)
     timer = GPUPhaseTimer(_clock=gpu, prog_bar=True, print_summary=False)
     trainer(timer).fit(Model(gpu), Loader(gpu, STEPS))
-    [slow] = timer.slowest()
+    [slow] = timer.slow_steps()
     assert [cause.detail for cause in slow.causes] == ["the progress bar"]
 
 
@@ -297,7 +300,7 @@ def test_an_observer_gets_each_slow_step_once(loop: Loop) -> None:
         in_loss={SLOW: lambda: collect(loop.gpu, 40.0)},
         observers=[SimpleNamespace(on_slow_step=told.append)],
     )
-    assert told == timer.slowest()
+    assert told == timer.slow_steps()
 
 
 def test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more(
@@ -312,7 +315,7 @@ def test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more(
     late = {n: lambda: collect(loop.gpu, 40.0) for n in (20, 40)}
     timer = train(loop, in_loss=late, observers=[SimpleNamespace(on_slow_step=fails)])
     assert len(calls) == 1
-    assert len(timer.slowest()) == 2
+    assert len(timer.slow_steps()) == 2
     assert [record.getMessage() for record in caplog.records] == [
         "test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more.<locals>.fails"
         " is called no more, because it failed: ValueError('full disk')"
@@ -323,7 +326,7 @@ def test_options_of_the_wrong_type_are_refused(loop: Loop) -> None:
     with pytest.raises(TypeError, match="observers must be a list of functions"):
         hooks(loop, observers=[SimpleNamespace(on_slow_step=3)])
     with pytest.raises(ValueError, match="n must be 1 or more"):
-        hooks(loop).slowest(0)
+        hooks(loop).slow_steps(0)
 
 
 def test_nothing_is_left_of_the_detectors(loop: Loop) -> None:
@@ -352,7 +355,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
         assert gc.callbacks == before
     assert timer.summary().steps == STEPS
     # Those that were being explained are lost; the next ones have no cause.
-    assert [(slow.step, slow.causes) for slow in timer.slowest()] == [(55, ())]
+    assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [record] = caplog.records
     assert record.getMessage().startswith("Why steps are slow is not said any more: TypeError(")
 
@@ -360,7 +363,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
 def test_slow_steps_are_in_a_copy_of_the_timers_results(loop: Loop) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)})
     copied = pickle.loads(pickle.dumps(timer._results))
-    assert copied.slow.slowest(10) == timer.slowest()
+    assert copied.slow.slow_steps(10) == timer.slow_steps()
 
 
 def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
@@ -373,7 +376,7 @@ def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
         return add(self, *args)
 
     monkeypatch.setattr(Results, "add", slow_add)
-    assert len(train(loop).slowest()) == 0
+    assert len(train(loop).slow_steps()) == 0
 
 
 @pytest.mark.parametrize("every", [1, 5, 20])
@@ -381,9 +384,9 @@ def test_what_is_judged_late_is_in_no_log_of_other_steps(loop: Loop, every: int)
     logger = Logger()
     late = {3: lambda: loop.gpu.host_work(400.0)}
     timer = train(loop, late, logger=logger, log=["slow"], log_every_n_steps=every)
-    excess_ms = {slow.step: slow.excess_ms for slow in timer.slowest()}[3]
+    excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
     # The first ten are judged together; by then logs of fewer steps are gone.
-    logged = {step: metrics.get("phase_time/slow_ms", 0.0) for step, metrics in logger.calls}
+    logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
     assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
 
 
@@ -400,7 +403,7 @@ def test_a_logger_that_another_thread_calls_is_not_blamed(loop: Loop) -> None:
         other.start()
         other.join()
 
-    [slow] = train(loop, in_loss={SLOW: late}, **options).slowest()
+    [slow] = train(loop, in_loss={SLOW: late}, **options).slow_steps()
     assert slow.causes == ()
 
 
@@ -426,5 +429,5 @@ def test_a_loader_and_a_logger_that_refuse_questions_are_left_alone(loop: Loop) 
             loop.train(x)
             if number == 40:
                 collect(loop.gpu, 80.0)
-    [slow] = timer.slowest()
-    assert [cause.kind for cause in slow.causes] == ["garbage"]
+    [slow] = timer.slow_steps()
+    assert [cause.kind for cause in slow.causes] == ["garbage_collection"]

@@ -110,7 +110,7 @@ def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU
     scheduler.queued, scheduler.losses = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
     [slow] = bench.found
-    assert slow.causes == (Cause("preemption", 30.0, 30.0, "others had the processor"),)
+    assert slow.causes == (Cause("off_cpu", 30.0, 30.0, "others had the processor"),)
     assert slow.unexplained_ms == 5.0
 
 
@@ -128,7 +128,7 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     scheduler.stopped, scheduler.waits = 50 * MS, waits
     bench.step(SLOW, {phase: 50.0}, {phase: 50.0})
     [slow] = bench.found
-    cause = Cause("preemption", 50.0, 50.0, "stopped, or blocked")
+    cause = Cause("off_cpu", 50.0, 50.0, "stopped, or blocked")
     assert slow.causes == ((cause,) if is_told else ())
 
 
@@ -216,7 +216,7 @@ def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU
     scheduler.stopped, scheduler.waits = scheduler.stopped + 50 * MS, scheduler.waits + 1
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
-    assert slow.causes == (Cause("preemption", 50.0, 50.0, "stopped, or blocked"),)
+    assert slow.causes == (Cause("off_cpu", 50.0, 50.0, "stopped, or blocked"),)
 
 
 def test_a_short_time_off_the_processor_is_not_told(gpu: FakeGPU) -> None:
@@ -274,7 +274,7 @@ def test_a_fetch_names_the_workers(gpu: FakeGPU) -> None:
     loader.set_loader(Loads(), in_data=True)
     bench = Bench(gpu, loader)
     detail = "none of its 4 workers had a batch ready"
-    assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("loader", 20.0, 10.0, detail),)
+    assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("dataloader", 20.0, 10.0, detail),)
 
 
 @pytest.mark.parametrize("items", [range(9), itertools.count(1), itertools.repeat(1), [1], (1,)])
@@ -384,7 +384,7 @@ def test_a_slow_log_under_lightning_is_told(gpu: FakeGPU) -> None:
             gpu.host_work(40.0 if "loss" in metrics else 0.0)
 
     timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
-    [slow] = timer.slowest()
+    [slow] = timer.slow_steps()
     assert [(one.kind, one.detail, one.host_ms) for one in slow.causes] == [
         ("callback", "logging, a checkpoint or a hook", 40.0)
     ]
@@ -400,8 +400,8 @@ def test_lightnings_loader_is_told(gpu: FakeGPU) -> None:
 
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(timer).fit(Model(gpu), Late(gpu, 60))
-    [slow] = timer.slowest()
-    assert [(one.kind, one.host_ms) for one in slow.causes] == [("loader", 40.0)]
+    [slow] = timer.slow_steps()
+    assert [(one.kind, one.host_ms) for one in slow.causes] == [("dataloader", 40.0)]
     assert slow.phase == "data/fetch"
 
 
@@ -417,7 +417,7 @@ def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [*timer.slowest()]
+    return [*timer.slow_steps()]
 
 
 def test_a_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
@@ -435,7 +435,7 @@ def test_a_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
 
     [slow] = trained_on_the_cpu(late, _clock=gpu)
     assert (slow.step, slow.unexplained_ms) == (SLOW, 0.0)
-    assert slow.causes == (Cause("garbage", 20.0, 20.0, "generation 2"),)
+    assert slow.causes == (Cause("garbage_collection", 20.0, 20.0, "generation 2"),)
 
 
 @pytest.mark.filterwarnings("ignore:The model is on the CPU")

@@ -19,7 +19,7 @@ COMPARED: tuple[str | None, dict[str, float]] = (
     {
         "phase_time/ranks/data_min_ms": 1.0,
         "phase_time/ranks/data_max_ms": 4.0,
-        "phase_time/ranks/slowest": 1,
+        "phase_time/ranks/slowest_rank": 1,
     },
 )
 """What rank zero says of two ranks, and some of what it logs."""

@@ -32,7 +32,7 @@ def look(timer: GPUPhaseHooks, path: Path) -> None:
     numbers = history["step"].tolist()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
     assert {row.n for row in summary.rows.values()} <= {summary.steps}
-    assert timer.last is None or timer.last.phase_ms == STEP_MS
+    assert timer.last_step is None or timer.last_step.phase_ms == STEP_MS
     assert len(pickle.loads(pickle.dumps(timer)).history()) >= len(numbers)
 
 

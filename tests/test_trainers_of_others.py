@@ -17,7 +17,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 from test_huggingface import PATCHED  # noqa: E402
 
-from lightning_gputime.huggingface import PhaseTimeCallback  # noqa: E402
+from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,7 +185,7 @@ def test_a_trainer_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
 ) -> None:
     losses, left = {}, {}
-    timer = PhaseTimeCallback(print_summary=False, warmup_steps=0)
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     for name, callbacks in {"with": [timer], "without": []}.items():
         torch.manual_seed(0)
         trainer = make(tmp_path / name, callbacks)

@@ -195,8 +195,8 @@ def found(
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **options)
     fit(gpu, model(gpu), N, timer=timer, callbacks=[callback()] if callback else [], **how)
     summary = timer.summary()
-    assert summary.ledger is not None
-    return timer.history().tolist(), str(summary), summary.ledger.entries_s
+    assert summary.wall_time is not None
+    return timer.history().tolist(), str(summary), summary.wall_time.entries_s
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")

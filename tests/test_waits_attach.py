@@ -196,10 +196,10 @@ def test_a_probed_step_has_no_waits(ranks: Ranks, gpu: FakeGPU) -> None:
             launch().wait()
 
     summary = run_probed(Sharing(gpu), 20, sync_ranks=False).summary()
-    busy = {name: row.busy_mean_ms for name, row in summary.rows.items()}
+    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
     work = {name: ms for name, ms in busy.items() if ms and not name.endswith("/comm")}
     assert work == BUSY
-    assert summary.step.busy_mean_ms == sum(BUSY.values())
+    assert summary.step.gpu_busy_mean_ms == sum(BUSY.values())
     assert summary.probed_steps == 4
     assert summary.rows["other/comm"].mean_ms == 2 * COMM_MS
 

@@ -89,16 +89,16 @@ def test_the_items_of_a_batch_are_the_size_of_its_first_tensor_and_the_table_say
     logger = Logger()
     timer = train(loop, loop.batches(4), logger=logger, log_every_n_steps=2)
     per_s = 1000 / STEP
-    assert timer.summary().items_per_s == per_s
+    assert timer.summary().items_per_sec == per_s
     assert f"64 items a second (items: {FIRST})" in str(timer.summary())
-    assert [metrics["phase_time/items_per_s"] for _, metrics in logger.calls] == [per_s] * 2
+    assert [metrics["phase_time/items_per_sec"] for _, metrics in logger.calls] == [per_s] * 2
 
 
 def test_unequal_batches_count_as_they_are(loop: Loop) -> None:
     timer = train(loop, rows(8, 8, 3))
     assert [items for (items,) in loads(timer)] == [8, 8, 3]
     step_ms = timer.history()["step_ms"].sum()
-    assert timer.summary().items_per_s == pytest.approx(19 / step_ms * 1000)
+    assert timer.summary().items_per_sec == pytest.approx(19 / step_ms * 1000)
 
 
 def test_a_step_of_several_micro_batches_has_the_items_of_all(loop: Loop) -> None:
@@ -116,7 +116,7 @@ def test_what_a_pause_takes_is_no_time_of_the_items(loop: Loop) -> None:
             loop.train(x)
             with timer.paused():
                 loop.gpu.work(100.0)
-    assert timer.summary().items_per_s == 1000 / STEP
+    assert timer.summary().items_per_sec == 1000 / STEP
 
 
 def test_steps_that_are_not_timed_or_are_probed_have_no_items(loop: Loop) -> None:
@@ -128,7 +128,7 @@ def test_steps_that_are_not_timed_or_are_probed_have_no_items(loop: Loop) -> Non
 
     timer = train(loop, loop.batches(40), items=items, every_n_steps=4)
     assert len(asked) == timer.summary().steps == 10
-    assert timer.summary().items_per_s == 4000 / STEP
+    assert timer.summary().items_per_sec == 4000 / STEP
     timer = train(loop, loop.batches(40), items=4, probe_every_n_steps=5)
     assert timer.summary().probed_steps > 4
     assert len(loads(timer)) == timer.summary().steps < 36
@@ -141,7 +141,7 @@ def test_a_loop_that_calls_step_has_items_only_by_a_number(loop: Loop) -> None:
             for x in loop.batches(4):
                 loop.train(x)
                 timer.step()
-        assert timer.summary().items_per_s == expected
+        assert timer.summary().items_per_sec == expected
     assert "(items: 32 a batch, as items= says)" in str(timer.summary())
 
 
@@ -241,7 +241,7 @@ def test_a_function_that_tells_no_number_is_told_of_once_and_asked_no_more(
     timer = train(loop, loop.batches(3), items=items)
     assert caplog.text.count(why) == 1
     assert len(asked) == 1
-    assert timer.summary().items_per_s is None
+    assert timer.summary().items_per_sec is None
     assert "items a second" not in str(timer.summary())
     assert timer.summary().steps == 3
 
@@ -275,10 +275,10 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
     runner = trainer(timer, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Batches(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
-    assert logged["phase_time/items_per_s"] == 1000 / STEP
+    assert logged["phase_time/items_per_sec"] == 1000 / STEP
     val_ms = logged["phase_time/val/step_ms"]
-    assert logged["phase_time/val/items_per_s"] == pytest.approx(3000 / val_ms)
-    assert timer._evaluated[0]["items_per_s"] == logged["phase_time/val/items_per_s"]
+    assert logged["phase_time/val/items_per_sec"] == pytest.approx(3000 / val_ms)
+    assert timer._evaluated[0]["items_per_sec"] == logged["phase_time/val/items_per_sec"]
 
 
 def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
@@ -286,8 +286,8 @@ def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, items=100)
     trainer(timer, logger=logger).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
-    assert timer.summary().items_per_s == 100_000 / STEP
-    assert logged["phase_time/val/items_per_s"] < 1000
+    assert timer.summary().items_per_sec == 100_000 / STEP
+    assert logged["phase_time/val/items_per_sec"] < 1000
 
 
 def test_a_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:

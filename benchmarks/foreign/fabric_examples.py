@@ -27,9 +27,9 @@ Edits = Sequence[tuple[str, str]]
 """Patterns, each found once, and what takes their place."""
 
 _HOOKS = (r"^import torch\n", r"\g<0>from lightning_gputime import GPUPhaseHooks\n")
-_FABRIC = (r"^import torch\n", r"\g<0>from lightning_gputime.fabric import PhaseTimeCallback\n")
+_FABRIC = (r"^import torch\n", r"\g<0>from lightning_gputime.fabric import FabricPhaseTimer\n")
 _END = "    timer.remove()\n    timer.save('run.json')\n"
-_CALLBACK = r"callbacks=[timer := PhaseTimeCallback()]"
+_CALLBACK = r"callbacks=[timer := FabricPhaseTimer()]"
 
 TIMER: Mapping[str, Edits] = {
     "image_classifier/train_torch.py": (
@@ -82,7 +82,7 @@ TIMER: Mapping[str, Edits] = {
     "reinforcement_learning/train_fabric.py": (
         _FABRIC,
         (r"Fabric\(loggers=logger\)", f"Fabric(loggers=logger, {_CALLBACK})"),
-        (r"^    args: argparse.Namespace,\n", r"\g<0>    timer: PhaseTimeCallback,\n"),
+        (r"^    args: argparse.Namespace,\n", r"\g<0>    timer: FabricPhaseTimer,\n"),
         (r"in sampler:", "in timer.steps(sampler):"),
         (r"global_step, args\)\n", "global_step, args, timer)\n"),
         (r"^    envs.close\(\)\n", _END + r"\g<0>"),

@@ -105,7 +105,7 @@ def busy_ms(task: Task, batch: Any) -> float | None:
     with GPUPhaseHooks(task.net, optimizer, warmup_steps=10, probe_every_n_steps=5) as timer:
         for _ in timer.steps(range(PROBED)):
             train_step(task, optimizer, batch)
-    return timer.summary().step.busy_mean_ms
+    return timer.summary().step.gpu_busy_mean_ms
 
 
 def by_hta(folder: Path) -> dict[int, dict[str, float]]:

@@ -41,7 +41,7 @@ def _job(data: Path, name: str) -> dict[str, Any]:
         "sentence": ranks.sentence,
         "n_slow": len(ranks.slow),
         "are_the_last_stage": [*ranks.slow] == sorted(last_stage),
-        "behind_ms": round(ranks.behind_ms, 1),
+        "behind_median_ms": round(ranks.behind_median_ms, 1),
         "step_ms": round(ranks.rows["step"].mean_ms, 1),
     }
 

@@ -130,9 +130,9 @@ def _keys_class() -> Any:
 
 
 def _timer_class(options: dict[str, Any]) -> Any:
-    from lightning_gputime.huggingface import PhaseTimeCallback
+    from lightning_gputime.huggingface import TransformersPhaseTimer
 
-    class Timer(PhaseTimeCallback):
+    class Timer(TransformersPhaseTimer):
         """The Trainer makes it, and so without arguments."""
 
         def __init__(self) -> None:

@@ -82,8 +82,8 @@ def time_as_steps(
             model(x)
     row = timer.summary().rows["forward"]
     times = {"as run": row.mean_ms}
-    if row.busy_mean_ms is not None:
-        times["the work alone"] = row.busy_mean_ms
+    if row.gpu_busy_mean_ms is not None:
+        times["the work alone"] = row.gpu_busy_mean_ms
     return times
 
 

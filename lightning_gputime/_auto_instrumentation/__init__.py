@@ -124,15 +124,15 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
     import transformers
 
     class TrainerAdder(transformers.TrainerCallback):
-        """A callback whose place a `PhaseTimeCallback` takes when training begins."""
+        """A callback whose place a `TransformersPhaseTimer` takes when training begins."""
 
         @tells_errors()
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             # Not above: a script may be importing it now, which imports the Trainer.
             from lightning_gputime._auto_instrumentation import adding
-            from lightning_gputime.huggingface import PhaseTimeCallback, find_trainer
+            from lightning_gputime.huggingface import TransformersPhaseTimer, find_trainer
 
-            timer = PhaseTimeCallback(**options_of_all(wanted))
+            timer = TransformersPhaseTimer(**options_of_all(wanted))
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
             if trainer and adding.take_place(self, trainer.callback_handler.callbacks, timer):

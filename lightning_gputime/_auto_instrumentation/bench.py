@@ -49,7 +49,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             side = [*commands][i]
             groups[i].append(folder / side / f"{turn:03}.json.gz")
             _run(commands[side], groups[i][-1])
-        found = compare_groups(groups, anyway=args.anyway, looks=len(looks))
+        found = compare_groups(groups, allow_mismatch=args.allow_mismatch, looks=len(looks))
         _tell(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]
         is_below = all(found.is_below(*bound) for bound in bounds)

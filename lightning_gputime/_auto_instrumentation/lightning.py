@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning_gputime._auto_instrumentation import adding, options_of_all, tells_errors
 from lightning_gputime._boundaries.patching import do_nothing
 from lightning_gputime.callback import GPUPhaseTimer
-from lightning_gputime.fabric import PhaseTimeCallback
+from lightning_gputime.fabric import FabricPhaseTimer
 
 
 class TrainerAdder(pl.Callback):
@@ -26,14 +26,14 @@ class TrainerAdder(pl.Callback):
 
 
 class FabricAdder:
-    """A callback whose place a `PhaseTimeCallback` takes when something is set up."""
+    """A callback whose place a `FabricPhaseTimer` takes when something is set up."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
 
     @tells_errors()
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        timer = PhaseTimeCallback(**options_of_all(self._wanted))
+        timer = FabricPhaseTimer(**options_of_all(self._wanted))
         timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
         if adding.take_place(self, fabric._callbacks, timer):
             timer.on_after_setup(fabric, module)

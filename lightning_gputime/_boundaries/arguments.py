@@ -60,7 +60,7 @@ def _given(one: Any) -> str:
     trainers = [base for base in type(one).__mro__ if base.__name__ == "Trainer"]
     if trainers:
         of_transformers = trainers[0].__module__.startswith("transformers.")
-        timer = "huggingface.PhaseTimeCallback" if of_transformers else "GPUPhaseTimer"
+        timer = "huggingface.TransformersPhaseTimer" if of_transformers else "GPUPhaseTimer"
         return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
     for name in ("optimizer", *getattr(one, "__dict__", ())):
         if isinstance(getattr(one, name, None), Optimizer):

@@ -223,7 +223,7 @@ class ExcessAttribution:
     def result(self, number: int) -> SlowStep:
         """Return what is known of the step: the causes, those first of which most reached it."""
         host_ms: _Causes = defaultdict(float)
-        reached_ms: _Causes = defaultdict(float)
+        exposed_ms: _Causes = defaultdict(float)
         phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))
         for part in self._parts.values():
             phase_ms = phases_ms[CALLBACKS if of_one_callback(part.name) else part.name]
@@ -233,27 +233,27 @@ class ExcessAttribution:
                 share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
                 left_ms -= total_ms * share
                 for cause, ms in causes.items():
-                    reached_ms[cause] += ms * share
+                    exposed_ms[cause] += ms * share
                     phase_ms[cause] += ms * share
             phase_ms[_NONE] += left_ms
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
         # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
-        all_ms = sum(reached_ms.values())
+        all_ms = sum(exposed_ms.values())
         share = min(self.excess_ms / all_ms, 1.0) if all_ms else 0.0
         found = [
             Cause(kind, host_ms[kind, detail], ms * share, detail)
-            for (kind, detail), ms in reached_ms.items()
+            for (kind, detail), ms in exposed_ms.items()
             if ms * share >= _LEAST_SHARE * self.excess_ms
         ]
-        found.sort(key=lambda cause: cause.reached_ms, reverse=True)
-        unexplained_ms = max(self.excess_ms - sum(one.reached_ms for one in found), 0.0)
+        found.sort(key=lambda cause: cause.exposed_ms, reverse=True)
+        unexplained_ms = max(self.excess_ms - sum(one.exposed_ms for one in found), 0.0)
         grew_ms = {name: sum(causes.values()) for name, causes in phases_ms.items()}
         phase = max(grew_ms, key=grew_ms.__getitem__)
         return SlowStep(
             step=number,
             step_ms=self.step_ms,
-            usual_ms=self.baseline.step_ms,
+            baseline_ms=self.baseline.step_ms,
             phase=phase,
             causes=tuple(found),
             unexplained_ms=unexplained_ms,

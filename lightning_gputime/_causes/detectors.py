@@ -32,7 +32,7 @@ from lightning_gputime._results.slow import CauseKind
 _MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.
 _SHORTEST_NS = 50_000  # A shorter span explains no slow step, and is forgotten at once.
 # The kinds of spans: one may hold those before it.
-_INSIDE_OUT: Sequence[CauseKind] = ("garbage", "compilation", "callback")
+_INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
 _NEAR_NS = 1_000_000  # A reading that belongs to a mark is no further away from it.
 # Number of samples to remember, of steps that are not judged yet and of those before.
 _MAX_SAMPLES = 500
@@ -80,9 +80,9 @@ class HostSpans:
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         # It holds no reference to the timer, and allocates nothing that a collection would see.
         if phase == "start":
-            self.start("garbage")
+            self.start("garbage_collection")
         else:
-            self.end("garbage", f"generation {info['generation']}")
+            self.end("garbage_collection", f"generation {info['generation']}")
 
     def _on_compile_start(self, *_: Any) -> None:
         self.start("compilation")
@@ -138,7 +138,7 @@ class Loader:
         if self._workers:
             detail = f"none of its {self._workers} workers had a batch ready"
             detail = "its first batch, for which its workers start" if is_first else detail
-        attribution.attribute_host_excess("loader", detail, self._phase.__eq__)
+        attribution.attribute_host_excess("dataloader", detail, self._phase.__eq__)
 
 
 def detect_phases(attribution: ExcessAttribution) -> None:
@@ -197,7 +197,7 @@ class Preemption:
         off_ms, waits, losses = (ms - median(of) for ms, of in zip(found, usual, strict=True))
         if off_ms < _LEAST_OFF_CPU_MS:
             return
-        attribute_excess = partial(attribution.attribute_host_excess, "preemption", most_ms=off_ms)
+        attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", most_ms=off_ms)
         if losses > max(waits, 0.0):
             attribute_excess("others had the processor")
         elif off_ms >= _LEAST_OFF_CPU_MS * waits:

@@ -19,10 +19,10 @@ from lightning_gputime._phases import (
     is_wait,
 )
 from lightning_gputime._results import verdict
-from lightning_gputime._results.ledger import CHECKPOINTS, STEPS, VALIDATION, Ledger
 from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration
+from lightning_gputime._results.wall_time import CHECKPOINTS, STEPS, VALIDATION, WallTimeBreakdown
 
 COMMUNICATION = "communication"
 SLOWEST_RANK = "the slowest rank"
@@ -68,14 +68,14 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
         return None
     work = CPU_WORK if summary.on_host_clock else GPU_WORK
     # A fit that was looked at before its second step has no steps yet.
-    ledger = summary.ledger
-    is_fit = ledger is not None and STEPS in ledger.entries_s
-    if ledger is None or not is_fit:
-        ledger = Ledger({STEPS: summary.steps * summary.step.mean_ms / 1e3})
-    spent_s = dict(ledger.entries_s)
-    steps_s, saves_s = spent_s.pop(STEPS), ledger.saves_in_steps_s
+    spent = summary.wall_time
+    is_fit = spent is not None and STEPS in spent.entries_s
+    if spent is None or not is_fit:
+        spent = WallTimeBreakdown({STEPS: summary.steps * summary.step.mean_ms / 1e3})
+    spent_s = dict(spent.entries_s)
+    steps_s, saves_s = spent_s.pop(STEPS), spent.saves_in_steps_s
     of_step = _break_down_step(summary, work, saves_s / (steps_s + saves_s))
-    # The ledger has these already, and not among the steps.
+    # The wall time has these already, and not among the steps.
     steps_s /= 1.0 - of_step.pop(CHECKPOINTS)
     spent_s |= {name: share * steps_s for name, share in of_step.items()}
     wall_s = sum(spent_s.values())
@@ -126,12 +126,12 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
         for name, causes in summary.slow.lost_shares.items():
             moved = sum(move(entry_of(name), f"{SLOW}{cause}", n) for cause, n in causes.items())
             work_of_slow_steps += moved * (entry_of(name) == work)
-    if (ranks := summary.ranks) is not None and ranks.slowest is not None:
+    if (ranks := summary.ranks) is not None and ranks.slowest_rank is not None:
         # This is rank zero: where it is slow itself, it does not wait.
-        waits_in = entry_of(ranks.phase) if ranks.slowest == 0 else COMMUNICATION
-        move(waits_in, SLOWEST_RANK, ranks.behind_ms / summary.step.mean_ms)
+        waits_in = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
+        move(waits_in, SLOWEST_RANK, ranks.behind_median_ms / summary.step.mean_ms)
     # No probe has the excess of slow steps, which is no gap.
-    move(work, GAPS, (summary.gap_share or 0.0) - work_of_slow_steps)
+    move(work, GAPS, (summary.launch_gap_share or 0.0) - work_of_slow_steps)
     move(work, TIMING, (summary.timing_share or 0.0) / summary.timed_every_n_steps)
     return found
 
@@ -157,7 +157,7 @@ def _advise(
 def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     yield from _leave_out(summary, setup)
     bound = summary._judged.bound
-    if bound == verdict.LAUNCH and summary.gap_share is None:
+    if bound == verdict.LAUNCH and summary.launch_gap_share is None:
         yield from _launch_less(summary, setup)
     elif bound == verdict.MIXED:
         yield from _free_the_host(summary, setup)
@@ -239,7 +239,7 @@ def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
 
 def _meet_the_rank(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     if (ranks := summary.ranks) is not None:
-        yield f"look at rank {ranks.slowest} first, in `{ranks.phase}`: the others wait for it"
+        yield f"look at rank {ranks.slowest_rank} first, in `{ranks.phase}`: the others wait for it"
 
 
 def _communicate_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
@@ -314,5 +314,5 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
     f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
-    f"{SLOW}preemption": ("fewer workers and threads than CPU cores",),
+    f"{SLOW}off-CPU": ("fewer workers and threads than CPU cores",),
 }

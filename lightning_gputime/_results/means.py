@@ -27,10 +27,10 @@ _ONE_CALLBACK = f"{CALLBACKS}/"
 # By the name of a value, its group where that is not the one of the phases, and the step.
 _GROUPS = (
     (re.compile(r"host_wait_ms$"), "host"),
-    (re.compile(r".+_peak_mb$"), "memory"),
-    (re.compile(r"items_per_s$|(for|back)ward_tflops$|[mh]fu$"), "work"),
-    (re.compile(r".+_busy_ms$|step_gap_ms$"), "gaps"),
-    (re.compile(r"slow(_ms$|/)"), "slow"),
+    (re.compile(r".+_peak_mib$"), "memory"),
+    (re.compile(r"items_per_sec$|(for|back)ward_tflops$|[mh]fu$"), "work"),
+    (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
+    (re.compile(r"slow(_excess_ms$|/)"), "slow"),
     (re.compile(r"ranks/"), "ranks"),
     (re.compile(r"fit/"), "fit"),
     (re.compile(rf".+/{COMM}_ms$"), "comm"),
@@ -219,7 +219,7 @@ def _busy_means(means: Mapping[str, float], probed: StepTimes) -> dict[str, floa
     waits = (name for name in means if is_wait(name))
     comm_ms = sum(means[name] for name in waits if name.partition("/")[0] not in BETWEEN_BATCHES)
     gap_ms = max(as_run_ms - comm_ms - busy_ms, 0.0)
-    return {**{f"{name}_busy": ms for name, ms in busy.items()}, "step_gap": gap_ms}
+    return {**{f"{name}_gpu_busy": ms for name, ms in busy.items()}, "step_launch_gap": gap_ms}
 
 
 def add_charts(logger: MetricsLogger, prefix: str) -> None:

@@ -68,7 +68,7 @@ class StepObserver(Protocol):
         """Return what is logged beside the means since the last log, by name without prefix.
 
         Args:
-            means: These means, by name without prefix, such as `step_ms` and `items_per_s`.
+            means: These means, by name without prefix, such as `step_ms` and `items_per_sec`.
         """
         raise NotImplementedError
 

@@ -150,13 +150,13 @@ class RankStats:
         min_ms: Shortest of the ranks' means (in milliseconds).
         mean_ms: Mean over the steps of all ranks (in milliseconds).
         max_ms: Longest of the ranks' means (in milliseconds).
-        slowest: The rank that it is of.
+        slowest_rank: The rank that it is of.
     """
 
     min_ms: float
     mean_ms: float
     max_ms: float
-    slowest: int
+    slowest_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,11 @@ class RankSummary:
     Attributes:
         rows: For each phase that ran, for "step" and for "local".
         ranks: The ranks that took part, in order.
-        slowest: The rank whose local time is the longest, if it is longer than the median of the
+        slowest_rank: The rank with the longest local time, if it is longer than the median of the
             other ranks by 5 % of their median step or more, and by more than 4 standard errors;
             else None. The standard error is by the means over blocks of steps ("batch means"), of
             the block length where it is largest.
-        behind_ms: How much longer the longest local time is than that median (in milliseconds).
+        behind_median_ms: The longest local time, less that median (in milliseconds).
         phase: The phase in which that rank loses most, of its local time; of `data` the part, if
             that is known.
         sentence: Which rank is slow, and in what; empty where none is.
@@ -183,8 +183,8 @@ class RankSummary:
 
     rows: Mapping[str, RankStats]
     ranks: tuple[int, ...]
-    slowest: int | None
-    behind_ms: float
+    slowest_rank: int | None
+    behind_median_ms: float
     phase: str
     sentence: str = ""
     slow: tuple[int, ...] = ()
@@ -195,11 +195,11 @@ class RankSummary:
         return (self.sentence,)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged; `slowest` is -1 where no rank is slow."""
+        """Return what is logged; `slowest_rank` is -1 where no rank is slow."""
         metrics: dict[str, float] = {}
         for name, row in self.rows.items():
             metrics |= {f"{name}_max_ms": row.max_ms, f"{name}_min_ms": row.min_ms}
-        metrics["slowest"] = -1.0 if self.slowest is None else float(self.slowest)
+        metrics["slowest_rank"] = -1.0 if self.slowest_rank is None else float(self.slowest_rank)
         return metrics
 
 
@@ -216,14 +216,14 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     def median_ms(name: str) -> float:
         return statistics.median(own_ms[one].get(name, 0.0) for one in others)
 
-    behind_ms = {name: ms - median_ms(name) for name, ms in own_ms[rank].items()}
-    local_ms = behind_ms.pop(LOCAL)
-    del behind_ms[STEP]
+    behind_median_ms = {name: ms - median_ms(name) for name, ms in own_ms[rank].items()}
+    local_ms = behind_median_ms.pop(LOCAL)
+    del behind_median_ms[STEP]
     error_ms = math.hypot(
         totals[rank].error_ms, statistics.median(totals[one].error_ms for one in others)
     )
     is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
-    phase, rows = _phase_behind(behind_ms), _rows(totals)
+    phase, rows = _phase_behind(behind_median_ms), _rows(totals)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
     nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
@@ -232,8 +232,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest=rank if is_slow else None,
-        behind_ms=local_ms,
+        slowest_rank=rank if is_slow else None,
+        behind_median_ms=local_ms,
         phase=phase,
         sentence=f"{_named(slow)} {behind}" if is_slow else "",
         slow=slow,
@@ -264,14 +264,16 @@ def _is_in_data(name: str) -> bool:
     return name.startswith(f"{DATA}/")
 
 
-def _phase_behind(behind_ms: Mapping[str, float]) -> str:
+def _phase_behind(behind_median_ms: Mapping[str, float]) -> str:
     """Return the phase in which most is lost; of `data` the part, if that is known."""
-    top_level = [name for name in behind_ms if "/" not in name]
-    phase = max(top_level, key=behind_ms.__getitem__, default="")
+    top_level = [name for name in behind_median_ms if "/" not in name]
+    phase = max(top_level, key=behind_median_ms.__getitem__, default="")
     if phase != DATA:
         return phase
-    part = max(filter(_is_in_data, behind_ms), key=behind_ms.__getitem__, default=DATA)
-    return part if 2 * behind_ms[part] >= behind_ms[DATA] else DATA
+    part = max(
+        filter(_is_in_data, behind_median_ms), key=behind_median_ms.__getitem__, default=DATA
+    )
+    return part if 2 * behind_median_ms[part] >= behind_median_ms[DATA] else DATA
 
 
 def _named(slow: tuple[int, ...]) -> str:

@@ -23,7 +23,6 @@ from lightning_gputime._results.history import (
     pack,
     unpack,
 )
-from lightning_gputime._results.ledger import WallTimeRecorder
 from lightning_gputime._results.observers import ReadSteps, sections_of
 from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog
@@ -31,6 +30,7 @@ from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.throughput import ThroughputReference, tflops_of_phases
+from lightning_gputime._results.wall_time import WallTimeRecorder
 
 
 class Results:
@@ -153,16 +153,16 @@ class Results:
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)
         memory = self.peaks.summary() if self.peaks is not None else None
-        peaks_mb = {**memory.peak_mb} if memory is not None else {}
-        if peaks_mb:
-            peaks_mb[STEP] = max(peaks_mb.values())
+        peaks_mib = {**memory.peak_mib} if memory is not None else {}
+        if peaks_mib:
+            peaks_mib[STEP] = max(peaks_mib.values())
         rows, tflops = _rows(sums, busy), tflops_of_phases(sums)
         times_ms = {name: times[name] for name in times.dtype.names or ()}
         for name, row in rows.items():
             p50_ms, p95_ms = _percentiles(times_ms.get(f"{name}_ms", ()))
-            peak_mb, phase_tflops = peaks_mb.get(name), tflops.get(name)
+            peak_mib, phase_tflops = peaks_mib.get(name), tflops.get(name)
             rows[name] = replace(
-                row, p50_ms=p50_ms, p95_ms=p95_ms, peak_mb=peak_mb, tflops=phase_tflops
+                row, p50_ms=p50_ms, p95_ms=p95_ms, peak_mib=peak_mib, tflops=phase_tflops
             )
         summary = self._bare_summary(rows, sums, busy)
         return replace(
@@ -177,7 +177,7 @@ class Results:
             slow_period=find_period(times, self.setup.num_workers),
             slow=self.slow.summary(summary.steps, sums.step.device_ms),
             work=self.throughput.summary(sums),
-            ledger=self.books.summary() if self.books is not None else None,
+            wall_time=self.books.summary() if self.books is not None else None,
             memory=memory,
         )
 
@@ -212,7 +212,7 @@ def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
             max_ms=one.max_ms if one.n else math.nan,
             share=one.device_ms / all_ms,
             host_mean_ms=one.host_ms / one.n if one.n else math.nan,
-            busy_mean_ms=probed.get(name),
+            gpu_busy_mean_ms=probed.get(name),
         )
         for name, one in {**phases, STEP: sums.step}.items()
     }

@@ -8,18 +8,19 @@ from typing import Any, Literal
 from lightning_gputime._results.table import unit_of
 
 CauseKind = Literal[
-    "garbage", "compilation", "allocator", "preemption", "loader", "callback", "ranks"
+    "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"
 ]
 
 UNEXPLAINED = "unexplained"
 # Whose time is that of phases of their own: `data`, `callbacks` and `comm`.
-HAVE_PHASES: tuple[CauseKind, ...] = ("loader", "callback", "ranks")
+HAVE_PHASES: tuple[CauseKind, ...] = ("dataloader", "callback", "ranks")
 
 # What a kind of cause is called in a sentence, where that is not its name.
 _WORDS: Mapping[str, str] = {
-    "garbage": "garbage collection",
+    "garbage_collection": "garbage collection",
     "allocator": "the allocator",
-    "loader": "the loader",
+    "dataloader": "the loader",
+    "off_cpu": "off-CPU",
     "ranks": "other ranks",
 }
 
@@ -31,19 +32,19 @@ class Cause:
     """One reason why a step was slow.
 
     Attributes:
-        kind: What it was: "garbage" (Python's collection), "compilation" (by `torch.compile`),
-            "allocator" (of the device's memory), "preemption" (the loop's thread had no processor),
-            "loader", "callback" (or a logger, or a phase that was named by hand) or "ranks" (a wait
-            for others).
+        kind: What it was: "garbage_collection" (of Python), "compilation" (by `torch.compile`),
+            "allocator" (of the device's memory), "off_cpu" (the loop's thread was not running),
+            "dataloader", "callback" (or a logger, or a phase that was named by hand) or "ranks" (a
+            wait for others).
         host_ms: How long it held up the host (in milliseconds).
-        reached_ms: How much of that the device had to wait (in milliseconds): what the host's lead
+        exposed_ms: How much of that the device had to wait (in milliseconds): what the host's lead
             did not hide.
         detail: More, for a person.
     """
 
     kind: CauseKind
     host_ms: float
-    reached_ms: float
+    exposed_ms: float
     detail: str
 
     @property
@@ -59,7 +60,7 @@ class SlowStep:
     Attributes:
         step: Its number.
         step_ms: How long it took (in milliseconds).
-        usual_ms: The median of the steps around it (in milliseconds).
+        baseline_ms: The median of the steps around it (in milliseconds).
         phase: The phase, or the part of one, with the largest excess.
         causes: Why, the largest first.
         unexplained_ms: What of its excess has no known cause (in milliseconds).
@@ -70,7 +71,7 @@ class SlowStep:
 
     step: int
     step_ms: float
-    usual_ms: float
+    baseline_ms: float
     phase: str
     causes: tuple[Cause, ...]
     unexplained_ms: float
@@ -85,20 +86,21 @@ class SlowStep:
     @property
     def excess_ms(self) -> float:
         """How much longer than usual it took (in milliseconds)."""
-        return self.step_ms - self.usual_ms
+        return self.step_ms - self.baseline_ms
 
     def __str__(self) -> str:
-        unit, grounds = unit_of(self.usual_ms), []
+        unit, grounds = unit_of(self.baseline_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-            grounds.append(f"{unit.number(cause.reached_ms)} {cause.name}{detail}")
+            grounds.append(f"{unit.number(cause.exposed_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.number(self.unexplained_ms)} unexplained")
         here_ms = self.phase_excess_ms
         where = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.number(here_ms)} of it"
         return (
             f"step {self.step}: +{unit.of(self.excess_ms)} over the usual"
-            f" {unit.number(self.usual_ms)}, of it {', '.join(grounds)}; {where} in `{self.phase}`"
+            f" {unit.number(self.baseline_ms)}, of it {', '.join(grounds)};"
+            f" {where} in `{self.phase}`"
         )
 
 
@@ -167,7 +169,7 @@ class SlowLog:
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
         self._pending = [step for step in steps if step.step >= self._logged]
 
-    def slowest(self, n: int) -> list[SlowStep]:
+    def slow_steps(self, n: int) -> list[SlowStep]:
         """Return the steps with the largest excess, the largest first."""
         return _largest(self._worst)[: min(n, _MAX_KEPT)]
 
@@ -182,7 +184,7 @@ class SlowLog:
         kind_ms = _causes(sums, 0)
         self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
         kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}
-        return {"slow": sums.get(_EXCESS, 0.0) / n, **kinds}
+        return {"slow_excess": sums.get(_EXCESS, 0.0) / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
@@ -209,7 +211,7 @@ def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
         found[_EXCESS] += step.excess_ms
         found[_UNEXPLAINED] += step.unexplained_ms
         for cause in step.causes:
-            found[cause.kind, cause.name] += cause.reached_ms
+            found[cause.kind, cause.name] += cause.exposed_ms
         for phase, causes_ms in step.lost_ms.items():
             for cause_name, ms in causes_ms.items():
                 found[f"{_LOST}{phase}", cause_name] += ms

@@ -21,9 +21,9 @@ class PhaseStats:
         max_ms: Longest (in milliseconds).
         share: Fraction of the device time of all steps, from 0 to 1.
         host_mean_ms: Mean host time per step between the same marks (in milliseconds).
-        busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
+        gpu_busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
             milliseconds). None if no step was probed.
-        peak_mb: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
+        peak_mib: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
             not measured, see `PhaseSummary.memory`.
         tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
     """
@@ -35,8 +35,8 @@ class PhaseStats:
     max_ms: float = math.nan
     share: float = math.nan
     host_mean_ms: float = math.nan
-    busy_mean_ms: float | None = None
-    peak_mb: float | None = None
+    gpu_busy_mean_ms: float | None = None
+    peak_mib: float | None = None
     tflops: float | None = None
 
     @property
@@ -119,12 +119,12 @@ def _sum_of(rows: Sequence[PhaseStats]) -> PhaseStats:
     if not rows:
         return PhaseStats(0)
     n = max(row.n for row in rows)
-    busy = [row.busy_mean_ms for row in rows if row.busy_mean_ms is not None]
+    busy = [row.gpu_busy_mean_ms for row in rows if row.gpu_busy_mean_ms is not None]
     return PhaseStats(
         n=n,
         mean_ms=sum(row.n * row.mean_ms for row in rows) / n,
         share=sum(row.share for row in rows),
         host_mean_ms=sum(row.n * row.host_mean_ms for row in rows) / n,
-        busy_mean_ms=sum(busy) if len(busy) == len(rows) else None,
-        peak_mb=max((row.peak_mb for row in rows if row.peak_mb is not None), default=None),
+        gpu_busy_mean_ms=sum(busy) if len(busy) == len(rows) else None,
+        peak_mib=max((row.peak_mib for row in rows if row.peak_mib is not None), default=None),
     )

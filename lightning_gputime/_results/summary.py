@@ -9,7 +9,6 @@ from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 from lightning_gputime._results.changes import LastingChange, SlowPeriod
 from lightning_gputime._results.files import plain
-from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.losses import Losses
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
@@ -22,6 +21,7 @@ from lightning_gputime._results.verdict import (
     Verdict,
     judge,
 )
+from lightning_gputime._results.wall_time import WallTimeBreakdown
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"
@@ -62,7 +62,7 @@ class PhaseSummary(Tabular):
         slow: What slow steps cost; None where none was slow.
         lasting_change: Since when steps take longer, or shorter, than before; None if they do not.
         slow_period: Of the history: at which regular distance steps are longer; None if at none.
-        ledger: Where the whole of a fit went, where a trainer tells it.
+        wall_time: Where the whole of a fit went, where a trainer tells it.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
         is_uneven: Whether few steps hold most of `data`, and no loader is known, so that it may be
@@ -91,7 +91,7 @@ class PhaseSummary(Tabular):
     slow: SlowSummary | None = None
     lasting_change: LastingChange | None = None
     slow_period: SlowPeriod | None = None
-    ledger: Ledger | None = None
+    wall_time: WallTimeBreakdown | None = None
     memory: MemorySummary | None = None
     stage: str = ""
     is_uneven: bool = False
@@ -105,9 +105,9 @@ class PhaseSummary(Tabular):
         return self.losses.advice if self.losses is not None else ()
 
     @property
-    def items_per_s(self) -> float | None:
+    def items_per_sec(self) -> float | None:
         """Items per second; None where they are not known."""
-        return self.work.items_per_s if self.work is not None else None
+        return self.work.items_per_sec if self.work is not None else None
 
     @property
     def mfu(self) -> float | None:
@@ -125,13 +125,13 @@ class PhaseSummary(Tabular):
         if not self.steps or not self.step.mean_ms:
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
-        found = judge(self.rows, self.step, host_wait_ms, self.gap_share)
+        found = judge(self.rows, self.step, host_wait_ms, self.launch_gap_share)
         if self.is_uneven and found.bound == INPUT:
             return replace(found, bound=UNEVEN, grounds=f"{found.grounds}, most of it in few steps")
         return found
 
     @property
-    def gap_share(self) -> float | None:
+    def launch_gap_share(self) -> float | None:
         """The fraction of the step in which the device waits for launches, from 0 to 1.
 
         Waits in `data` for the loader, in `callbacks`, and in `backward/comm` for other ranks are
@@ -145,8 +145,8 @@ class PhaseSummary(Tabular):
                 continue
             if is_wait(name):
                 gaps_ms -= row.n / self.steps * row.mean_ms
-            elif "/" not in name and row.busy_mean_ms is not None:
-                gaps_ms += row.n / self.steps * (row.mean_ms - row.busy_mean_ms)
+            elif "/" not in name and row.gpu_busy_mean_ms is not None:
+                gaps_ms += row.n / self.steps * (row.mean_ms - row.gpu_busy_mean_ms)
         return max(gaps_ms / self.step.mean_ms, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,9 +197,9 @@ class PhaseSummary(Tabular):
             "steps": [str(row.n or "") for row in rows],
         }
         if self.probed_steps:
-            columns["busy"] = self._times(row.busy_mean_ms for row in rows)
+            columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
         if self.memory is not None:
-            peaks = [row.peak_mb for row in rows]
+            peaks = [row.peak_mib for row in rows]
             columns[_PEAK] = ["" if peak is None else f"{peak:,.1f}" for peak in peaks]
         if self.ranks is not None:
             of_ranks = self.ranks.rows
@@ -214,7 +214,7 @@ class PhaseSummary(Tabular):
         if row is None:
             return ""
         least, most = self._times((row.min_ms, row.max_ms))
-        return f"{least} - {most} ({row.slowest})"
+        return f"{least} - {most} ({row.slowest_rank})"
 
     def _sentences(self) -> Iterator[str]:
         step_ms, ahead_ms = self.step.mean_ms, self.run_ahead_mean_ms

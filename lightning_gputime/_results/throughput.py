@@ -18,7 +18,7 @@ class ThroughputReference:
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return what is logged of some steps."""
-        metrics = {"items_per_s": 1e3 * sums.items / sums.items_ms} if sums.items_ms else {}
+        metrics = {"items_per_sec": 1e3 * sums.items / sums.items_ms} if sums.items_ms else {}
         metrics |= {f"{name}_tflops": one for name, one in tflops_of_phases(sums).items()}
         model_flops, *ran = sums.flops
         if sums.flops_ms[0] and self.peak_tflops is not None:
@@ -35,7 +35,7 @@ class ThroughputReference:
         mfu = metrics.get("mfu")
         model_flops, *ran = sums.flops
         return WorkSummary(
-            items_per_s=metrics.get("items_per_s"),
+            items_per_sec=metrics.get("items_per_sec"),
             items_by=self.items_by,
             tflops=model_flops / sums.flops_ms[0] / 1e9 if sums.flops_ms[0] else None,
             mfu=mfu,
@@ -56,7 +56,7 @@ def tflops_of_phases(sums: Sums) -> dict[str, float]:
 class WorkSummary:
     """Work per second. What is not known is None."""
 
-    items_per_s: float | None = None  # In a second of the time of the steps, without pauses.
+    items_per_sec: float | None = None  # In a second of the time of the steps, without pauses.
     items_by: str = ""  # What the items are.
     tflops: float | None = None  # FLOPs of the model in a second, without what is computed again.
     mfu: float | None = None  # That as a part of the peak of the data sheet, from 0 to 1.
@@ -68,7 +68,7 @@ class WorkSummary:
     @property
     def sentences(self) -> Iterator[str]:
         """Sentences on the items, the FLOPs, and what is lost."""
-        n, mfu, hfu = self.items_per_s, self.mfu, self.hfu
+        n, mfu, hfu = self.items_per_sec, self.mfu, self.hfu
         if n is not None:
             amount = f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
             yield f"{amount} items a second (items: {self.items_by})"

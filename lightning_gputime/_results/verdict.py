@@ -48,14 +48,14 @@ class Verdict:
 
 
 def judge(
-    rows: Rows, step: PhaseStats, host_wait_ms: float | None, gap_share: float | None
+    rows: Rows, step: PhaseStats, host_wait_ms: float | None, launch_gap_share: float | None
 ) -> Verdict:
     """Return what bounds a training; `host_wait_ms` is None without a device."""
     if held_up := _held_up_between_batches(rows, step) or _held_up_by_ranks(rows):
         return held_up
     if host_wait_ms is None:
         return _longest(rows)
-    return _pace(rows, step, host_wait_ms, gap_share)
+    return _pace(rows, step, host_wait_ms, launch_gap_share)
 
 
 def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:
@@ -101,7 +101,9 @@ def _longest(rows: Rows) -> Verdict:
     return Verdict(LONGEST, f"{shares[name]:.0%} of the step is `{name}`", (name,))
 
 
-def _pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | None) -> Verdict:
+def _pace(
+    rows: Rows, step: PhaseStats, host_wait_ms: float, launch_gap_share: float | None
+) -> Verdict:
     """Return whether the device or its host sets the pace."""
     unit = unit_of(step.mean_ms)
     whole = f"{unit.of(step.mean_ms)} a step"
@@ -125,7 +127,7 @@ def _pace(rows: Rows, step: PhaseStats, host_wait_ms: float, gap_share: float | 
         parts = tuple(_part(name, rows) for name in late)
         named = ", ".join(f"`{part}`" for part in parts)
         return Verdict(MIXED, f"{grounds}, which worked or waited in {named}", parts)
-    if gap_share is not None and gap_share < MANY_GAPS:
+    if launch_gap_share is not None and launch_gap_share < MANY_GAPS:
         return Verdict(GPU, "the GPU hardly waited for launches", of_gpu)
     return Verdict(LAUNCH, f"the GPU waited for the host, which {waited} for the GPU")
 

@@ -41,14 +41,14 @@ class Difference:
         before_ms: The time before (in milliseconds).
         after_ms: The time after (in milliseconds).
         error_ms: Half the width of the interval of their difference (in milliseconds).
-        error_ratio: The same for the difference as a fraction of the time before. For a time that
-            has more than doubled it is that of twice the time before.
+        relative_error: The same as a fraction of the time before. For a time that has more than
+            doubled it is that of twice the time before.
     """
 
     before_ms: float
     after_ms: float
     error_ms: float
-    error_ratio: float
+    relative_error: float
 
     @property
     def change_ms(self) -> float:
@@ -56,27 +56,27 @@ class Difference:
         return self.after_ms - self.before_ms
 
     @property
-    def ratio(self) -> float:
+    def relative_change(self) -> float:
         """The same as a fraction of the time before; NaN where that is zero."""
         return self.change_ms / self.before_ms if self.before_ms else math.nan
 
     @property
-    def is_certain(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the change is significant: zero lies outside of its interval."""
         return abs(self.change_ms) > self.error_ms
 
     @property
     def verdict(self) -> str:
         """Is "slower" or "faster" where the change is significant, else "alike"."""
-        if not self.is_certain:
+        if not self.is_significant:
             return "alike"
         return "slower" if self.change_ms > 0 else "faster"
 
     def is_above(self, bound: float) -> bool:
         """Return whether all of its interval lies above a fraction of the time before."""
         # What is new lies above any.
-        is_more = not self.before_ms or self.ratio - self.error_ratio > bound
-        return is_more and self.is_certain
+        is_more = not self.before_ms or self.relative_change - self.relative_error > bound
+        return is_more and self.is_significant
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -130,14 +130,14 @@ class RunComparison(Tabular):
         unit = unit_of(self.step.before_ms)
         changed = [(self._most(one), self.rows[one]) for one in self.judged]
         # What slow steps add.
-        if abs(self.mean.ratio - self.step.ratio) > self.mean.error_ratio:
+        if abs(self.mean.relative_change - self.step.relative_change) > self.mean.relative_error:
             changed.append(("the mean of all steps", self.mean))
         told = ", ".join(
             f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
             for name, row in sorted(changed, key=lambda one: -abs(one[1].change_ms))
-            if row.is_certain
+            if row.is_significant
         )
-        if self.step.is_certain:
+        if self.step.is_significant:
             percent = _percent(self.step).removeprefix("+").removeprefix("-")
             claim = f"{percent} {self.verdict}: {told or 'no single phase significantly'}"
         elif told:
@@ -170,7 +170,7 @@ class RunComparison(Tabular):
 
     def is_below(self, bound: float, phase: str = "") -> bool:
         """Return whether all that `is_above` asks of, but the mean, lies certainly below."""
-        return all(one.ratio + one.error_ratio < bound for one in self._asked(phase))
+        return all(one.relative_change + one.relative_error < bound for one in self._asked(phase))
 
     def _asked(self, phase: str) -> list[Difference]:
         known = {"step": self.step, **self.rows}
@@ -210,8 +210,8 @@ class RunComparison(Tabular):
                 unit.cell(row.after_ms),
                 f"{row.change_ms / unit.ms:+.{unit.digits}f}",
                 f"± {unit.cell(row.error_ms)}",
-                "" if math.isnan(row.ratio) else f"{row.ratio:+.1%}",
-                row.verdict if row.is_certain and (not name or name in self.judged) else "",
+                "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}",
+                row.verdict if row.is_significant and (not name or name in self.judged) else "",
             )
 
     def _count(self, side: int) -> str:
@@ -221,15 +221,15 @@ class RunComparison(Tabular):
 
 
 def _percent(one: Difference) -> str:
-    digits = 1 if one.error_ratio >= 0.001 else 2
-    return f"{100 * one.ratio:+.{digits}f} % ± {100 * one.error_ratio:.{digits}f} %"
+    digits = 1 if one.relative_error >= 0.001 else 2
+    return f"{100 * one.relative_change:+.{digits}f} % ± {100 * one.relative_error:.{digits}f} %"
 
 
 def compare(
     before: Given | Sequence[Given],
     after: Given | Sequence[Given],
     *more: Given | Sequence[Given],
-    anyway: bool = False,
+    allow_mismatch: bool = False,
 ) -> RunComparison:
     """Compare the steps of two runs, or of groups of runs, without their warm-up.
 
@@ -242,7 +242,7 @@ def compare(
         before: A run, or several: as `load` returns them, their files, or their folder.
         after: The others.
         more: Further groups, each compared with the first one, too.
-        anyway: Whether to compare runs that differ in device, world size or batch, too.
+        allow_mismatch: Whether to compare runs that differ in device, world size or batch, too.
 
     Raises:
         OSError: If a file cannot be read.
@@ -253,11 +253,11 @@ def compare(
         >>> print(compare(["b1.json.gz", "b2.json.gz"], ["a1.json.gz", "a2.json.gz"]).sentence)
         4.1 % ± 0.6 % slower: backward 0.51 ± 0.08 ms slower
     """
-    return compare_groups([before, after, *more], anyway=anyway)
+    return compare_groups([before, after, *more], allow_mismatch=allow_mismatch)
 
 
 def compare_groups(
-    groups: Sequence[Given | Sequence[Given]], *, anyway: bool = False, looks: int = 1
+    groups: Sequence[Given | Sequence[Given]], *, allow_mismatch: bool = False, looks: int = 1
 ) -> RunComparison:
     """Compare each group with the first; runs are added, and this is done, `looks` times in all."""
     names = ["before", "after"]
@@ -275,19 +275,19 @@ def compare_groups(
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
     tries = looks * len(others)
-    first, *more = (_compare_two((base, one), phases, tries, anyway) for one in others)
+    first, *more = (_compare_two((base, one), phases, tries, allow_mismatch) for one in others)
     return replace(first, others=tuple(more))
 
 
 def _compare_two(
-    sides: Sequence[Side], phases: Sequence[str], tries: int, anyway: bool
+    sides: Sequence[Side], phases: Sequence[str], tries: int, allow_mismatch: bool
 ) -> RunComparison:
     notes = _notes(sides)
     refused = [note for name, note in notes.items() if name in MUST_AGREE]
-    if refused and not anyway:
+    if refused and not allow_mismatch:
         raise ValueError(
-            f"the runs cannot be compared: {'; '.join(refused)}. Pass anyway=True (--anyway) to"
-            " compare them all the same"
+            f"the runs cannot be compared: {'; '.join(refused)}. Pass"
+            " allow_mismatch=True (--allow-mismatch) to compare them all the same"
         )
     (first, before), (second, after) = sides
     times = [[_times(run, phases) for run in side] for side in (before, after)]

@@ -18,9 +18,9 @@ from lightning_gputime._messages import Named
 from lightning_gputime._results import files
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import History, list_phases, structured
-from lightning_gputime._results.ledger import Ledger
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Table, Tabular
+from lightning_gputime._results.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
@@ -64,9 +64,9 @@ class Run(Tabular):
         return self._summary._table()
 
     @property
-    def ledger(self) -> Ledger | None:
+    def wall_time(self) -> WallTimeBreakdown | None:
         """Where the whole fit went; None where no trainer told."""
-        return self._summary.ledger
+        return self._summary.wall_time
 
     @property
     def measured(self) -> npt.NDArray[Any]:

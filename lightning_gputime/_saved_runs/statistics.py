@@ -122,10 +122,10 @@ def difference(
     # The noise of the time before counts as often as the bound that it is held against, which is no
     # more than twice that time; and not as often as a short phase has grown.
     factor = np.minimum(ratio, _MOST_FACTOR)
-    error_ratio = np.divide(
+    relative_error = np.divide(
         error_of(factor), before_ms, out=np.full_like(before_ms, np.nan), where=is_there
     )
-    return np.stack((before_ms, after_ms, error_of(1.0), error_ratio), axis=1)
+    return np.stack((before_ms, after_ms, error_of(1.0), relative_error), axis=1)
 
 
 def quantile_of_t(freedom: int, confidence: float | Floats) -> Floats:

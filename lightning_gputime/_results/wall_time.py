@@ -16,7 +16,7 @@ _ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EP
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class WallTimeBreakdown:
     """Where the wall time of a fit went. Its entries add up to it.
 
     Attributes:
@@ -101,11 +101,11 @@ class WallTimeRecorder:
         self._add_elapsed()
         self._now_ns = None
 
-    def summary(self) -> Ledger:
+    def summary(self) -> WallTimeBreakdown:
         """Return where the time went until now."""
         self._add_elapsed()
         entries_s = {name: ns / 1e9 for name, ns in self._ns.items() if ns}
-        return Ledger(entries_s, self._saves_in_steps_ns / 1e9)
+        return WallTimeBreakdown(entries_s, self._saves_in_steps_ns / 1e9)
 
     def _add_elapsed(self) -> None:
         if self._now_ns is not None:

@@ -14,8 +14,8 @@ import pytest
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, trainer
 
-from lightning_gputime import GPUPhaseTimer, Ledger, load
-from lightning_gputime._results.ledger import STEPS, VALIDATION, WallTimeRecorder
+from lightning_gputime import GPUPhaseTimer, WallTimeBreakdown, load
+from lightning_gputime._results.wall_time import STEPS, VALIDATION, WallTimeRecorder
 
 
 class HostWork(pl.Callback):
@@ -57,11 +57,11 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     return timer
 
 
-def test_the_ledger_says_where_the_whole_fit_went() -> None:
+def test_wall_time_says_where_the_whole_fit_went() -> None:
     gpu = FakeGPU()
-    ledger = checked(gpu).summary().ledger
-    assert ledger is not None
-    whole = {name: round(s * 1e3) for name, s in ledger.entries_s.items()}
+    whole_fit = checked(gpu).summary().wall_time
+    assert whole_fit is not None
+    whole = {name: round(s * 1e3) for name, s in whole_fit.entries_s.items()}
     device = {name: ms for name, ms in whole.items() if name in ("first step", "steps")}
     # The host may wait for the device in a step, and does nothing else but the work above.
     assert {name: ms for name, ms in whole.items() if name not in device} == {
@@ -79,30 +79,30 @@ def test_the_ledger_says_where_the_whole_fit_went() -> None:
 def test_the_entries_add_up_to_the_wall_time() -> None:
     gpu = FakeGPU()
     begin = gpu.host_ns()
-    ledger = checked(gpu).summary().ledger
-    assert ledger is not None
-    assert ledger.wall_s == pytest.approx((gpu.host_ns() - begin) / 1e9)
-    assert sum(ledger.shares.values()) == pytest.approx(1.0)
+    whole_fit = checked(gpu).summary().wall_time
+    assert whole_fit is not None
+    assert whole_fit.wall_s == pytest.approx((gpu.host_ns() - begin) / 1e9)
+    assert sum(whole_fit.shares.values()) == pytest.approx(1.0)
 
 
 def test_it_is_in_the_loggers_once() -> None:
     gpu, logger = FakeGPU(), MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, log=["fit"])
     fit(gpu, Slow(gpu), 3, timer=timer, logger=logger)
-    ledger = timer.summary().ledger
-    assert ledger is not None
+    whole_fit = timer.summary().wall_time
+    assert whole_fit is not None
     [(step, logged)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
     assert step == 2
-    assert logged["phase_time/fit/wall_s"] == ledger.wall_s
-    assert logged["phase_time/fit/first_step_share"] == ledger.shares["first step"]
+    assert logged["phase_time/fit/wall_s"] == whole_fit.wall_s
+    assert logged["phase_time/fit/first_step_share"] == whole_fit.shares["first step"]
 
 
-def test_a_plain_loop_has_no_ledger() -> None:
+def test_a_plain_loop_has_no_wall_time() -> None:
     from fake_loop import Loop, hooks
 
     with hooks(Loop(FakeGPU())) as timer:
         pass
-    assert timer.summary().ledger is None
+    assert timer.summary().wall_time is None
 
 
 def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
@@ -110,12 +110,12 @@ def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
     books.switch_to(STEPS)
     copy = pickle.loads(pickle.dumps(books))
     books.switch_to(VALIDATION)
-    assert copy.summary() == Ledger({"set-up": 2.0, "steps": 1.0})
+    assert copy.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 1.0})
     copy.switch_to(VALIDATION)
-    assert copy.summary() == Ledger({"set-up": 2.0, "steps": 1.0})
+    assert copy.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 1.0})
     books.remove()
     books.remove()
-    assert books.summary() == Ledger({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
+    assert books.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
 
 
 def test_nothing_is_left_on_the_trainer() -> None:
@@ -143,9 +143,9 @@ def test_a_checkpoint_that_fails_is_over(tmp_path: Path) -> None:
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     saves = pl.callbacks.LambdaCallback(on_train_epoch_end=save)
     fit(gpu, Fails(gpu), timer=timer, callbacks=[saves])
-    ledger = timer.summary().ledger
-    assert ledger is not None
-    assert ledger.entries_s["epoch ends"] >= 0.04
+    whole_fit = timer.summary().wall_time
+    assert whole_fit is not None
+    assert whole_fit.entries_s["epoch ends"] >= 0.04
 
 
 # The file that a fit leaves
@@ -157,7 +157,7 @@ def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     timer = checked(gpu, save_path=path)
     run = load(path)
     assert run.summary() == timer.summary()
-    assert run.ledger == timer.summary().ledger
+    assert run.wall_time == timer.summary().wall_time
     assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
@@ -189,7 +189,7 @@ def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: 
             timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0),
         )
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
-    assert load(path).ledger is not None
+    assert load(path).wall_time is not None
 
 
 class Gone(io.StringIO):
@@ -309,7 +309,7 @@ def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, tmp_path:
     subprocess.run(command, capture_output=True, timeout=120, check=False)
     # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
     assert len(load(path).history) >= steps
-    assert load(path).ledger is not None
+    assert load(path).wall_time is not None
 
 
 def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
