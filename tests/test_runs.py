@@ -82,7 +82,7 @@ def test_a_timer_and_its_run_show_the_same(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
-    assert json.loads((tmp_path / "run.json").read_text())["version"] == 3
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 4
     assert load(tmp_path / "run.json").summary().steps == 4
 
 
@@ -224,7 +224,7 @@ def changed(path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda c: c.update(format="other"), "its format is not 'lightning_gputime run'"),
-        (lambda c: c.update(version=2), "its version is 2, .* reads version 3: update"),
+        (lambda c: c.update(version=3), "its version is 3, .* reads version 4: update"),
         (lambda c: c.update(version="2"), "its version is '2'"),
         (lambda c: c.pop("history"), "it has no 'history'"),
         (lambda c: c["history"].pop("phases"), "it has no 'phases'"),

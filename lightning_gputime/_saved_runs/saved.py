@@ -24,7 +24,7 @@ from lightning_gputime._results.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION = 3
+VERSION = 4
 _UNIT_MS = 1e-4  # Times are saved as multiples of it: five times finer than a CUDA event.
 _MAX_TIME_MS = 1e9  # No step takes that long: a longer time is saved as absent.
 _ABSENT = -1  # In place of a time that is not known, as where a phase did not run.
