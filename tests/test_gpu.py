@@ -66,8 +66,12 @@ class Net(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.spin(torch.ones(1), "optimizer")
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.spin(torch.ones(1), "data")
+        return batch
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.spin(torch.ones(1), "callbacks")
 
 
 def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
@@ -83,7 +87,9 @@ def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
     ).fit(model, DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16))
 
 
-@pytest.mark.parametrize("phase", ["data", "other", "forward", "loss", "backward", "optimizer"])
+@pytest.mark.parametrize(
+    "phase", ["data", "callbacks", "other", "forward", "loss", "backward", "optimizer"]
+)
 def test_a_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SPIN)
@@ -334,6 +340,7 @@ def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
     fit(Compiled(), timer)
     assert {name for name in timer.summary().rows if not name.startswith("data/")} == {
         "data",
+        "callbacks",
         "other",
         "forward",
         "loss",
