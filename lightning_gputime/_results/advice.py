@@ -22,7 +22,13 @@ from lightning_gputime._results import verdict
 from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration
-from lightning_gputime._results.wall_time import CHECKPOINTS, STEPS, VALIDATION, WallTimeBreakdown
+from lightning_gputime._results.wall_time import (
+    CHECKPOINTS,
+    FIRST_STEP,
+    STEPS,
+    VALIDATION,
+    WallTimeBreakdown,
+)
 
 COMMUNICATION = "communication"
 SLOWEST_RANK = "the slowest rank"
@@ -76,7 +82,12 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
     steps_s, saves_s = spent_s.pop(STEPS), spent.saves_in_steps_s
     of_step = _break_down_step(summary, work, saves_s / (steps_s + saves_s))
     # The wall time has these already, and not among the steps.
-    steps_s /= 1.0 - of_step.pop(CHECKPOINTS)
+    without_saves = 1.0 - of_step.pop(CHECKPOINTS)
+    # The first step is a step, too: what it takes longer than the others is lost.
+    first_s = spent_s.get(FIRST_STEP, 0.0)
+    usual_s = min(without_saves * summary.step.mean_ms / 1e3, first_s)
+    spent_s[FIRST_STEP] = first_s - usual_s
+    steps_s = (steps_s + usual_s) / without_saves
     spent_s |= {name: share * steps_s for name, share in of_step.items()}
     wall_s = sum(spent_s.values())
     rows = {

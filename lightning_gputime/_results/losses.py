@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_gputime._results.table import Table, Tabular, duration
+from lightning_gputime._results.wall_time import ONCE
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
 _SHOWN = 0.01  # From this fraction of the wall clock on, an entry has a line of its own.
@@ -23,8 +24,13 @@ class Loss:
     advice: tuple[str, ...] = ()
 
     @property
-    def at_most(self) -> float:
-        """How many times as fast it is at most without this entry."""
+    def at_most(self) -> float | None:
+        """How many times as fast it is at most without this entry.
+
+        None of what a fit does once, such as its set-up: a longer fit does not lose more.
+        """
+        if self.name in ONCE:
+            return None
         return 1 / (1 - self.share) if self.share < 1 else float("inf")
 
 
@@ -65,7 +71,7 @@ class Losses(Tabular):
     def _table(self) -> Table:
         few = [row for row in self.rows if row.share < _SHOWN]
         shown = self.rows[: -len(few)] if len(few) > 1 else self.rows
-        body = [line for row in shown for line in _lines(row, f"{row.at_most:.2f}x faster")]
+        body = [line for row in shown for line in _lines(row, self._gain(row))]
         if len(few) > 1:
             body.append((f"{len(few)} others", f"{sum(row.share for row in few):.1%}", "", ""))
         body += _lines(self.work, "")
@@ -76,6 +82,11 @@ class Losses(Tabular):
         lines.append((duration(1e3 * self.wall_s), "100.0%", "", ""))
         below = [f"Not known: {self.unknown}"] if self.unknown else []
         return Table("", lines, below, left=(0, 3), drops=(_AT_MOST, _WHAT_TO_DO))
+
+    def _gain(self, row: Loss) -> str:
+        if row.at_most is None:
+            return f"{duration(1e3 * row.share * self.wall_s)}, once"
+        return f"{row.at_most:.2f}x faster"
 
 
 def _lines(row: Loss, at_most: str) -> list[tuple[str, ...]]:

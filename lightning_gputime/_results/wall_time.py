@@ -13,6 +13,7 @@ CHECKPOINTS = "checkpoints"
 EPOCH_ENDS = "epoch ends"
 REST = "the rest"
 _ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
+ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
 
 @dataclass(frozen=True, slots=True)
