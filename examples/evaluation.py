@@ -1,4 +1,4 @@
-"""Times training, validation and test of one model, with a figure in TensorBoard.
+"""Times training, validation and test of one model, with its values in TensorBoard.
 
 python examples/evaluation.py
 tensorboard --logdir lightning_logs
@@ -36,7 +36,6 @@ def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> dict[str, Ten
     )
     model = Evaluated()
     trainer.fit(model, DataLoader(train, batch_size=64), DataLoader(val, batch_size=64))
-    logger.experiment.add_figure("phase_time/steps", timer.plot()[0], trainer.global_step)
     metrics = dict(trainer.callback_metrics)
     trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
     return {**metrics, **trainer.callback_metrics}

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from plot_phases import plot_step, plot_steps
 from quickstart import ConvNet, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, StepTimes
 
 TEXT, DIM, BACKGROUND, BAR = "#e6e6e6", "#8b949e", "#0d1117", "#21262d"
 INCHES = 9.0
@@ -33,7 +34,8 @@ def main(width: int = 512, epochs: int = 10, directory: str = "pictures") -> GPU
     net = ConvNet(width).net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
     loader = DataLoader(digits(), batch_size=512, shuffle=True)
-    with GPUPhaseHooks(net, optimizer) as timer:
+    steps: list[StepTimes] = []
+    with GPUPhaseHooks(net, optimizer, observers=[steps.append]) as timer:
         for _ in range(epochs):
             for images, labels in timer.steps(loader):
                 logits = net(images.to(device))
@@ -45,11 +47,15 @@ def main(width: int = 512, epochs: int = 10, directory: str = "pictures") -> GPU
 
     files = Path(directory)
     files.mkdir(exist_ok=True)
-    timer.plot()[0].savefig(files / "steps.png", dpi=120)
-    newest = timer.history()["step"][-2]
-    timer.plot(step=newest)[0].savefig(files / "step.png", dpi=120)
+    plot_steps(timer.history(), new_axes(4.0)).savefig(files / "steps.png", dpi=120)
+    plot_step(steps[-2], new_axes(2.4)).savefig(files / "step.png", dpi=120)
     timer.to_csv(files / "steps.csv")
     return timer
+
+
+def new_axes(height: float) -> Any:
+    """Returns the axes of a new figure."""
+    return Figure(figsize=(INCHES, height), layout="constrained").add_subplot()
 
 
 class Block(nn.Module):
@@ -108,7 +114,9 @@ def hero(
     tokens = torch.randint(0, vocabulary, (batch, length + 1), device=device)
     # A CPU has no queue that a probe could fill. Seldom, since the host waits for each probe.
     every = 50 if device.type == "cuda" else 0
-    with GPUPhaseHooks(net, optimizer, probe_every_n_steps=every) as timer:
+    times: list[StepTimes] = []
+    options: Any = {"probe_every_n_steps": every, "observers": [times.append]}
+    with GPUPhaseHooks(net, optimizer, **options) as timer:
         for _ in timer.steps(range(steps)):
             logits = net(tokens[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -117,13 +125,13 @@ def hero(
             optimizer.step()
     where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
     what = f"{layers}-layer GPT in bfloat16, {batch} x {length} tokens a step"
-    figure = draw_terminal(timer, f"{what}, on {where}, torch {torch.__version__}")
+    figure = draw_terminal(timer, times, f"{what}, on {where}, torch {torch.__version__}")
     Path(directory).mkdir(exist_ok=True)
     figure.savefig(Path(directory) / "hero.png", dpi=200)
     return timer
 
 
-def draw_terminal(timer: GPUPhaseHooks, title: str) -> Figure:
+def draw_terminal(timer: GPUPhaseHooks, steps: list[StepTimes], title: str) -> Figure:
     """Draws what bounds the training, what to do, the lanes of a usual step, and the table."""
     summary = timer.summary()
     lead, title, phases = str(summary).partition("Time per step")
@@ -152,7 +160,7 @@ def draw_terminal(timer: GPUPhaseHooks, title: str) -> Figure:
         y += 0.26
 
     lanes = figure.add_axes((0.075, 1 - (y + 1.4) / height, 0.9, 1.2 / height))
-    colours = draw_lanes(lanes, timer, summary.on_host_clock)
+    colours = draw_lanes(lanes, steps[-summary.steps :], summary.on_host_clock)
 
     y += 2.0
     write(0.25, y, header, DIM)
@@ -165,13 +173,10 @@ def draw_terminal(timer: GPUPhaseHooks, title: str) -> Figure:
     return figure
 
 
-def draw_lanes(ax: Any, timer: GPUPhaseHooks, on_host_clock: bool) -> dict[str, Any]:
+def draw_lanes(ax: Any, steps: list[StepTimes], on_host_clock: bool) -> dict[str, Any]:
     """Draws the step of median length on dark axes; returns the colours of its phases."""
-    history = timer.history()
-    measured = history[-timer.summary().steps :]
-    median = sorted(measured["step_ms"])[len(measured) // 2]
-    step = measured["step"][abs(measured["step_ms"] - median).argmin()]
-    timer.plot(step=step, ax=ax)
+    step = sorted(steps, key=lambda one: one.step_ms)[len(steps) // 2]
+    plot_step(step, ax)
     handles, names = ax.get_legend_handles_labels()
     ax.get_legend().remove()
     end = max(bar.get_x() + bar.get_width() for bar in ax.patches)
@@ -184,7 +189,7 @@ def draw_lanes(ax: Any, timer: GPUPhaseHooks, on_host_clock: bool) -> dict[str, 
     ax.set_xlim(0, end)
     ax.set_title("")
     note = " (no GPU here: both lanes are the host's)" if on_host_clock else ""
-    ax.set_xlabel(f"ms since step {step} began{note}", color=DIM, family="monospace", size=9)
+    ax.set_xlabel(f"ms since step {step.step} began{note}", color=DIM, family="monospace", size=9)
     ax.set_facecolor(BACKGROUND)
     ax.spines[:].set_visible(False)
     ax.tick_params(colors=DIM, length=0, labelsize=9, labelfontfamily="monospace")

@@ -35,7 +35,7 @@ QUICKSTART = "from quickstart import main; main(max_epochs=3)"
 SHOW = "runpy.run_module('lightning_gputime', run_name='__main__')"
 COLOURS = {"default": "#e6e6e6", "magenta": "#d2a8ff", "cyan": "#76e3ea", "green": "#7ee787"}
 VERDICT = re.compile(r"(longest phase|mixed|[\w-]+-bound): ")
-NOTEBOOK = ("from quickstart import main", "timer = main(max_epochs=3)", "_ = timer.plot()")
+NOTEBOOK = ("from quickstart import main", "main(max_epochs=3)")
 STYLE = (
     "body{margin:0;background:#0d1117;color:#e6e6e6;display:inline-block}"
     "pre{font:14px/18px 'DejaVu Sans Mono',monospace;margin:12px}"

@@ -102,7 +102,7 @@ _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The intervals of a step in their order, as `plot` draws them."""
+    """The intervals of a step in their order."""
 
     names: tuple[tuple[str, ...], ...]  # The phases that each counts under, see `resolve_labels`.
     device_ms: Sequence[float]
@@ -126,7 +126,7 @@ class StepTimes:
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.
-        timeline: The step's intervals in their order, for `plot` and traces.
+        timeline: The step's intervals in their order, for traces.
     """
 
     step: int

@@ -38,8 +38,6 @@ from lightning_gputime._saved_runs.saved import Run
 from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 
@@ -320,28 +318,6 @@ class Timer(Tabular):
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: python -m pip install pandas") from error
         return pandas.DataFrame.from_records(self.history(), index="step")
-
-    def plot(self, step: int | None = None, ax: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draw the phases of each step, stacked, or one step with its GPU and its host lane.
-
-        More than 500 steps are drawn in bins: the medians of their phases, stacked, and a line for
-        the 95th percentile of their steps.
-
-        Args:
-            step: The number of one step in the history; by default all are drawn.
-            ax: The matplotlib axes to draw on; by default of a new figure.
-
-        Returns:
-            The matplotlib figure and axes. Pyplot shows them, also at the end of a notebook's cell.
-
-        Raises:
-            ImportError: If matplotlib is not installed (extra `plot`).
-            ValueError: If the history has no such step.
-        """
-        from lightning_gputime._results import plot
-
-        results = self._read()
-        return plot.plot_steps(results, ax) if step is None else plot.plot_step(results, step, ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was measured to one file, which `lightning_gputime.load` reads.

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu import STEP_MS, FakeGPU
+from fake_loop import Loop, hooks
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gputime import StepTimes
@@ -106,6 +109,25 @@ def test_the_pictures_and_files_are_written(
     files = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
     assert set(files) == {"steps.png", "step.png", "steps.csv"}
     assert len(files["steps.csv"].splitlines()) == 1 + len(timer.history())
+
+
+def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) -> None:
+    drawing = runpy.run_path(str(EXAMPLES / "plot_phases.py"))
+    plot_step, plot_steps = drawing["plot_step"], drawing["plot_steps"]
+
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(4)):
+            loop.train(x)
+    all_steps, one_step = (Figure().add_subplot() for _ in range(2))
+    assert plot_steps(timer.history(), all_steps) is all_steps.figure
+    legend = [text.get_text() for text in all_steps.get_legend().get_texts()]
+    assert legend == ["other", "optimizer", "backward", "loss", "forward", "data"]
+    assert timer.last_step is not None
+    plot_step(timer.last_step, one_step)
+    assert [label.get_text() for label in one_step.get_yticklabels()] == ["GPU", "host"]
+    gpu_lane = [bar.get_width() for bar in one_step.patches if bar.get_y() < 0]
+    assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
 
 
 def test_a_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:

@@ -1,32 +1,18 @@
-"""What a notebook shows: the table and the plots, each once."""
+"""What a notebook shows: the table, once."""
 
-import io
 import os
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pytest
-from fake_gpu import FakeGPU, raw
+from fake_gpu import FakeGPU
 from fake_lightning import Model, fit
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._results import plot
-from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import in_notebook
-
-
-@pytest.fixture(autouse=True)
-def _no_figures() -> Iterator[None]:
-    plt.close("all")
-    yield
-    plt.close("all")
 
 
 @pytest.fixture
@@ -40,8 +26,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         kernel=kernel,
         version_info=(9, 0),
     )
-    # It would ask more of the shell than the fake has.
-    monkeypatch.setattr(plt, "install_repl_displayhook", lambda: None)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     return displayed
 
@@ -88,63 +72,6 @@ def test_a_timer_shows_its_summary(loop: Loop) -> None:
     assert "<code>" in text
 
 
-def many(steps: int, warmup: int = 5, *, on_host_clock: bool = False) -> Results:
-    results = Results(10_000, warmup, on_host_clock)
-    slow = {17: 100.0}
-    results.add([raw(i, 1.0, forward=slow.get(i % 100, 4.0), backward=8.0) for i in range(steps)])
-    return results
-
-
-def test_a_plot_on_axes_of_ones_own_is_shown_by_whose_they_are(shown: list[Any]) -> None:
-    figure, ax = plt.subplots()
-    assert plot.plot_steps(many(20), ax) == (figure, ax)
-    assert plt.get_fignums() == [figure.number]
-
-
-def test_a_plot_is_shown_by_pyplot() -> None:
-    figure, _ = plot.plot_steps(many(20))
-    assert plt.get_fignums() == [figure.number]
-
-
-def test_many_steps_are_drawn_in_bins_with_their_medians_and_a_line() -> None:
-    results = many(10_000)
-    begin = time.process_time()
-    figure, ax = plot.plot_steps(results)
-    figure.savefig(io.BytesIO(), format="png")
-    took = time.process_time() - begin
-    # Each vertex twice, at the two sides of its bin.
-    forward = np.unique(np.asarray(ax.collections[0].get_paths()[0].vertices)[:, 0])
-    assert len(forward) <= 203
-    assert (forward.min(), forward.max()) == (0, 10_000)
-    heights = np.asarray(ax.collections[0].get_paths()[0].vertices)[:, 1]
-    assert {*heights} == {0.0, 4.0}
-    [line] = ax.lines
-    assert {*np.asarray(line.get_ydata())} == {12.0}
-    assert ax.get_title() == "Median phases of 50 steps each"
-    legend = ax.get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "warm-up", "step, 95th\npercentile", "backward", "forward",
-    ]  # fmt: skip
-    assert took < 5  # Of a processor, which is about half a second.
-
-
-@pytest.mark.parametrize(("steps", "warmup", "end"), [(20, 5, 5), (20, 50, 20), (600, 7, 7)])
-def test_the_warm_up_is_shaded_and_shares_no_bin(steps: int, warmup: int, end: int) -> None:
-    _, ax = plot.plot_steps(many(steps, warmup))
-    [shade] = ax.patches
-    assert (shade.get_x(), shade.get_x() + shade.get_width()) == (0, end)
-    edges = np.unique(np.asarray(ax.collections[0].get_paths()[0].vertices)[:, 0])
-    assert end in edges
-
-
-def test_without_a_gpu_no_lane_is_called_so(loop: Loop) -> None:
-    results = many(3, on_host_clock=True)
-    step = results.newest()[1]
-    assert step.timeline is not None
-    _, ax = plot.plot_step(results, 1)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["CPU", "host"]
-
-
 def test_a_real_notebook_shows_each_once(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
@@ -156,18 +83,16 @@ def test_a_real_notebook_shows_each_once(tmp_path: Path) -> None:
         "from lightning_gputime import GPUPhaseTimer\ngpu = FakeGPU()",
         "timer = fit(gpu, Model(gpu), n=9, timer=GPUPhaseTimer(_clock=gpu))",
         "timer",
-        "figure, axes = timer.plot()",
-        "figure, axes = timer.plot(step=6)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
     client.execute(cwd=str(tmp_path))
     kinds = [
         [
-            next(iter({"text/html", "image/png"} & {*output["data"]}), "")
+            next(iter({"text/html"} & {*output["data"]}), "")
             for output in cell.outputs
             if "data" in output
         ]
         for cell in notebook.cells
     ]
-    assert kinds == [[], ["text/html"], ["text/html"], ["image/png"], ["image/png"]]
+    assert kinds == [[], ["text/html"], ["text/html"]]

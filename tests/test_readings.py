@@ -2,18 +2,13 @@ import csv
 import json
 import math
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
-import numpy as np
 import pytest
-from fake_gpu import STEP_MS, FakeGPU, raw
+from fake_gpu import FakeGPU, raw
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._results.results import Results
-
-mpl.use("Agg")
 
 
 @pytest.fixture
@@ -89,51 +84,6 @@ def test_a_host_that_never_waits_is_not_said_to_be_ahead(gpu: FakeGPU) -> None:
     assert "ahead" not in str(timer.summary())
 
 
-def test_the_plot_of_all_steps_stacks_every_phase(timer: GPUPhaseHooks) -> None:
-    figure, ax = timer.plot()
-    assert ax.figure is figure
-    legend = ax.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "augment",
-        "other",
-        "optimizer",
-        "backward",
-        "loss",
-        "forward",
-        "data",
-    ]
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "time per step (ms)")
-
-
-def test_a_plot_shows_each_name_as_it_is(gpu: FakeGPU) -> None:
-    names = ["$x$", "$\\frac{1$", "_own", "a_b^c"]
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            for name in names:
-                with timer.phase(name):
-                    gpu.work(1.0)
-            loop.train(x)
-    for figure, ax in (timer.plot(), timer.plot(step=1)):
-        figure.canvas.draw()
-        legend = ax.get_legend()
-        assert legend is not None
-        shown = {text.get_text().replace(r"\$", "$").strip() for text in legend.get_texts()}
-        assert shown == {*STEP_MS, *names}
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_a_short_run_can_be_drawn(gpu: FakeGPU, n: int) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
-    _, ax = timer.plot()
-    drawn = [np.asarray(area.get_paths()[0].vertices)[:, 0] for area in ax.collections]
-    assert [(xs.min(), xs.max()) for xs in drawn] == [(0, 1)] * (n * len(STEP_MS))
-
-
 def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
     loop, newest = Loop(gpu), list[StepTimes]()
     with hooks(loop, accumulate_grad_batches=2, observers=[newest.append]) as timer:
@@ -148,28 +98,3 @@ def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> Non
     [line] = [step.timeline for step in newest if step.timeline]
     intervals = zip(line.names, line.device_ms, strict=True)
     assert [ms for names, ms in intervals if not names] == [50.0]
-
-
-def test_the_plot_of_one_step_has_a_lane_for_the_gpu_and_one_for_the_host(
-    timer: GPUPhaseHooks,
-) -> None:
-    _, ax = timer.plot(step=1)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["GPU", "host"]
-    bars: Any = ax.patches
-    gpu_lane = [bar for bar in bars if bar.get_y() + bar.get_height() / 2 == 0]
-    widths = sorted(bar.get_width() for bar in gpu_lane if bar.get_width() > 0)
-    assert widths == pytest.approx(sorted(STEP_MS.values()))
-    assert "(ms)" in ax.get_xlabel()
-
-
-def test_a_plot_can_be_drawn_on_axes_of_ones_own(timer: GPUPhaseHooks) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots()
-    assert timer.plot(ax=ax) == (figure, ax)
-    plt.close("all")
-
-
-def test_a_step_that_is_not_there_cannot_be_drawn(timer: GPUPhaseHooks) -> None:
-    with pytest.raises(ValueError, match="step 9 is not in the history of 4 steps"):
-        timer.plot(step=9)

@@ -1,5 +1,6 @@
 """The page of a run, or of two: one file that needs nothing else."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -10,8 +11,8 @@ import numpy.typing as npt
 from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
+from lightning_gputime._phases import COLOURS
 from lightning_gputime._results.history import list_top_phases
-from lightning_gputime._results.plot import colour
 from lightning_gputime._results.table import Table, duration, marked
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
@@ -20,6 +21,7 @@ _MAX_ROWS = 10
 _MAX_BAR = 25  # The length of the bar of a whole (in characters).
 _MAX_POINTS = 2000  # A chart has no more points: of more steps it shows the means of neighbours.
 _INK = "#444444"
+_USERS_COLOURS = ("#D55E00", "#F0E442", "#9467BD")  # Of phases that a user has named.
 
 
 def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
@@ -127,7 +129,8 @@ def phases_over_steps(run: Run, limit_ms: float) -> Any:
     source = models.ColumnDataSource(data)
     figure = _new_figure("step", "time per step (ms)", "xpan,xwheel_zoom,box_zoom,reset")
     figure.toolbar.active_scroll = figure.select_one(models.WheelZoomTool)
-    colours = [colour(name, names) for name in names]
+    own = itertools.cycle(_USERS_COLOURS)
+    colours = [COLOURS.get(name) or next(own) for name in names]
     stack = [f"p{i}" for i in range(len(names))]
     areas = figure.varea_stack(stack, x="step", color=colours, source=source)
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
