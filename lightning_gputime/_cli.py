@@ -32,7 +32,6 @@ times are those of a typical step (the mean over the middle half of the steps), 
 an error is half of an interval, and all intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
-  compare --before b1.json.gz b2.json.gz b3.json.gz --after a1.json.gz a2.json.gz a3.json.gz
   compare folder_before folder_after folder_other
 
 A folder stands for all runs in it. Of more than two, each is compared with the first. With one run
@@ -92,10 +91,9 @@ def _new_parser() -> argparse.ArgumentParser:
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
     versus.set_defaults(command=_compare)
     versus.epilog = _CODES
-    add = versus.add_argument
-    add("runs", nargs="*", metavar="RUN", help="the run before, and the one after, or folders")
-    for side in ("before", "after"):
-        add(f"--{side}", nargs="+", default=[], metavar="RUN", help=f"several runs {side}")
+    one, others = "the run before, or the folder of several", "what came after"
+    versus.add_argument("before", metavar="BEFORE", help=one)
+    versus.add_argument("after", nargs="+", metavar="AFTER", help=others)
     _add_judgement(versus)
 
     turns = new("bench", help="run two commands in turns", description=bench.ABOUT)
@@ -146,7 +144,9 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    return _judge(package.compare(*_groups(args), allow_mismatch=args.allow_mismatch), args)
+    return _judge(
+        package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch), args
+    )
 
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
@@ -184,17 +184,6 @@ def _report(args: argparse.Namespace) -> int:
     files.write(args.out, text, kept="")
     _print(args.out)
     return GOOD
-
-
-def _groups(args: argparse.Namespace) -> list[str] | list[list[str]]:
-    if len(args.runs) > 1 and not args.before and not args.after:
-        return list(args.runs)
-    if args.before and args.after and not args.runs:
-        return [args.before, args.after]
-    raise ValueError(
-        "give two runs or more, or several each behind --before and --after; got"
-        f" {len(args.runs)} and {len(args.before)} before, {len(args.after)} after"
-    )
 
 
 def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:

@@ -121,12 +121,13 @@ def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) ->
             loop.train(x)
     all_steps, one_step = (Figure().add_subplot() for _ in range(2))
     assert plot_steps(timer.history(), all_steps) is all_steps.figure
-    legend = [text.get_text() for text in all_steps.get_legend().get_texts()]
+    legend = all_steps.get_legend_handles_labels()[1][::-1]
     assert legend == ["other", "optimizer", "backward", "loss", "forward", "data"]
     assert timer.last_step is not None
     plot_step(timer.last_step, one_step)
     assert [label.get_text() for label in one_step.get_yticklabels()] == ["GPU", "host"]
-    gpu_lane = [bar.get_width() for bar in one_step.patches if bar.get_y() < 0]
+    bars: Any = one_step.patches
+    gpu_lane = [bar.get_width() for bar in bars if bar.get_y() < 0]
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
 
 

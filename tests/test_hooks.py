@@ -684,16 +684,6 @@ def test_a_timer_that_is_removed_by_its_own_observer_stays_removed(
     assert ranges[-1] is None
 
 
-def test_where_clocks_meet_seldom_the_host_runs_ahead_all_the_same(loop: Loop) -> None:
-    with hooks(loop, every_n_steps=100) as timer:
-        for x in timer.steps(loop.batches(1000)):
-            loop.gpu.host_work(15.61)
-            loop.train(x)
-    summary = timer.summary()
-    assert summary.host_wait_mean_ms < 0.2
-    assert summary.run_ahead_mean_ms is not None
-
-
 def test_a_timer_at_rest_takes_no_evaluation_for_a_call_of_the_model(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,8 @@ def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> lis
             optimizer.step()
             timer.flush()
         timer.flush()
-    for times in timer._results.newest():
+    for record in timer._results._copy()[0]:
+        times = record.times()
         names = ("forward", "backward")
         found.append({k: v for k, v in times.phase_ms.items() if k.startswith(names)})
     assert installed(*model.modules()) == bare
@@ -200,7 +201,7 @@ def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
             loss = model(x).sum()
             with timer.phase("backward"):
                 loss.backward()
-    assert timer._results.newest()[0].phase_ms["backward/head"] == 8.0
+    assert timer._results._copy()[0][0].times().phase_ms["backward/head"] == 8.0
 
 
 @pytest.mark.parametrize(

@@ -166,15 +166,13 @@ def test_the_table_indents_what_is_inside_and_repeats_no_name(gpu: FakeGPU) -> N
     ]
 
 
-def test_the_table_shows_the_ten_longest_and_the_rest_as_one_row(gpu: FakeGPU) -> None:
+def test_the_table_shows_the_ten_longest_and_how_many_there_are_besides(gpu: FakeGPU) -> None:
     timer = train(gpu, GPT(gpu, 12), "layers.*")
     text = str(timer.summary())
     assert text.index("layers.2 ") < text.index("layers.9 ") < text.index("layers.10 ")
     assert "layers.0 " not in text
     assert "layers.1 " not in text
-    # 0 + 2 and 1 + 2 ms.
-    assert "  2 others     5.000" in text
-    assert "  2 others    10.000" in text
+    assert text.splitlines().count("  2 others") == 2
     assert len([name for name in timer.summary().rows if "layers" in name]) == 24
     assert np_names(timer) >= {f"forward/layers.{number}_ms" for number in range(12)}
 
@@ -187,23 +185,6 @@ def test_eleven_modules_are_all_shown(gpu: FakeGPU) -> None:
     text = str(train(gpu, GPT(gpu, 11), "layers.*").summary())
     assert text.count("  layers.") == 22
     assert "others" not in text
-
-
-def others(timer: GPUPhaseHooks) -> list[list[str]]:
-    return [line.split() for line in str(timer.summary()).splitlines() if "others" in line]
-
-
-def test_the_row_of_the_others_has_no_time_that_is_in_another_row(gpu: FakeGPU) -> None:
-    timer = train(gpu, GPT(gpu, 10), "layers.**")
-    # Shown are eight layers, and inside of two of these `attn`. Not in these rows are the other two
-    # layers, of 2 + 3 ms, and `mlp` inside of the two: what is inside of the other six is.
-    assert others(timer) == [
-        ["20", "others", "9.000", "7.0%", "0.000", "3"],
-        ["20", "others", "18.000", "14.0%", "0.000", "3"],
-    ]
-    timer = train(gpu, GPT(gpu, 10), ["layers.*", "layers.*.mlp"])
-    assert others(timer) == [["10", "others"]] * 2
-    assert timer.summary().rows["forward/layers.9/layers.9.mlp"].mean_ms == 2.0
 
 
 class Node(nn.Module):

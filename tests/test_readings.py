@@ -61,29 +61,6 @@ def test_a_time_that_is_no_number_spoils_no_json(bad_ms: float) -> None:
     json.dumps(results.summary().to_dict(), allow_nan=False)
 
 
-def test_the_summary_tells_how_far_the_host_is_ahead(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with hooks(loop, warmup_steps=3) as timer:
-        for x in timer.steps(loop.batches(10)):
-            loop.train(x)
-    summary = timer.summary()
-    # At each mark the host has queued a whole step and what comes before the mark; where a step
-    # begins, before it waits, two steps.
-    marks = [31.25, 16.625, 16.75, 20.75, 21.25, 29.25, 31.25, 31.25]
-    assert summary.run_ahead_mean_ms == sum(marks) / len(marks)
-    assert "the host runs 24.8 ms ahead of the GPU" in str(summary)
-
-
-def test_a_host_that_never_waits_is_not_said_to_be_ahead(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(10)):
-            gpu.host_work(50.0)
-            loop.train(x)
-    assert timer.summary().run_ahead_mean_ms is None
-    assert "ahead" not in str(timer.summary())
-
-
 def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
     loop, newest = Loop(gpu), list[StepTimes]()
     with hooks(loop, accumulate_grad_batches=2, observers=[newest.append]) as timer:

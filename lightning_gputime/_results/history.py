@@ -56,28 +56,6 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
     )
 
 
-def mean_run_ahead_ms(steps: Sequence[StepRecord]) -> float | None:
-    """Return the mean time from the host's mark to the device's, over all marks of steps.
-
-    A wait that blocks ends when the device reaches the end of the step: there the clocks meet. None
-    if the host did not block in half of the steps.
-    """
-    known = [step for step in steps if step.finished_ns]
-    if len(known) < max(len(steps) / 2, 1):
-        return None
-    sum_ms, marks = 0.0, 0
-    for at in _indices_by_labels(known).values():
-        host_ms = np.array([known[i].host_ns for i in at]) / 1e6
-        device_ms = np.array([known[i].device_ms for i in at]).reshape(len(at), -1)
-        finished_ms = np.array([known[i].finished_ns for i in at]) / 1e6
-        # From the end of the step, where the clocks meet, back to its start.
-        reached_ms = np.hstack((np.zeros((len(at), 1)), np.cumsum(device_ms, axis=1)))
-        reached_ms += (finished_ms - device_ms.sum(axis=1))[:, np.newaxis]
-        sum_ms += float((reached_ms - host_ms).sum())
-        marks += host_ms.size
-    return sum_ms / marks
-
-
 def list_phases(history: npt.NDArray[Any]) -> list[str]:
     """Return the names of the phases in a history."""
     others = ("step", "step_ms", "host_wait_ms")

@@ -19,7 +19,6 @@ from lightning_gputime._results.changes import LevelRecorder, find_period
 from lightning_gputime._results.history import (
     MIN_PACKED_MARKS,
     history,
-    mean_run_ahead_ms,
     pack,
     unpack,
 )
@@ -88,10 +87,6 @@ class Results:
         """The newest step, or None."""
         newest = self._newest
         return unpack(newest[-1]).times() if newest else None
-
-    def newest(self) -> list[StepTimes]:
-        """Return the steps in the history, oldest first."""
-        return [step.times() for step in self._copy()[0]]
 
     def _copy(self) -> tuple[list[StepRecord], int]:
         """Return the steps in the history, and how many of the first ones are warm-up."""
@@ -168,7 +163,6 @@ class Results:
         return replace(
             summary,
             skipped_updates=sums.skipped_updates,
-            run_ahead_mean_ms=mean_run_ahead_ms(steps),
             probe_failure=self.probe_failure,
             timed_every_n_steps=self.timed_every_n_steps,
             timing_share=self.timing_share,

@@ -1,8 +1,9 @@
 """The statistics of phases, and which of them the table shows."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
 
@@ -49,23 +50,18 @@ def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, Phase
     """Yield the name, the title and the statistics of each row of the table.
 
     Of the modules, `forward` and `backward` show the same: those that take longest in both
-    together. The others are one row, whose time is in none of the innermost rows and whose name is
-    that of no phase.
+    together. Of the others one row has the number.
     """
     chosen = _longest_modules(rows)
-    hidden: dict[str, PhaseStats] = {}
-    top = ""
-    for name, row in rows.items():
-        if "/" not in name:
-            yield from _others(top, hidden, chosen)
-            top, hidden = name, {}
-        if of_one_callback(name):
-            continue
-        if _is_module(name) and name.partition("/")[2] not in chosen:
-            hidden[name] = row
-        else:
-            yield name, _title(name, chosen), row
-    yield from _others(top, hidden, chosen)
+    for top, of_phase in groupby(rows, lambda name: name.partition("/")[0]):
+        hidden = 0
+        for name in of_phase:
+            if _is_module(name) and name.partition("/")[2] not in chosen:
+                hidden += 1
+            elif not of_one_callback(name):
+                yield name, _title(name, chosen), rows[name]
+        if hidden:
+            yield f"{top}/<others>", f"  {hidden} others", PhaseStats(0)
 
 
 def _is_module(name: str) -> bool:
@@ -96,35 +92,3 @@ def _title(name: str, chosen: set[str]) -> str:
     if above and own.startswith(f"{parts[above[-1] - 1]}."):
         own = own.removeprefix(parts[above[-1] - 1])
     return f"{'  ' * (len(above) + 1)}{own}"
-
-
-def _others(
-    top: str, hidden: Mapping[str, PhaseStats], chosen: set[str]
-) -> Iterator[tuple[str, str, PhaseStats]]:
-    if hidden:
-        # A module's time includes that of the modules inside it. A shown row that has shown rows
-        # inside is explained by these; any other row stands for all there is in it.
-        parents = {outer for module in chosen for outer in _parents(module)}
-        covered = {*hidden, *(f"{top}/{module}" for module in chosen - parents)}
-        outermost = [row for name, row in hidden.items() if covered.isdisjoint(_parents(name))]
-        yield f"{top}/<others>", f"  {len(hidden)} others", _sum_of(outermost)
-
-
-def _parents(name: str) -> list[str]:
-    return ["/".join(name.split("/")[:i]) for i in range(1, name.count("/") + 1)]
-
-
-def _sum_of(rows: Sequence[PhaseStats]) -> PhaseStats:
-    """Return the sum of rows, which has no percentiles."""
-    if not rows:
-        return PhaseStats(0)
-    n = max(row.n for row in rows)
-    busy = [row.gpu_busy_mean_ms for row in rows if row.gpu_busy_mean_ms is not None]
-    return PhaseStats(
-        n=n,
-        mean_ms=sum(row.n * row.mean_ms for row in rows) / n,
-        share=sum(row.share for row in rows),
-        host_mean_ms=sum(row.n * row.host_mean_ms for row in rows) / n,
-        gpu_busy_mean_ms=sum(busy) if len(busy) == len(rows) else None,
-        peak_mib=max((row.peak_mib for row in rows if row.peak_mib is not None), default=None),
-    )

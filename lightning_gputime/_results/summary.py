@@ -48,9 +48,6 @@ class PhaseSummary(Tabular):
         skipped_updates: Number of steps whose update was skipped, those of the warm-up included.
         on_host_clock: Whether there was no device, and everything is the host's time.
         ranks: On rank zero of a distributed run, all ranks beside each other.
-        run_ahead_mean_ms: How far the host runs ahead of the device, the mean over all boundaries
-            of the steps in the history (in milliseconds). None where the two clocks did not meet in
-            half of the steps, because the host did not have to wait.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why no step can be probed, if so.
         timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
@@ -80,7 +77,6 @@ class PhaseSummary(Tabular):
     skipped_updates: int = 0
     on_host_clock: bool = False
     ranks: RankSummary | None = None
-    run_ahead_mean_ms: float | None = None
     probed_steps: int = 0
     probe_failure: str = ""
     timed_every_n_steps: int = 1
@@ -217,11 +213,9 @@ class PhaseSummary(Tabular):
         return f"{least} - {most} ({row.slowest_rank})"
 
     def _sentences(self) -> Iterator[str]:
-        step_ms, ahead_ms = self.step.mean_ms, self.run_ahead_mean_ms
+        step_ms = self.step.mean_ms
         unit = unit_of(step_ms)
         step = unit.of(step_ms)
-        if ahead_ms is not None and not self.on_host_clock and ahead_ms >= 0.05 * step_ms:
-            yield f"the host runs {unit.of(ahead_ms)} ahead of the GPU"
         yield self.probe_failure
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
