@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> "RunComparison":
-    """Run the commands, and return the comparison of all runs."""
     from lightning_gputime._saved_runs.compare import compare_groups  # Imports torch.
 
     commands = {"before": args.before, "after": args.after}

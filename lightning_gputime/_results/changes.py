@@ -139,7 +139,7 @@ class LevelRecorder:
             for name in totals[-1][2]
             if name
         }
-        phase = _most_changed(parts, change_ms)
+        phase = most_changed(parts, change_ms)
         return LastingChange(
             kind="trend" if _is_trend(shape) else "jump",
             since_step=totals[first + start][0] + 1,
@@ -168,7 +168,7 @@ def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeri
         for ms in [np.nan_to_num(times[f"{name}_ms"])]
     }
     all_ms = float(np.mean(step_ms[is_long]) - np.mean(step_ms[~is_long]))
-    return SlowPeriod(every, all_ms, _most_changed(excess_ms, all_ms), workers)
+    return SlowPeriod(every, all_ms, most_changed(excess_ms, all_ms), workers)
 
 
 def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
@@ -182,10 +182,9 @@ def _slope(values: Floats, shape: Floats) -> float:
     return float(centered @ values / (centered @ centered))
 
 
-def _most_changed(parts: Mapping[str, float], change_ms: float) -> str:
-    """Return the phase that changed most in the direction of a step, or the part of it that did."""
+def most_changed(parts: Mapping[str, float], change_ms: float, found: str = "") -> str:
+    """Return the phase that changed most in a direction, or the part of it (or of one) that did."""
     along = {name: ms if change_ms > 0.0 else -ms for name, ms in parts.items()}
-    found = ""
     while True:
         least = _MOST_OF_IT * along.get(found, 0.0)
         inside = [one for one in along if one.rpartition("/")[0] == found and along[one] > least]

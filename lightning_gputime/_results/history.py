@@ -24,7 +24,6 @@ def pack(step: StepRecord) -> StepRecord:
 
 
 def unpack(step: StepRecord) -> StepRecord:
-    """Return a step as it was before `pack`."""
     if not isinstance(step.device_ms, bytes) or not isinstance(step.host_ns, bytes):
         return step
     device_ms, host_ns = memoryview(step.device_ms).cast("d"), memoryview(step.host_ns).cast("q")
@@ -57,7 +56,6 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
 
 
 def list_phases(history: npt.NDArray[Any]) -> list[str]:
-    """Return the names of the phases in a history."""
     others = ("step", "step_ms", "host_wait_ms")
     names = history.dtype.names or ()
     return [name.removesuffix("_ms") for name in names if name not in others]

@@ -87,12 +87,10 @@ class MeanLog:
         self._failed = False
 
     def begin(self) -> None:
-        """Note that training begins."""
         for one in self.loggers:
             self._try(partial(add_charts, one, self._prefix))
 
     def start(self, before: int) -> None:
-        """Take the number of the step before the first."""
         if self.newest is None:
             self.newest = before
 
@@ -106,7 +104,6 @@ class MeanLog:
         self.is_owed = self.newest is not None and step >= self.next_due(self.newest)
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Take the next steps, and log where one is due."""
         if self.add(steps.records, steps.sums):
             self.is_owed = False
             self.on_logged()
@@ -205,7 +202,6 @@ class MeanLog:
 
 @lru_cache(maxsize=1000)
 def group_of(name: str) -> str:
-    """Return the group of a value."""
     return next((group for pattern, group in _GROUPS if pattern.match(name)), "phases")
 
 
@@ -270,7 +266,6 @@ def _tag(prefix: str, stage: str, name: str) -> str:
 
 
 def key(prefix: str, stage: str, name: str) -> str:
-    """Return the key of a value."""
     return "/".join(filter(None, (prefix, stage, name)))
 
 

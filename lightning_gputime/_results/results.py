@@ -84,7 +84,6 @@ class Results:
 
     @property
     def last(self) -> StepTimes | None:
-        """The newest step, or None."""
         newest = self._newest
         return unpack(newest[-1]).times() if newest else None
 
@@ -96,7 +95,6 @@ class Results:
         return [*map(unpack, newest)], max(self._warmup_steps - (seen - len(newest)), 0)
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Take the next steps."""
         self.add(steps.records, steps.sums)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> None:
@@ -123,7 +121,6 @@ class Results:
         return history(newest), warmup
 
     def summary(self) -> PhaseSummary:
-        """Return the statistics of all steps but the warm-up."""
         with self._lock:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates

@@ -132,11 +132,36 @@ class SlowSummary:
         )
 
 
-# Sums over slow steps (in milliseconds): those of a cause by its kind and its name.
-_Sums = Mapping[tuple[str, str], float]
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over slow steps, never changed: any thread may read them."""
 
-_COUNT, _EXCESS, _UNEXPLAINED = ("", "steps"), ("", "excess"), ("", "unexplained")
-_LOST = "lost in "  # What stands before a phase, in place of the kind.
+    n: int = 0
+    excess_ms: float = 0.0
+    unexplained_ms: float = 0.0
+    kinds_ms: Mapping[str, float] = field(default_factory=dict)
+    names_ms: Mapping[str, float] = field(default_factory=dict)  # Of causes.
+    lost_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)  # By phase and cause.
+
+    def plus(self, steps: Sequence[SlowStep]) -> "_Sums":
+        """Return these sums with those over more steps."""
+        kinds_ms, names_ms = defaultdict(float, self.kinds_ms), defaultdict(float, self.names_ms)
+        lost_ms = defaultdict(float, self.lost_ms)
+        for step in steps:
+            for cause in step.causes:
+                kinds_ms[cause.kind] += cause.exposed_ms
+                names_ms[cause.name] += cause.exposed_ms
+            for phase, causes_ms in step.lost_ms.items():
+                for name, ms in causes_ms.items():
+                    lost_ms[phase, name] += ms
+        return _Sums(
+            self.n + len(steps),
+            self.excess_ms + sum(step.excess_ms for step in steps),
+            self.unexplained_ms + sum(step.unexplained_ms for step in steps),
+            kinds_ms,
+            names_ms,
+            lost_ms,
+        )
 
 
 class SlowLog:
@@ -148,10 +173,10 @@ class SlowLog:
     def __init__(self) -> None:
         self._is_known = False  # Whether any step was judged yet.
         self._worst: Sequence[SlowStep] = ()
-        self._sums: _Sums = {}
+        self._sums = _Sums()
         # Those that are not logged yet: those that were added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
-        self._before: _Sums = {}
+        self._before = _Sums()
         self._logged = -1  # The number of the last step that is in a log.
         # That were logged once: loggers such as CSV want a constant set.
         self._kinds: tuple[str, ...] = ()
@@ -163,9 +188,9 @@ class SlowLog:
             return
         worst = [*self._worst, *steps]
         self._worst = worst if len(worst) <= 2 * _MAX_KEPT else _largest(worst)[:_MAX_KEPT]
-        self._sums = _add(self._sums, steps)
+        self._sums = self._sums.plus(steps)
         # A log that ends inside them is asked for before the next are added.
-        self._before = _add(self._before, self._pending)
+        self._before = self._before.plus(self._pending)
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
         self._pending = [step for step in steps if step.step >= self._logged]
 
@@ -175,65 +200,34 @@ class SlowLog:
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return their excess per step since the last log, of `n` timed steps, and by kind."""
-        sums = _add(self._before, [step for step in self._pending if step.step <= newest])
+        sums = self._before.plus([step for step in self._pending if step.step <= newest])
         if not keep:
-            self._logged, self._before = newest, {}
+            self._logged, self._before = newest, _Sums()
             self._pending = [step for step in self._pending if step.step > newest]
         if not self._is_known:
             return {}
-        kind_ms = _causes(sums, 0)
-        self._kinds += tuple(kind for kind in kind_ms if kind not in self._kinds)
-        kinds = {f"slow/{kind}": kind_ms.get(kind, 0.0) / n for kind in self._kinds}
-        return {"slow_excess": sums.get(_EXCESS, 0.0) / n, **kinds}
+        self._kinds += tuple(kind for kind in sums.kinds_ms if kind not in self._kinds)
+        kinds = {f"slow/{kind}": sums.kinds_ms.get(kind, 0.0) / n for kind in self._kinds}
+        return {"slow_excess": sums.excess_ms / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
         sums = self._sums
-        if not sums or not all_ms:
+        if not sums.n or not all_ms:
             return None
-        causes = sorted(_causes(sums, 1).items(), key=lambda one: one[1], reverse=True)
+        causes = sorted(sums.names_ms.items(), key=lambda one: one[1], reverse=True)
+        lost: dict[str, dict[str, float]] = defaultdict(dict)
+        for (phase, name), ms in sums.lost_ms.items():
+            lost[phase][name] = ms / all_ms
         return SlowSummary(
-            n=int(sums[_COUNT]),
+            n=sums.n,
             steps=steps,
-            share=sums[_EXCESS] / all_ms,
+            share=sums.excess_ms / all_ms,
             cause_shares={name: ms / all_ms for name, ms in causes},
-            unexplained_share=sums[_UNEXPLAINED] / all_ms,
+            unexplained_share=sums.unexplained_ms / all_ms,
             worst=_largest(self._worst)[0],
-            lost_shares=_lost(sums, all_ms),
+            lost_shares=dict(lost),
         )
-
-
-def _add(sums: _Sums, steps: Sequence[SlowStep]) -> _Sums:
-    """Return sums with those over these steps, too."""
-    found = defaultdict(float, sums)
-    for step in steps:
-        found[_COUNT] += 1
-        found[_EXCESS] += step.excess_ms
-        found[_UNEXPLAINED] += step.unexplained_ms
-        for cause in step.causes:
-            found[cause.kind, cause.name] += cause.exposed_ms
-        for phase, causes_ms in step.lost_ms.items():
-            for cause_name, ms in causes_ms.items():
-                found[f"{_LOST}{phase}", cause_name] += ms
-    return found
-
-
-def _causes(sums: _Sums, at: Literal[0, 1]) -> dict[str, float]:
-    """Return how much each kind of cause (0), or each name (1), has."""
-    found: dict[str, float] = defaultdict(float)
-    for key, ms in sums.items():
-        if key[0] and not key[0].startswith(_LOST):
-            found[key[at]] += ms
-    return found
-
-
-def _lost(sums: _Sums, all_ms: float) -> dict[str, dict[str, float]]:
-    """Return what was lost by phase and cause, as fractions."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for (kind, name), ms in sums.items():
-        if kind.startswith(_LOST):
-            found[kind.removeprefix(_LOST)][name] = ms / all_ms
-    return dict(found)
 
 
 def _largest(steps: Sequence[SlowStep]) -> list[SlowStep]:

@@ -84,7 +84,6 @@ class Sums:
         self.flops_ms = [a + b for a, b in zip(self.flops_ms, ms, strict=True)]
 
     def merge(self, other: "Sums") -> None:
-        """Add the sums over other steps."""
         self.step.merge(other.step)
         for name, phase in other.phases.items():
             self.phases[name].merge(phase)
@@ -96,7 +95,6 @@ class Sums:
             self._add_flops(other.flops, other.flops_ms)
 
     def copy(self) -> "Sums":
-        """Return the sums as they are now."""
         copied = Sums()
         copied.merge(self)
         return copied
@@ -113,11 +111,9 @@ class PhaseSum:
 
     @property
     def mean_ms(self) -> float:
-        """The mean device time."""
         return self.device_ms / self.n if self.n else nan
 
     def add(self, n: int, device_ms: float, host_ms: float, max_ms: float) -> None:
-        """Add `n` steps."""
         self.n += n
         self.device_ms += device_ms
         self.host_ms += host_ms
@@ -125,7 +121,6 @@ class PhaseSum:
             self.max_ms = max_ms
 
     def merge(self, other: "PhaseSum") -> None:
-        """Add the sums over other steps."""
         # Not by `add`: reading calls this for each phase.
         self.n += other.n
         self.device_ms += other.device_ms

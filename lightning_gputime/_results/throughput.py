@@ -17,7 +17,6 @@ class ThroughputReference:
     note: str = ""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return what is logged of some steps."""
         metrics = {"items_per_sec": 1e3 * sums.items / sums.items_ms} if sums.items_ms else {}
         metrics |= {f"{name}_tflops": one for name, one in tflops_of_phases(sums).items()}
         model_flops, *ran = sums.flops
@@ -30,7 +29,6 @@ class ThroughputReference:
         return metrics
 
     def summary(self, sums: Sums) -> "WorkSummary":
-        """Return the work of a run."""
         metrics = self.metrics(sums)
         mfu = metrics.get("mfu")
         model_flops, *ran = sums.flops

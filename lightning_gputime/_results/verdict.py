@@ -43,7 +43,6 @@ class Verdict:
 
     @property
     def in_short(self) -> str:
-        """A word for a progress bar."""
         return self.phases[0] if self.bound == LONGEST else self.bound
 
 

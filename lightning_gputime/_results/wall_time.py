@@ -67,7 +67,6 @@ class WallTimeRecorder:
         return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
 
     def switch_to(self, entry: str) -> None:
-        """Attribute time to another entry from now on."""
         if entry != self.entry:
             self._add_elapsed()
             self.entry = entry
@@ -77,7 +76,6 @@ class WallTimeRecorder:
         self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
 
     def step_ends(self) -> None:
-        """Call where the first step ends."""
         self.has_stepped = True
         self.steps_go_on()
 
@@ -93,7 +91,6 @@ class WallTimeRecorder:
         return True
 
     def save_ends(self, _: Any = None) -> None:
-        """Attribute it to what is open."""
         self._add_elapsed()
         self._is_saving = False
 
@@ -103,7 +100,6 @@ class WallTimeRecorder:
         self._now_ns = None
 
     def summary(self) -> WallTimeBreakdown:
-        """Return where the time went until now."""
         self._add_elapsed()
         entries_s = {name: ns / 1e9 for name, ns in self._ns.items() if ns}
         return WallTimeBreakdown(entries_s, self._saves_in_steps_ns / 1e9)

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
+from lightning_gputime._results.changes import most_changed
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.table import Table, Tabular, Unit, unit_of
@@ -24,7 +25,6 @@ _OWN = ("started", "rank", "options")  # Fields that differ from run to run, and
 # By chance a comparison of equal runs may show any change at all in 5 %: the chance is split.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_SHARE = 0.01  # The fraction of the step from which on a phase is judged.
-_MOST = 0.8  # Of a phase's change: from there on a part of it is named, too.
 _MIN_PAIRS = 5  # With fewer, what pairs gain is less than what it costs to know them so badly.
 _DROPS = ("change", "95 %")  # What goes first where the table is too wide.
 
@@ -150,11 +150,10 @@ class RunComparison(Tabular):
         return f"{claim}; {only}: how much equal runs differ is not seen, give two a side or more"
 
     def _most(self, name: str) -> str:
-        """Return the name of a phase, with the part that is nearly all of its change."""
-        whole_ms = self.rows[name].change_ms
-        parts = [one for one in self.rows if one.startswith(f"{name}/")]
-        most = [one for one in parts if whole_ms and self.rows[one].change_ms / whole_ms >= _MOST]
-        return f"{name} ({most[-1]})" if most else name
+        """Return the name of a phase, with the part that is most of its change."""
+        parts = {part: row.change_ms for part, row in self.rows.items()}
+        part = most_changed(parts, parts[name], name)
+        return name if part == name else f"{name} ({part})"
 
     def is_above(self, bound: float, phase: str = "") -> bool:
         """Return whether it is certainly slower by more than a fraction of the time before.

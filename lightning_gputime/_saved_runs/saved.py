@@ -120,7 +120,6 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return a history as lists of whole numbers."""
     return {
         "unit_ms": _UNIT_MS,
         # The first number, then differences: nearly all are 1, which takes no room compressed.
@@ -139,7 +138,6 @@ def _to_units(times_ms: Floats) -> Any:
 
 
 def _unpack(packed: Any) -> npt.NDArray[Any]:
-    """Return the history of which `_pack` has made `packed`."""
     steps = np.cumsum(np.array(packed["steps"], np.int64))
     named = {"host_wait": packed["host_wait"], **packed["phases"]}
     units = {name: np.array(column, np.int64) for name, column in named.items()}
