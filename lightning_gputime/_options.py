@@ -1,6 +1,5 @@
 """The options that all timers share, checked once: they fail at once, with value and fix."""
 
-import difflib
 import functools
 import inspect
 import re
@@ -155,55 +154,35 @@ class Options:
         return frozenset(wanted)
 
 
-# Options that only some timers have, and what to do in their place.
-_FIXES = {
-    "loader": "write for batch in timer.steps(loader)",
-    "save_path": "call timer.save(path)",
-    "print_summary": "write print(timer.summary())",
-    "on_step": "write observers=[function]",
-    "prog_bar": "show timer.last_step.step_ms on a bar of your own",
-}
-_OF_LOOPS = ("model", "optimizers", "device", "logger", "log_every_n_steps")
-
-
-def takes_options(most: int, hint: str, owner: str = "") -> Callable[[type[T]], type[T]]:
+def takes_options(cls: type[T]) -> type[T]:
     """Complete a timer whose constructor ends in `**options: Unpack[AllOptions]`.
 
-    Its signature and docstring then name each option, for `help()` and LightningCLI. It takes
-    `most` arguments by position; for another one it says the `hint`. The `owner` of the loop, if it
-    is no one's own, knows what `GPUPhaseHooks` has to be told.
+    Its signature and docstring then name each option, for `help()` and LightningCLI.
     """
-    of_owner = (*_OF_LOOPS, "accumulate_grad_batches") if owner else ()
-    fixes = {**_FIXES, **{name: f"{owner} tells it the {name}" for name in of_owner}}
+    init: Any = cls.__init__
+    signature = _with_options(inspect.signature(init))
+    known = [*signature.parameters][1:]
+    is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    by_position = [one.name for one in signature.parameters.values() if one.kind is is_positional]
 
-    def complete(cls: type[T]) -> type[T]:
-        init: Any = cls.__init__
-        signature = _with_options(inspect.signature(init))
-        known = [*signature.parameters][1:]
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        if given := args[len(by_position) - 1 :]:
+            call = ", ".join([*by_position[1:], "option=value"])
+            raise TypeError(
+                f"{cls.__name__} takes its options by name, got {format_value(given[0])} by"
+                f" position: write {cls.__name__}({call})"
+            )
+        for option in options.keys() - known - AllOptions.__annotations__.keys():
+            raise TypeError(f"{cls.__name__} has no option {option}: {suggest(option, known)}")
+        init(self, *args, **options)
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **options: Any) -> None:
-            if len(args) > most:
-                told = "model" if isinstance(args[most], nn.Module) else ""
-                raise TypeError(
-                    f"{cls.__name__} takes its options by name, got {format_value(args[most])} by"
-                    f" position: {fixes.get(told, hint)}"
-                )
-            for option in options.keys() - known - AllOptions.__annotations__.keys():
-                fix = suggest(option, known)
-                if alike := difflib.get_close_matches(option, [*known, *fixes], 1):
-                    fix = fixes[alike[0]] if alike[0] not in known else fix
-                raise TypeError(f"{cls.__name__} has no option {option}: {fix}")
-            init(self, *args, **options)
-
-        checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
-        cls.__init__ = checked  # type: ignore[method-assign]  # the same, with its errors
-        own = inspect.getdoc(TimerOptions) or ""
-        entries = own.partition("Attributes:\n")[2].replace("\n", "\n    ")
-        cls.__doc__ = re.sub(r"    \*\*options: .*", lambda _: entries, cls.__doc__ or "")
-        return cls
-
-    return complete
+    checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
+    cls.__init__ = checked  # type: ignore[method-assign]  # the same, with its errors
+    own = inspect.getdoc(TimerOptions) or ""
+    entries = own.partition("Attributes:\n")[2].replace("\n", "\n    ")
+    cls.__doc__ = re.sub(r"    \*\*options: .*", lambda _: entries, cls.__doc__ or "")
+    return cls
 
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:

@@ -50,18 +50,6 @@ _NO_INSTANCE = (
 )
 
 
-def needs_instance(hook: Hook) -> Hook:
-    """Raise where a trainer calls a hook of the class itself, which may raise before training."""
-
-    @functools.wraps(hook)
-    def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self, Timer):
-            raise TypeError(_NO_INSTANCE)
-        hook(self, *args, **kwargs)
-
-    return cast("Hook", guarded)
-
-
 def callers() -> Iterator[dict[str, Any]]:
     """Yield the variables of the functions that call the one that asks, from the inside out.
 
@@ -97,18 +85,9 @@ class Steps(Generic[T]):
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
-        self._begun: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
-        # A `for` runs over the iterator itself, at no further cost.
-        begun, self._begun = self._begun, None
-        return self._iterate() if begun is None else begun
-
-    def __next__(self) -> T:
-        # A `for` goes on with what this begins.
-        if self._begun is None:
-            self._begun = self._iterate()
-        return next(self._begun)
+        return self._iterate()
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # says so itself
@@ -163,10 +142,9 @@ class Timer(Tabular):
         loop: Loop,
         means: MeanLog,
         bars: Sequence[Callable[[StepTimes], object]] = (),
-        number: int = 0,
         **known: Any,
     ) -> None:
-        """Start a new measurement, whose first step is `number`, and put the hooks on.
+        """Start a new measurement, and put the hooks on.
 
         `known` has fields of the `Environment` that the front end knows better; None if not.
         """
@@ -181,7 +159,7 @@ class Timer(Tabular):
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
-        self._session = Session(options, clock, loop, self._results, means, bars, number)
+        self._session = Session(options, clock, loop, self._results, means, bars)
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
@@ -346,7 +324,11 @@ class Timer(Tabular):
         )
 
     def _print_table(self) -> None:
-        show(self._read().summary_to_print(), on_stderr=self._prints_on_stderr)
+        try:
+            show(self._read().summary_to_print(), on_stderr=self._prints_on_stderr)
+        except Exception as error:
+            # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
+            messages.warning("The table could not be shown: %r", error)
 
     def _read(self) -> Results:
         """Read what the device has finished, without a wait; not from another thread."""

@@ -31,11 +31,6 @@ from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_lo
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
 
-_ALIKE = (
-    "%d timers of this Trainer log under the same keys, '%s/...': keep one, or give each its own"
-    " prefix=, and all but one print_summary=False."
-)
-
 _NOT_SAVED = (
     "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
     " logs and the table are not touched."
@@ -53,7 +48,7 @@ _MAX_SAVE_RATIO = 100
 """Saving while training goes on may take a hundredth of the time."""
 
 
-@takes_options(0, "write GPUPhaseTimer(save_path='run.json')", "the trainer")
+@takes_options
 class GPUPhaseTimer(Timer, pl.Callback):
     """Log how long the phases of each training step take, on the device's own clock.
 
@@ -160,11 +155,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
         timers = [one for one in callbacks if isinstance(one, GPUPhaseTimer)]
-        if len({*map(id, timers)}) < len(timers):
-            raise ValueError("A timer is twice in the callbacks of this Trainer: give it once.")
-        alike = [one for one in timers if one._options.prefix == self._options.prefix]
-        if len(alike) > 1 and alike[0] is self:
-            messages.warning(_ALIKE, len(alike), self._options.prefix)
+        if len({one._options.prefix for one in timers}) < len(timers):
+            raise ValueError(
+                "Timers of one Trainer must log under different keys, got prefix="
+                f"{self._options.prefix!r} twice: keep one timer, or give each its own prefix."
+            )
 
     @never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -357,13 +352,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     def _show(self, trainer: pl.Trainer) -> None:
         """Print the table, where it is wanted."""
-        if not (trainer.is_global_zero and self._prints_table):
-            return
-        try:
+        if trainer.is_global_zero and self._prints_table:
             self._print_table()
-        except Exception as error:
-            # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
-            messages.warning("The table could not be shown: %r", error)
 
     def _save_run(self, trainer: pl.Trainer) -> None:
         """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""

@@ -15,7 +15,7 @@ from lightning_gputime._options import AllOptions, Options, check_int, takes_opt
 from lightning_gputime._phases import BACKWARD, FETCH, OTHER
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._timer import Steps, Timer, callers, needs_instance, never_raises
+from lightning_gputime._timer import Steps, Timer, callers, never_raises
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _NO_LOADER = (
 )
 
 
-@takes_options(0, "write FabricPhaseTimer(warmup_steps=10)", "Fabric")
+@takes_options
 class FabricPhaseTimer(Timer):
     """Log how long the phases of each training step take, for `Fabric(callbacks=[...])`.
 
@@ -99,7 +99,6 @@ class FabricPhaseTimer(Timer):
 
     # Fabric's hooks
 
-    @needs_instance
     def on_after_setup(self, fabric: Any, module: nn.Module, *optimizers: Any) -> None:
         """Start a new measurement, of all that was set up since `remove`.
 

@@ -65,7 +65,7 @@ _UNSEEN = (
 )
 
 
-@takes_options(2, "give several optimizers as a list, and the loader to timer.steps(loader)")
+@takes_options
 class GPUPhaseHooks(Timer):
     """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
 

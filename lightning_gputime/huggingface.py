@@ -36,16 +36,8 @@ _NESTED = (
     " not ended, is no longer timed. Give each Trainer a TransformersPhaseTimer of its own."
 )
 
-_NO_LOSS = (
-    "The Trainer has logged no `loss`, beside which the means of steps stand: where its `log` gives"
-    " that another name, or holds it back, let it pass `loss` on, or read summary()."
-)
 
-# They show what is logged: a line of ten more numbers would be no help.
-_PRINTERS = ("NotebookProgressCallback", "PrinterCallback", "ProgressCallback")
-
-
-@takes_options(0, "write TransformersPhaseTimer(warmup_steps=10)", "the Trainer")
+@takes_options
 class TransformersPhaseTimer(Timer, TrainerCallback):
     """Reports how long the phases of each training step take, on the device's own clock.
 
@@ -82,16 +74,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._owes_table = False
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
-        self._behind = _Behind()
         self._handled: BaseException | None = None
         # Of a training. A step may reach across epochs.
         self._batch = Batch(is_open=False)
-        self._is_in_step = self._has_fetched = self._has_logged = False
+        self._is_in_step = self._has_fetched = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._evaluations = Evaluations(self._options)
         self._stage, self._evaluation_means = "", dict[str, float]()
-        # Means of steps for the Trainer's next log.
+        # Means of steps for the Trainer's next log; its newest log, and the keys added to that.
         self._unlogged = dict[str, float]()
+        self._added: tuple[dict[str, Any], list[str]] = ({}, [])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_trainer": None, "_handled": None}
@@ -123,7 +115,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         loop = Loop(model, optimizers, submodules=submodules, splits_loss=True)
         self._batch = loop.batch
         self._unlogged.clear()
-        self._has_logged = self._has_fetched = False
+        self._has_fetched = False
         clock = self._options._clock or clock_for(args.device, tell=state.is_world_process_zero)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         self._start(
@@ -189,12 +181,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self._take_back()
         if self._session.is_attached:
             self._finish()
-            first = 1 if args.logging_strategy == "epoch" else state.logging_steps
-            is_due = args.logging_strategy != "no" and state.global_step >= first
-            if is_due and not self._has_logged:
-                self._warn_once(_NO_LOSS)
             self._owes_table = state.is_world_process_zero
             # It is called once more, when progress bars are gone.
             self._trainer.callback_handler.callbacks.append(self)
@@ -227,6 +216,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         return True
 
     def _end_evaluate(self, _: Any) -> None:
+        self._take_back()
         if self._batch.is_open:
             # A callback has evaluated inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
@@ -277,7 +267,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if f"{self._stage}_runtime" in logs:
             added, self._evaluation_means = self._evaluation_means, {}
         is_last = "train_runtime" in logs
-        self._has_logged |= "loss" in logs
         if is_last or "loss" in logs:
             if is_last or self._options.sync_ranks == "log":
                 self._session.compare_ranks()
@@ -288,9 +277,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             added |= self._unlogged
             self._unlogged.clear()
         if self._trainer is not None:  # Else nobody takes them out of what `evaluate` returns.
-            self._stand(self._trainer.callback_handler)  # One that was added since reports, too.
-            self._behind.added = [*added]
+            self._added = logs, [*added]
             logs.update(added)
+
+    @never_raises
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Remove the means from the newest log, which a Trainer may return or decide by."""
+        (logs, added), self._added = self._added, ({}, [])
+        for key in added:
+            logs.pop(key, None)
 
     # What is on a Trainer
 
@@ -298,7 +296,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         """Listen to its methods and its callbacks."""
         self._leave()
         self._trainer, handler = trainer, trainer.callback_handler
-        self._stand(handler)
+        # Before all others. The Trainer is on its way through the list: those behind do not move.
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
         self._handled = sys.exception()
         # Before transformers 5 there is none for an epoch, and an error in another callback stays
         # unknown.
@@ -322,42 +322,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if hasattr(engine, "generate"):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
-    def _stand(self, handler: Any) -> None:
-        """Stand before all callbacks of a Trainer, and behind those that report."""
-        there = handler.callbacks
-        others = [one for one in there if one not in (self, self._behind)]
-        printers = [one for one in others if type(one).__name__ in _PRINTERS]
-        reporters = [one for one in others if one not in printers]
-        order = [self, *reporters, self._behind, *printers]
-        # The Trainer may be on its way through the list: only behind its first may others move.
-        if there[0] is self:
-            there[:] = order
-        else:
-            handler.callbacks = order
-
     def _leave(self) -> None:
         """Take off what is on the Trainer, and print the table, if it is due."""
         self._patches.remove()
         trainer, self._trainer, self._handled = self._trainer, None, None
         if trainer is not None:
             handler = trainer.callback_handler
-            before = [one for one in handler.callbacks if one is self][:1]
-            others = [one for one in handler.callbacks if one not in (self, self._behind)]
-            handler.callbacks = [*before, *others]
+            # At the end of a training it stands behind all others, too.
+            first = [one for one in handler.callbacks if one is self][:1]
+            handler.callbacks = first + [one for one in handler.callbacks if one is not self]
         if self._owes_table and self._prints_table:
             self._print_table()
         self._owes_table = False
-
-
-class _Behind(TrainerCallback):
-    """Stands behind all callbacks that report, and takes the phases out before any prints them."""
-
-    def __init__(self) -> None:
-        self.added: list[str] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        while self.added:
-            logs.pop(self.added.pop(), None)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

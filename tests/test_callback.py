@@ -137,7 +137,9 @@ def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
         def on_validation_end(self, *_: Any) -> None:
             gpu.work(1000.0)
 
-    timers = [GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0) for _ in range(2)]
+    timers = [
+        GPUPhaseTimer(_clock=gpu, prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
+    ]
     runner = trainer(*timers, Saves(), val_check_interval=2, max_epochs=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
@@ -170,7 +172,9 @@ def test_a_profiler_is_not_kept_alive_after_a_validation(gpu: FakeGPU) -> None:
 
 
 def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
-    timers = [GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0) for _ in range(2)]
+    timers = [
+        GPUPhaseTimer(_clock=gpu, prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
+    ]
     runner = trainer(*timers)
     model = Model(gpu)
     runner.fit(model, Loader(gpu, 2))

@@ -751,7 +751,7 @@ def test_steps_have_all_that_their_loader_has(loop: Loop) -> None:
 
 def test_a_loop_goes_on_with_what_next_has_begun_and_is_over_with_an_iterator(loop: Loop) -> None:
     with hooks(loop) as timer:
-        loader = timer.steps(Epochs(loop.gpu).__iter__())
+        loader = iter(timer.steps(Epochs(loop.gpu).__iter__()))
         loop.train(next(loader))
         for _ in range(2):
             for x in loader:

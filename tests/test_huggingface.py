@@ -593,22 +593,6 @@ def test_a_callback_that_is_added_in_mid_training_reports_too(
     assert [phases(one) != {} for one in reporter.logs] == [True] * 3 + [False]
 
 
-@pytest.mark.parametrize("how", ["renamed", "held back", "as it is"])
-def test_a_log_without_a_loss_is_told_of_once(
-    fake: Make, timer: TransformersPhaseTimer, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Logs(transformers.Trainer):  # type: ignore[misc]  # has no types
-        def log(self, logs: Any, *args: Any) -> None:
-            if how == "renamed":
-                logs = {f"train/{name}" if name == "loss" else name: logs[name] for name in logs}
-            if how != "held back" or "loss" not in logs:
-                super().log(logs, *args)
-
-    fake([timer], trainer_class=Logs, logging_steps=2).train()
-    assert caplog.text.count("has logged no `loss`") == (how != "as it is")
-    assert steps(timer) == [FIRST, STEP, STEP, STEP]
-
-
 def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
     class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -1008,7 +992,9 @@ def test_who_is_added_between_two_trainings_reports_too(
     trainer.add_callback(reporter)
     trainer.train()
     assert all(phases(one) for one in reporter.logs[:4])
-    assert "phase_time" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count("'phase_time/forward_ms': ") == 2 * 4
+    assert "eval_phase_time" not in printed
 
 
 def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU) -> None:
@@ -1081,20 +1067,6 @@ def test_a_bad_option_fails_at_once() -> None:
         TransformersPhaseTimer(warmup_steps=-1)
     with pytest.raises(TypeError, match="summary must be True or False"):
         TransformersPhaseTimer(print_summary="yes")  # type: ignore[arg-type]  # on purpose
-
-
-def test_options_of_other_timers_and_a_model_are_answered_with_what_counts_here() -> None:
-    callback: Any = TransformersPhaseTimer
-    for option, said in {
-        "log_every_n_steps": "the Trainer tells it the log_every_n_steps",
-        "save": "has no option save: call timer.save(path)",
-        "model": "has no option model: the Trainer tells it the model",
-    }.items():
-        with pytest.raises(TypeError) as error:
-            callback(**{option: 1})
-        assert said in str(error.value)
-    with pytest.raises(TypeError, match=r"by position: the Trainer tells it the"):
-        callback(nn.Linear(1_000_000, 1, device="meta"))
 
 
 def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> None:

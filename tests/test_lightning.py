@@ -746,11 +746,14 @@ def test_every_batch_is_a_step_where_there_is_no_optimizer(gpu: FakeGPU) -> None
 # Several timers of one Trainer
 
 
-def test_two_timers_with_the_same_keys_are_told(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_twice", [True, False])
+def test_two_timers_with_the_same_keys_are_refused_before_training(
+    gpu: FakeGPU, is_twice: bool
 ) -> None:
-    trainer(timer_of(gpu), timer_of(gpu)).fit(Model(gpu), Loader(gpu, 2))
-    assert caplog.text.count("2 timers of this Trainer log under the same keys, 'phase_time/") == 1
+    timer = timer_of(gpu)
+    with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* give each its own prefix"):
+        trainer(timer, timer if is_twice else timer_of(gpu)).fit(Model(gpu), Loader(gpu, 2))
+    assert not steps(timer)
 
 
 def test_two_timers_with_keys_of_their_own_are_not_told(
@@ -760,13 +763,6 @@ def test_two_timers_with_keys_of_their_own_are_not_told(
     trainer(*timers).fit(Model(gpu), Loader(gpu, 2))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 2] * 2
     assert not [one for one in caplog.records if one.name == "lightning_gputime"]
-
-
-def test_a_timer_that_is_given_twice_is_told_before_training(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    with pytest.raises(ValueError, match="A timer is twice in the callbacks of this Trainer"):
-        trainer(timer, timer).fit(Model(gpu), Loader(gpu, 2))
-    assert not steps(timer)
 
 
 # Fits one after another, and inside one another

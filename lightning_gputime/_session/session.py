@@ -58,7 +58,7 @@ class Session:
 
     `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
     ask from any thread; beside a loop that runs in another one, that reads no steps. `bars` of a
-    front end are called with every step, and `number` is that of the first one.
+    front end are called with every step.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Session:
         results: Results,
         means: MeanLog,
         bars: Sequence[Callable[[StepTimes], object]],
-        number: int = 0,
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
@@ -91,7 +90,7 @@ class Session:
         if is_auto:
             results.each_timed_for = _who_looks_at_each(options, means)
             if not results.each_timed_for:
-                self._auto = AutoSchedule(means.every_n_steps or 50, number)
+                self._auto = AutoSchedule(means.every_n_steps or 50, 0)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
