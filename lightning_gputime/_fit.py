@@ -195,13 +195,13 @@ class Fit:
             ("on_validation_model_zero_grad", begins),
         ):
             calls[_lightning.module_action(trainer, self._model, hook)] = call
-        self._attachments.add(_lightning.Actions(trainer, calls, fail))
+        self._attachments.add(_lightning.listen_to_actions(trainer, calls, fail))
         validation = trainer.fit_loop.epoch_loop.val_loop
-        self._attachments.add(_lightning.call_at_start(validation, "run", begins, fail))
+        self._attachments.add(_lightning.call_at_start(validation, "run", begins))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(trainer):
             wait = partial(session.recorder.mark, WAIT)
-            self._attachments.add(_lightning.call_at_start(*place, wait, fail))
+            self._attachments.add(_lightning.call_at_start(*place, wait))
 
     def remove(self) -> None:
         self._attachments.remove()

@@ -162,49 +162,21 @@ def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-class Actions:
-    """Calls functions, by the name of the action, when a trainer begins certain actions.
+def listen_to_actions(
+    trainer: Any, calls: Mapping[str, Callable[[], object]], fail: Callable[[Exception], None]
+) -> Subscription:
+    """Call functions, by the name of the action, when a trainer starts certain actions.
 
-    A Trainer tells its profiler of all that it begins, also where that profiler does nothing, and
-    before any callback is called: so the order of the callbacks does not matter. Errors go to
-    `fail`.
+    A Trainer tells its profiler of all actions, also where that profiler does nothing, and before
+    it calls any callback: so the order of the callbacks does not matter. Errors go to `fail`.
     """
-
-    def __init__(
-        self,
-        trainer: Any,
-        calls: Mapping[str, Callable[[], object]],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        profiler = trainer.profiler
-        # Who has put something there since must be called, too.
-        is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
-        name = "start_alone" if is_idle else "start"
-        # Not itself, which would so hold itself, and all that it calls, when it is removed.
-        self._subscription = Subscription(
-            profiler, "start", (calls, fail), lambda call, _: getattr(_Dispatcher(call), name)
-        )
-        self._know_awaited()
-
-    def put_on(self) -> None:
-        self._subscription.put_on()
-        self._know_awaited()
-
-    def remove(self) -> None:
-        self._subscription.remove()
-        self._know_awaited()
-
-    def _know_awaited(self) -> None:
-        patch = self._subscription.patch
-        awaited = patch.replacement.__self__.awaited
-        awaited.clear()
-        for calls, fail in patch.listeners:
-            for name, call in calls.items():
-                awaited.setdefault(name, []).append((call, fail))
-
-
-# What is called, and what its error is passed to.
-_GuardedCall = tuple[Callable[[], object], Callable[[Exception], None]]
+    profiler = trainer.profiler
+    # Who has put something there since must be called, too.
+    is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
+    name = "start_alone" if is_idle else "start"
+    return Subscription(
+        profiler, "start", (calls, fail), lambda *known: getattr(_Dispatcher(*known), name)
+    )
 
 
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
@@ -212,39 +184,33 @@ _GuardedCall = tuple[Callable[[], object], Callable[[Exception], None]]
 class _Dispatcher:
     """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
 
-    __slots__ = ("_call", "_patch", "awaited")
+    __slots__ = ("_call", "_listeners", "_patch")
 
-    def __init__(self, call: Callable[[str], Any]) -> None:
-        self._call = call
-        self.awaited: dict[str, list[_GuardedCall]] = {}
+    def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
+        self._call, self._listeners = call, listeners
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Dispatcher, (self._call,)  # Nobody listens to the copy of a profiler.
+        return _Dispatcher, (self._call, [])  # Nobody listens to the copy of a profiler.
 
     def start(self, action_name: str) -> Any:
         self.start_alone(action_name)
         return self._call(action_name)
 
     def start_alone(self, action_name: str) -> None:
-        if action_name in self.awaited:
-            for call, fail in self.awaited[action_name]:
+        for calls, fail in self._listeners:
+            if action_name in calls:
                 try:
-                    call()
+                    calls[action_name]()
                 except Exception as error:
                     fail(error)
 
 
-def call_at_start(
-    owner: Any, name: str, call: Callable[[], object], fail: Callable[[Exception], None]
-) -> Subscription:
+def call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
     """Call a function, without arguments, whenever `owner.name` is called."""
 
     @skip_compile
     def begins(*_: Any, **__: Any) -> bool:
-        try:
-            call()
-        except Exception as error:
-            fail(error)
+        call()
         return False
 
     return Subscription(owner, name, Calls(begins))

@@ -57,13 +57,6 @@ _LEFT_OVER = (
     ' accumulate_grad_batches="auto" a step ends with its update, in whichever loop that is.'
 )
 
-_MANY = 20  # Of fewer batches that were passed over nothing is said.
-_UNSEEN = (
-    "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
-    " they train in a way that is not seen, such as by a graph that was captured before attach(),"
-    " call step() at the end of the body."
-)
-
 
 @takes_options
 class GPUPhaseHooks(Timer):
@@ -303,10 +296,6 @@ class GPUPhaseHooks(Timer):
     def _leave_loop(self) -> None:
         """End a loop with its last step. Micro-batches of a known number go into no other loop."""
         session = self._session
-        # Each batch has two marks.
-        passed_over = session.recorder.place_before // 2 + 1 if self._body else 0
-        if passed_over >= _MANY and session.has_idled(is_first=True):
-            session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0
