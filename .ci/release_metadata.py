@@ -29,7 +29,7 @@ class ReleaseMetadata(MetadataHookInterface):
             text = _LINK.sub(rf"\1{page}/blob/{ref}/", text)
             metadata["urls"] = {
                 "Source": page,
-                "Documentation": f"{page}/blob/{ref}/examples/README.md",
+                "Documentation": f"{page}/blob/{ref}/docs/index.md",
                 "Changelog": f"{page}/blob/{ref}/CHANGELOG.md",
                 "Issues": f"{page}/issues",
             }

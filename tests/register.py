@@ -1,6 +1,6 @@
 """Everything that a timer replaces in other libraries while it is attached.
 
-`examples/README.md` shows this table to users, and a test that patches what is not in it fails.
+`docs/reference/replaced.md` shows this table to users. A test that patches what is not in it fails.
 """
 
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ class Replaced:
     kind: str  # What has it: a module, a class or an object; several joined by commas.
     names: frozenset[str]
     why: str  # Why no hook does instead.
-    when: str = "while steps are timed"
-    idle: str = "0.5 to 1 us"  # What a call costs beyond the original's while no step is timed.
-    others: str = "both are called, in any order"  # If another library replaces it, too.
+    when: str = ""  # Else: while steps are timed.
+    idle: str = ""  # What a call costs while no step is timed, where that is not 0.5 to 1 us.
+    others: str = ""  # If another library replaces it, too, and not both are called.
 
 
-_OF_RANKS = "while steps are timed, with several ranks"
-_OF_RANKS_IDLE = "1 to 3 us"
-_OF_RANKS_OTHERS = "both are called; what they put back is replaced when the timer is next put on"
-_IN_TRAINING = "from the start to the end of training"
-_NO_HOOK = "there is no hook"
+_OF_RANKS = "with several ranks"
+_OF_RANKS_IDLE = "idle: 1 to 3 us"
+_OF_RANKS_OTHERS = "what others restore is replaced again by the next timer"
+_IN_TRAINING = "all of the training"
+_NO_HOOK = "no hook exists"
 _COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
     Replaced(
-        "`torch.autograd._engine_run_backward`, or `backward` where there is none; `backward` of"
-        " DeepSpeed's engine, which then reduces gradients",
+        "`torch.autograd._engine_run_backward`, or `backward` in older versions; `backward` of"
+        " DeepSpeed's engine",
         f"{MODULE}, {OBJECT}",
         frozenset({"_engine_run_backward", "backward"}),
-        "a hook on a gradient ends too early, and `full_backward_pre_hook` begins late",
-        when="while steps are timed; not in evaluations",
+        "hooks on gradients end too early, and `full_backward_pre_hook` starts late",
+        when="not in evaluations",
     ),
     Replaced(
         "`zero_grad` of the loop's optimizers; under Fabric, of their classes",
@@ -52,14 +52,14 @@ REGISTER = (
         "`step` of an optimizer without hooks of its own, or whose `step` is compiled",
         OBJECT,
         frozenset({"step"}),
-        "there is no hook, or it would break the compiled graph",
+        "no hook exists, or it would break the compiled graph",
     ),
     Replaced(
         "`_compiled_call_impl` of a module that was compiled in place",
         OBJECT,
         frozenset({"_compiled_call_impl"}),
         _COMPILED,
-        others="`compile()` called anew ends the timing of that module's calls",
+        others="a new `compile()` ends the timing of this module",
     ),
     Replaced(
         "`training_step` of a LightningModule that was compiled as a whole",
@@ -71,13 +71,13 @@ REGISTER = (
         "`torch.jit._recursive.create_script_module`, and `__getstate__` of `torch.nn.Module`",
         f"{MODULE}, {CLASS}",
         frozenset({"create_script_module", "__getstate__"}),
-        "TorchScript compiles a module's hooks, and pickle writes them: both are done without ours",
+        "TorchScript compiles hooks, and pickle writes them",
     ),
     Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
         frozenset({*launches(ProcessGroup), *BLOCKS}),
-        "its hooks come with torch 2.15, and know no end",
+        "its hooks come with torch 2.15, and do not show the end",
         _OF_RANKS,
         _OF_RANKS_IDLE,
         _OF_RANKS_OTHERS,
@@ -96,22 +96,21 @@ REGISTER = (
         "`start` of the Trainer's profiler",
         OBJECT,
         frozenset({"start"}),
-        "no callback hears of the fetch of a batch, nor of other callbacks",
+        "no callback is called at a fetch, or around other callbacks",
         when=_IN_TRAINING,
-        idle="under 0.1 us an action",
+        idle="idle: under 0.1 us",
     ),
     Replaced(
         "`save_checkpoint` of the Trainer, `run` of its validation loop, and the broadcast between"
         " ranks at each batch",
         OBJECT,
         frozenset({"save_checkpoint", "run", "_broadcast_sigterm_tensor"}),
-        "no action of the profiler tells of them, or of their end",
-        when="from the start to the end of training; `save_checkpoint` from `setup` on",
+        "the profiler has no action for them",
+        when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "`_run_epoch`, `evaluate`, five inner methods of the Trainer of transformers, and"
-        " `on_epoch_begin` of the handler of its callbacks; of TRL's `_calculate_rewards`, and"
-        " `generate` of what runs vLLM for it",
+        "transformers' Trainer: `_run_epoch`, `evaluate`, five inner methods, `on_epoch_begin` of"
+        " its callback handler; TRL: `_calculate_rewards`, `generate` of vLLM",
         OBJECT,
         frozenset(
             {
@@ -127,12 +126,11 @@ REGISTER = (
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
-        "no callback hears of a fetch, of where an evaluation begins, of rewards, nor of an error",
+        "no callback is called at a fetch, an evaluation's start, rewards, or an error",
         when=_IN_TRAINING,
     ),
     Replaced(
-        "`generate` and `generate_batch` of all models of transformers, where that is imported; in"
-        " its Trainer, `_loss_function` of the model",
+        "transformers' models: `generate`, `generate_batch`; in its Trainer `_loss_function`",
         f"{CLASS}, {OBJECT}",
         frozenset({"generate", "generate_batch", "_loss_function"}),
         _NO_HOOK,
@@ -141,7 +139,7 @@ REGISTER = (
         "`__iter__` of the loaders of Fabric",
         CLASS,
         frozenset({"__iter__"}),
-        "Fabric has no hook for it",
+        _NO_HOOK,
         when="from `fabric.setup` to `timer.remove`",
     ),
 )

@@ -228,7 +228,7 @@ def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
 
 def test_the_file_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    manual = (Path(__file__).parent.parent / "examples/README.md").read_text()
+    manual = (Path(__file__).parent.parent / "docs/how-to/trainers/lightning.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)
     Path("config.yaml").write_text(text)
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]

@@ -157,6 +157,24 @@ def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:
         assert "aten::_linalg_svd" in names
 
 
+@pytest.mark.slow
+def test_the_tutorial_makes_one_change_after_another(
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    example("tutorial.py", all_of_them=True, path=str(path), steps=12, width=2)
+    results = json.loads(path.read_text())
+    names = ["workers", "rare_checks", "large_batch", "bf16"]
+    assert [one["changes"] for one in results] == [names[:n] for n in range(5)]
+    assert [one["batch"] for one in results] == [32, 32, 32, 512, 512]
+    assert [one["workers"] > 0 for one in results] == [False, True, True, True, True]
+    # On the first way to the last: the callback is called in each step, then in one of 50.
+    checks = [one["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for one in results]
+    assert checks[1] > 2 * checks[2] > 0
+    printed = capsys.readouterr().out.splitlines()[-5:]
+    assert all(one["verdict"] in line for one, line in zip(results, printed, strict=True))
+
+
 def test_the_modules_are_sub_phases(example: Any) -> None:
     rows = example("modules.py", width=8, epochs=2).summary().rows
     for phase in ("forward", "backward"):

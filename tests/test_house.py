@@ -46,8 +46,10 @@ TOP = {
     "LICENSE",
     "README.md",
     "benchmarks",
+    "docs",
     "examples",
     "lightning_gputime",
+    "mkdocs.yml",
     "pyproject.toml",
     "tests",
 }

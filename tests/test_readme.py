@@ -1,9 +1,15 @@
+import ast
 import importlib.util
 import inspect
 import itertools
 import json
+import math
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gputime
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, _cli
+from lightning_gputime._results.changes import LastingChange
+from lightning_gputime._results.verdict import judge
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_gputime"
 README = (ROOT / "README.md").read_text()
+DOCS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*.md"))]
 READMES = {
     path: (ROOT / path).read_text()
     for path in (
@@ -27,6 +37,7 @@ READMES = {
         "examples/README.md",
         "examples/experiments/README.md",
         "tests/README.md",
+        *DOCS,
     )
 }
 ALL = "\n".join(READMES.values())
@@ -78,17 +89,24 @@ def run_blocks(path: str) -> dict[str, Any]:
     return names
 
 
+# By page: its blocks of Python, the tables that they print, and what is printed as well.
+BLOCKS = {
+    "README.md": (2, 2, ""),
+    "examples/experiments/README.md": (1, 1, ""),
+    "docs/how-to/outputs.md": (1, 0, ""),
+    "docs/how-to/slower-than-yesterday.md": (1, 0, torch.__version__),
+    "docs/how-to/split-a-step.md": (2, 0, ""),
+    "docs/how-to/trainers/fabric.md": (1, 1, ""),
+    "docs/how-to/trainers/lightning.md": (2, 1, "longest phase: "),
+    "docs/how-to/trainers/plain-loop.md": (1, 1, ""),
+    "docs/how-to/validation-and-inference.md": (1, 0, ""),
+    "docs/how-to/work-per-second.md": (1, 0, "None"),
+    "docs/reference/results.md": (1, 0, "of the time is backward"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
-@pytest.mark.parametrize(
-    ("path", "n", "tables", "text"),
-    [
-        ("README.md", 2, 2, ""),
-        ("examples/README.md", 9, 0, "of the time is backward"),
-        ("examples/experiments/README.md", 1, 1, ""),
-        ("benchmarks/README.md", 0, 0, ""),
-        ("tests/README.md", 0, 0, ""),
-    ],
-)
+@pytest.mark.parametrize(("path", "n", "tables", "text"), [(k, *v) for k, v in BLOCKS.items()])
 def test_the_code_blocks_run_in_order(
     path: str,
     n: int,
@@ -104,6 +122,20 @@ def test_the_code_blocks_run_in_order(
     printed = capsys.readouterr().out
     assert printed.count("warm-up steps left out") == tables
     assert text in printed
+
+
+def test_no_page_has_blocks_that_do_not_run() -> None:
+    assert [path for path in READMES if blocks(path, "python")] == [*filter(BLOCKS.get, READMES)]
+    languages = set(re.findall(r"^ *```(.+)$", ALL, re.MULTILINE))
+    assert languages == {"python", "sh", "text", "yaml"}
+
+
+def test_the_commands_of_the_package_are_taken() -> None:
+    lines = [line for path in READMES for block in blocks(path, "sh") for line in block.split("\n")]
+    commands = [one for one in map(shlex.split, lines) if one[:1] == ["lightning-gputime"]]
+    assert len(commands) > 8
+    for command in commands:
+        _cli._new_parser().parse_args(command[1:])
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
@@ -128,15 +160,18 @@ def test_lightning_cli_takes_the_yaml_block(
     from lightning.pytorch.cli import LightningCLI
 
     monkeypatch.chdir(tmp_path)
-    [config] = blocks("examples/README.md", "yaml")
+    [config] = blocks("docs/how-to/trainers/lightning.md", "yaml")
     (tmp_path / "config.yaml").write_text(config)
     trainer = LightningCLI(Regression, args=["fit", "--config", "config.yaml"]).trainer
     [timer] = [one for one in trainer.callbacks if isinstance(one, GPUPhaseTimer)]  # type: ignore[attr-defined]  # has no hint
     assert timer.summary().steps == 16 - 5
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_and_the_manual_are_short() -> None:
     assert len(README.split()) <= 1350
+    # Not counted: what only draws a table.
+    words = [one for path in DOCS for one in READMES[path].split() if not {*one} <= {*"|-·"}]
+    assert len(words) <= 10_300
 
 
 def test_the_versions_are_those_of_the_package() -> None:
@@ -162,7 +197,7 @@ def without_code(text: str) -> str:
 @each_readme
 def test_every_link_leads_somewhere(path: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(READMES[path]))
-    assert links
+    assert links or path in DOCS
     for link in links:
         file, _, anchor = link.partition("#")
         # An absolute address could not be checked here; there is none.
@@ -173,15 +208,23 @@ def test_every_link_leads_somewhere(path: str) -> None:
             assert anchors(target.read_text()).count(anchor) == 1, link
 
 
-def test_every_readme_can_be_reached_from_the_first() -> None:
+def test_every_page_can_be_reached_from_the_first() -> None:
     reached, new = set(), {"README.md"}
     while new:
         path = new.pop()
         reached.add(path)
-        links = re.findall(r"\]\(([^)\s#]*README\.md)", READMES[path])
+        links = re.findall(r"\]\(([^)\s#]*\.md)", READMES[path])
         targets = [((ROOT / path).parent / link).resolve() for link in links]
-        new |= {str(target.relative_to(ROOT.resolve())) for target in targets} - reached
+        paths = {str(target.relative_to(ROOT.resolve())) for target in targets}
+        new |= (paths & READMES.keys()) - reached
     assert reached == set(READMES)
+
+
+def test_every_page_of_the_manual_is_in_its_menu() -> None:
+    menu = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in menu) == sorted(DOCS)
+    home = READMES["docs/index.md"]
+    assert [page for page in menu if f"]({page})" not in home] == ["index.md"]
 
 
 def test_every_picture_is_shown() -> None:
@@ -219,7 +262,7 @@ def test_every_room_of_the_package_that_is_named_is_there() -> None:
 
 
 def test_the_table_of_all_options_is_complete() -> None:
-    options = rows("examples/README.md", "| option | default | |")
+    options = rows("docs/reference/options.md", "| option | default | |")
     names = [row[0] for row in options]
     callback, hooks = names.index("**`GPUPhaseTimer`**"), names.index("**`GPUPhaseHooks`**")
     for timer, own in (
@@ -238,12 +281,87 @@ def test_the_table_of_all_options_is_complete() -> None:
                 assert stated_default == arguments[name].default, name
 
 
-def test_the_main_options_are_among_all_options() -> None:
-    main = rows("README.md", "| option | default | |")
-    assert len(main) == 9
-    of_all = {row[0]: row[1] for row in rows("examples/README.md", "| option | default | |")}
-    for name, default, _ in main:
-        assert of_all[name] == default
+def stats(ms: float, share: float, host_ms: float = math.nan, n: int = 100) -> PhaseStats:
+    return PhaseStats(n, mean_ms=ms, max_ms=ms, share=share, host_mean_ms=host_ms)
+
+
+MEMORY = MemorySummary(
+    {"backward": 41_210.0, "forward": 38_000.0}, {"backward": 20, "forward": 20}, 0.0, 81_559.0, 1
+)
+JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("input-bound", judge({"data/fetch": stats(4.4, 0.44)}, stats(10.0, 1.0), 0.0, None)),
+        ("callback-bound", judge({"callbacks": stats(10.3, 0.42)}, stats(24.5, 1.0), 0.0, None)),
+        (
+            "communication-bound",
+            judge({"backward/comm": stats(21.2, 0.929)}, stats(22.8, 1.0), 0.0, None),
+        ),
+        ("launch-bound", judge({"forward": stats(5.0, 0.9, 5.0)}, stats(5.21, 1.0), 0.0, None)),
+        ("out-of-memory", MEMORY.sentences[0]),
+        ("slow-steps", JUMP),
+    ],
+)
+def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
+    assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
+
+
+WARNINGS = {"warning", "warn_once", "_warn_once", "tell_once", "_tell_once"}
+
+
+def texts(node: ast.AST | None, constants: dict[str, str]) -> list[str]:
+    """The texts that an argument may be, up to the first value in them."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]):
+            return [text]
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return [constants[name]] if name in constants else []
+        case ast.IfExp():
+            return [*texts(node.body, constants), *texts(node.orelse, constants)]
+    return []
+
+
+def constants_of(tree: ast.Module) -> dict[str, str]:
+    return {
+        node.targets[0].id: text
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        for text in texts(node.value, {})
+    }
+
+
+def warnings_of_the_package() -> set[str]:
+    """Each warning that is logged, with "..." for its values."""
+    found = set()
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = {path: constants_of(tree) for path, tree in trees.items()}
+    # Some are imported from another module.
+    all_of_them = {name: text for one in own.values() for name, text in one.items()}
+    for path, tree in trees.items():
+        constants = all_of_them | own[path]
+        if path.stem == "checkup":  # It makes a table of them.
+            found |= {text for text in own[path].values() if " " in text}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if called in WARNINGS and node.args:
+                    found |= {*texts(node.args[0], constants)}
+    return {re.sub(r"(%(\.\d)?\w\.?)+", "...", text) for text in found if text}
+
+
+def test_the_manual_has_each_warning_and_no_other() -> None:
+    page = READMES["docs/reference/messages.md"]
+    entries = re.findall(r"^(?:\| )?`([^`]+)`(?: \||(?: ·)?$)", page, re.MULTILINE)
+    entries = [one.rstrip(".").rstrip() for one in entries]
+    found = [text.replace("`", "") for text in warnings_of_the_package()]
+    assert len(found) > 60
+    assert [text for text in found if not text.startswith(tuple(entries))] == []
+    assert [one for one in entries if not any(text.startswith(one) for text in found)] == []
 
 
 WAYS = {
@@ -288,6 +406,16 @@ def test_what_is_added_is_what_was_measured(path: str, header: str, models: list
             assert cell == f"{(row['ratio'] - 1) * 100:+.2f} ± {row['error'] * 100:.2f} %", label
 
 
+def test_the_tutorial_has_what_was_measured() -> None:
+    results = json.loads((ROOT / "benchmarks/results/tutorial.json").read_text())
+    page = READMES["docs/tutorial.md"]
+    assert results[0]["device"].replace(", ", " with ") in page
+    for n, result in enumerate(results):
+        changes = ", ".join(map(str, range(1, n + 1))) or "as found"
+        row = f"| {changes} | {result['images_per_sec']:,.0f} | {result['verdict']} |"
+        assert row in page
+
+
 def test_the_picture_of_the_gpt_is_drawn_from_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,3 +432,21 @@ def test_the_ci_runs_the_command_for_the_tests() -> None:
     script = (ROOT / ".ci/run").read_text()
     assert install.replace("pip install", "pip install --quiet") in script
     assert run in script
+
+
+@pytest.mark.slow
+def test_the_manual_builds_and_shows_the_api_and_the_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    where = {**os.environ, "GITHUB_REPOSITORY": "someone/timer", "GITHUB_REF_NAME": "v1.2.3"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "reference/api/index.html").read_text()
+    assert [
+        one for one in lightning_gputime.__all__ if f'id="lightning_gputime.{one}"' not in api
+    ] == []
+    assert {"overhead.png", "trace.png"} <= {path.name for path in tmp_path.glob("images/*")}
+    cost = (tmp_path / "explanation/cost/index.html").read_text()
+    assert 'src="../../images/overhead.png"' in cost
+    address = "https://github.com/someone/timer/blob/v1.2.3/benchmarks/results/overhead.json"
+    assert f'href="{address}"' in cost

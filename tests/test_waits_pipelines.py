@@ -15,7 +15,7 @@ from lightning_gputime import GPUPhaseHooks
 
 PIPELINE = from_module("torch.distributed.pipelining.stage")
 SCRIPT = Path(__file__).with_name("pipeline_run.py")
-MANUAL = Path(__file__).parents[1] / "examples" / "README.md"
+MANUAL = Path(__file__).parents[1] / "docs/how-to/trainers/megatron-torchtitan.md"
 
 
 @pytest.mark.parametrize(
