@@ -1,7 +1,7 @@
 """Timers for scripts that have none: by an environment variable, and by `lightning_gputime run`.
 
-A Trainer of Lightning asks installed packages for callbacks, see `callbacks_factory` in its
-documentation. For the Trainer of transformers, and a plain loop, `run` puts the folder `site`
+A Trainer of Lightning and a Fabric ask installed packages for callbacks, see `callbacks_factory` in
+their documentation. For the Trainer of transformers, and a plain loop, `run` puts the folder `site`
 on Python's path, whose `sitecustomize` calls `watch_imports` when Python starts.
 """
 
@@ -39,6 +39,7 @@ def options() -> dict[str, Any] | None:
 
 
 def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that all timers have."""
     return {name: value for name, value in wanted.items() if name != "save_path"}
 
 
@@ -51,7 +52,7 @@ def tells_errors() -> Iterator[None]:
         tell_once("No timer is added, because this failed: %r", error)
 
 
-# Called in each Trainer, wanted or not: nothing is imported without need.
+# Called in each Trainer and each Fabric, wanted or not: nothing is imported without need.
 
 
 def trainer_callbacks() -> list[Any]:
@@ -61,6 +62,15 @@ def trainer_callbacks() -> list[Any]:
     from lightning_gputime._auto_instrumentation.lightning import TrainerAdder
 
     return [TrainerAdder(wanted)]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return what adds a timer to a Fabric, if that is wanted."""
+    if (wanted := options()) is None:
+        return []
+    from lightning_gputime._auto_instrumentation.lightning import FabricAdder
+
+    return [FabricAdder(wanted)]
 
 
 def watch_imports() -> None:

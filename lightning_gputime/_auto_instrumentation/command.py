@@ -14,8 +14,8 @@ from typing import Any
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
 
 ABOUT = """\
-Run a script with a timer that it has not: in the Trainer of Lightning or transformers, or
-in a plain loop, where a step is one update of the first optimizer. All else is as without: its
+Run a script with a timer that it has not: in the Trainer of Lightning or transformers, in a Fabric,
+or in a plain loop, where a step is one update of the first optimizer. All else is as without: its
 arguments, output, exit code and errors. Processes that it starts get a timer, too.
 
   run train.py --its own --args

@@ -1,12 +1,13 @@
-"""A timer for a Trainer of Lightning that has none."""
+"""Timers for a Trainer of Lightning and for a Fabric that have none."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gputime._auto_instrumentation import adding, tells_errors
+from lightning_gputime._auto_instrumentation import adding, options_of_all, tells_errors
 from lightning_gputime._boundaries.patching import do_nothing
 from lightning_gputime.callback import GPUPhaseTimer
+from lightning_gputime.fabric import FabricPhaseTimer
 
 
 class TrainerAdder(pl.Callback):
@@ -22,3 +23,18 @@ class TrainerAdder(pl.Callback):
         vars(timer)["on_fit_start"] = do_nothing
         if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
+
+
+class FabricAdder:
+    """A callback whose place a `FabricPhaseTimer` takes when something is set up."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self._wanted = wanted
+
+    @tells_errors()
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        timer = FabricPhaseTimer(**options_of_all(self._wanted))
+        timer._submodules(getattr(module, "module", module))  # Raises if a name is wrong.
+        if adding.take_place(self, fabric._callbacks, timer):
+            timer.on_after_setup(fabric, module)
+            adding.show_at_exit(timer, self._wanted)
