@@ -12,7 +12,6 @@ from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._record import recorder
-from lightning_gputime._record.recorder import MANY_MARKS, MOST_EVENTS
 
 IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
 
@@ -21,14 +20,9 @@ def told(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.message for record in caplog.records)
 
 
-def test_the_real_bounds() -> None:
-    assert (MANY_MARKS, MOST_EVENTS) == (20_000, 100_000)
-
-
 @pytest.fixture
 def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MANY_MARKS", 100)
-    monkeypatch.setattr(recorder, "MOST_EVENTS", 500)
+    monkeypatch.setattr(recorder, "MOST_MARKS", 500)
 
 
 @pytest.mark.usefixtures("_bounds")
@@ -41,44 +35,17 @@ def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
             loop.train(x)
             if number < 10:
                 timer.step()
-            if number == 30:
-                assert told(caplog, "A step has 100 boundaries, and with 500 it is dropped") == 1
-                assert "call step()" in caplog.text
-        assert loop.gpu.created == 500
-        assert told(caplog, "A step has 100 boundaries, and with 500 it is dropped") == 1
-        assert told(caplog, "left out: TooManyEventsError('it has ") == 1
+        # Those of the ten steps before may not be read yet.
+        assert 500 <= loop.gpu.created <= 500 + 7 * 10
+        assert told(caplog, "A step with more than 500 boundaries is dropped. If no step ends") == 1
+        assert "call step()" in caplog.text
         timer.step()
         # It goes on.
         for x in loop.batches(10):
             loop.train(x)
             timer.step()
     assert steps(timer) == [IN_STEP_LOOP] * 20
-    assert len(caplog.records) == 2
-
-
-@pytest.mark.usefixtures("_bounds")
-def test_a_large_lag_holds_a_bounded_number_of_events_and_loses_no_step(loop: Loop) -> None:
-    with hooks(loop, _lag=10_000, every_n_steps=1) as timer:
-        for x in timer.steps(loop.batches(1000)):
-            loop.gpu.host_work(15.625)
-            loop.train(x)
-    assert loop.gpu.created == 500
-    assert len(timer.history()) == 1000
-    assert len(loop.gpu.waits) <= 1  # At the end.
-
-
-@pytest.mark.usefixtures("_bounds")
-def test_a_long_step_that_ends_is_timed_and_told_of(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop, accumulate_grad_batches=30) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(120)), 1):
-            loop.micro_batch(x)
-            if number % 30 == 0:
-                loop.update()
-    micro = {name: 30 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**micro, "optimizer": 2.0}] * 4
-    assert told(caplog, "A step has 100 boundaries") == len(caplog.records) == 1
+    assert len(caplog.records) == 1
 
 
 def test_a_timer_that_nobody_has_any_more_does_nothing_and_comes_off(gpu: FakeGPU) -> None:
@@ -181,4 +148,4 @@ def test_updates_that_no_hook_sees_hold_a_bounded_number_of_events(
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
         assert loop.gpu.created == 500
-    assert told(caplog, "A step has 100 boundaries, and with 500 it is dropped") == 1
+    assert told(caplog, "A step with more than 500 boundaries is dropped") == 1

@@ -15,11 +15,11 @@ from lightning_gputime._record.recorder import Recorder
 _active: list[Recorder] = []
 
 
-def abandon_all() -> None:
-    """End all recording, in a process that was forked off: it must not touch the device."""
-    for recorder in _active:
-        recorder.abandon()
+def abandon_all() -> list[Any]:
+    """End all recording in a process that was forked off; return what holds the events."""
+    held = [recorder.abandon() for recorder in _active]
     _active.clear()
+    return held
 
 
 F = TypeVar("F", bound=Callable[..., Any])

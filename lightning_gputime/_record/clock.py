@@ -1,12 +1,9 @@
 """Clocks: where timing events come from. The only place that names an event class."""
 
-import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -54,25 +51,6 @@ _NEVER: Callable[[], bool] = bool
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
-
-_events: "WeakSet[TimingEvent]" = WeakSet()
-
-
-def new_event(clock: Clock) -> TimingEvent:
-    event = clock.event()
-    with contextlib.suppress(TypeError):  # It has no weak references, and needs none.
-        _events.add(event)
-    return event
-
-
-def keep_events() -> None:
-    """Keep all events for good. Call in a process that was forked off.
-
-    Where one is destroyed torch calls CUDA, which cannot be used there, and the process aborts.
-    """
-    for event in [*_events]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
-
 
 @skip_compile
 class Streams:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce
@@ -134,11 +135,13 @@ class PendingSteps:
             del events[0]
         self.free.extend(events)
 
-    def forget(self) -> None:
-        """Forget all steps that are not read, and all events."""
+    def forget(self) -> list[Any]:
+        """Forget all steps that are not read, and all events; return them."""
+        forgotten = [*self._pending, *self._finished, *self.free]
         self._pending.clear()
         self._finished = []
         self.free.clear()
+        return forgotten
 
     def end(self) -> None:
         """Forget all, and who takes the steps: that holds the model, which is to be freed."""

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from enum import Enum
-from threading import get_ident, local
+from threading import get_ident
 from typing import Any
-from weakref import ref
 
 import torch
 from torch._C import _current_graph_task_id
@@ -27,24 +26,21 @@ from lightning_gputime._phases import (
     RECEIVES,
     WAITS,
 )
-from lightning_gputime._record.clock import Clock, Mark, TimingEvent, new_event
+from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
 from lightning_gputime._record.steps import StepRecord
 
-MANY_MARKS = 20_000
-"""The user is told of a step with this many marks: perhaps none ever ends."""
-
-MOST_EVENTS = 100_000
-"""A recorder creates at most this many events; a step that would need more is dropped."""
+MOST_MARKS = 100_000
+"""A step with more marks is dropped, and the user is told: perhaps none ever ends."""
 
 # What the time goes to while a backward runs; an optimizer may run its updates there.
 _IN_BACKWARD = (BACKWARD, OPTIMIZER)
 
 _NEVER_ENDS = (
-    "A step has %d boundaries, and with %d it is dropped. If no step ends, call"
-    " step() at the end of the loop's body or iterate over steps(loader), and remove() a timer"
-    " that is not used any more; where Lightning optimizes by hand, a step ends with the update"
-    " of an optimizer that configure_optimizers returned."
+    "A step with more than %d boundaries is dropped. If no step ends, call step() at the end of the"
+    " loop's body or iterate over steps(loader), and remove() a timer that is not used any more;"
+    " where Lightning optimizes by hand, a step ends with the update of an optimizer that"
+    " configure_optimizers returned."
 )
 
 _CAPTURES = (
@@ -109,14 +105,6 @@ class Annotator:
                 self._nvtx = torch.cuda.nvtx.range_start(name)
 
 
-class TooManyEventsError(Exception):
-    """No further event is created."""
-
-
-class _Alive:
-    """Lives as long as the thread that holds it."""
-
-
 @skip_compile
 class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
@@ -171,17 +159,13 @@ class Recorder:
         self.flush, self.drain = self.pending.flush, self.pending.drain
         self.warn_once = self.pending.warn_once
         self._free = self.pending.free
-        # How many events there are: those in use, and those to be used again.
-        self._events = 0
         self._annotate = annotate
         self._sample_mark = sample
         self.state = AT_REST
         self.thread = -1
         """The thread that is timed; -1 at rest."""
         self.home = -1
-        """The same, at rest, too; 0 when it has ended: a new thread may get its number."""
-        self._local = local()
-        self._thread_end: ref[_Alive] | None = None
+        """The same, at rest, too."""
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
         self.work_counts: tuple[float, ...] = ()
@@ -400,8 +384,7 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
-        self._move_here()
-        self.thread = self.home
+        self.thread = self.home = get_ident()
         self._drop()
         self.state = OPEN
         if self._sample_mark is not None and _is_sampled(self._index):
@@ -473,7 +456,7 @@ class Recorder:
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
-        self._move_here()
+        self.home = get_ident()
         if self.thread != -1:
             self._drop()
             self.state, self.thread = AT_REST, -1
@@ -497,11 +480,12 @@ class Recorder:
         self._record(label)
         self._post_spin_index = len(self._open) - 1
 
-    def abandon(self) -> None:
-        """End all recording, in a process that was forked off: the events are not its own."""
+    def abandon(self) -> list[Any]:
+        """End all recording, in a process that was forked off; return what holds its events."""
         self.state, self.thread, self.home = AT_REST, -1, -1
+        marks = self._open
         self._forget_open()
-        self.pending.forget()
+        return [marks, self.pending.forget()]
 
     # How a mark is recorded
 
@@ -511,12 +495,13 @@ class Recorder:
                 self.note_capture()
                 self.label, self._is_spoiled = label, True
                 return
-            event = self._free.pop() if self._free else self._new_event()
+            if not self._free and len(self._open) >= MOST_MARKS:
+                self.warn_once(_NEVER_ENDS, MOST_MARKS)
+                self._lose_step()
+                return
+            event = self._free.pop() if self._free else self._clock.event()
             event.record()
             self._open.append((label, event, self._host_ns()))
-        except TooManyEventsError as error:
-            self._fail(error)  # The events of the pending steps can be trusted.
-            return
         except Exception as error:
             self.pending.give_up(error)
             return
@@ -525,19 +510,6 @@ class Recorder:
             self._sample()
             if annotate:
                 self._show(label)
-
-    def _new_event(self) -> TimingEvent:
-        """Return a new event; where there are too many, one that the device has reached."""
-        if len(self._open) >= MANY_MARKS:
-            self.warn_once(_NEVER_ENDS, MANY_MARKS, MOST_EVENTS)
-        if self._events >= MOST_EVENTS:
-            # Finished steps hold events, many of them with a large `lag`. Nothing is waited for.
-            self.drain()
-            if self._free:
-                return self._free.pop()
-            raise TooManyEventsError(f"it has {len(self._open)} boundaries")
-        self._events += 1
-        return new_event(self._clock)
 
     def _interrupt(self, label: str) -> None:
         interrupted = self.label
@@ -637,20 +609,11 @@ class Recorder:
         self._keep_samples(None)
 
     def _fail(self, error: Exception) -> None:
-        """Lose the open step."""
         self.warn_once(LEFT_OUT, error)
-        self._forget_open()
+        self._lose_step()
+
+    def _lose_step(self) -> None:
         # After an error of the device its events cannot be trusted: they are not used again.
-        self._events = len(self._free)
+        self._forget_open()
         if self.state is not AT_REST:
             self.state = LOST
-
-    def _move_here(self) -> None:
-        if get_ident() == self.home:
-            return
-        self._local.alive = _Alive()  # If there was one, this ends it, which loses the thread.
-        self._thread_end = ref(self._local.alive, self._lose_thread)
-        self.home = get_ident()
-
-    def _lose_thread(self, _: object) -> None:
-        self.thread = self.home = 0  # No thread has this number.

@@ -5,12 +5,12 @@ from typing import Any
 from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
-from lightning_gputime._record.clock import keep_events
 
 # Module state, because a fork and the loss of a timer happen to no session in particular.
 # `Any`, because sessions are above this module.
 _attached: "WeakSet[Any]" = WeakSet()
 _lost: list[Any] = []
+_kept: list[Any] = []
 
 
 def attached(session: Any) -> None:
@@ -44,11 +44,10 @@ def _take_off_lost() -> None:
 
 
 def _abandon_all() -> None:
-    keep_events()
-    # Over a copy: each takes itself out.
-    for session in [*_attached]:
-        session.abandon()
-    named.abandon_all()  # Those of evaluations, too.
+    # Over a copy: each takes itself out. Where an event is destroyed torch calls CUDA, which cannot
+    # be used in that process, and aborts: they are kept.
+    _kept.extend(session.abandon() for session in [*_attached])
+    _kept.append(named.abandon_all())  # Those of evaluations, too.
     _lost.clear()
 
 

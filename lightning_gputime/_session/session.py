@@ -530,15 +530,18 @@ class Session:
             self._dispatcher.remove()
             self.recorder.pending.end()
 
-    def abandon(self) -> None:
-        """End all timing in a process that was forked off; leave hooks that do nothing."""
+    def abandon(self) -> list[Any]:
+        """End all timing in a process that was forked off; leave hooks that do nothing.
+
+        Return what holds its events.
+        """
         # Its events and ranks are its parent's, and this may be any moment.
         lifetimes.detached(self)
         self.is_attached = False
         deactivate(self.recorder)
         self.analyzer.remove()
-        self.recorder.abandon()
         self._comparison.remove()
+        return self.recorder.abandon()
 
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
