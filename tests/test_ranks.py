@@ -4,13 +4,11 @@ import json
 import math
 import random
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import torch
 from fake_gpu import STEP_MS, FakeGPU, raw, steps
 from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.ranks import (
@@ -397,44 +395,6 @@ def test_ranks_with_steps_of_their_own_cost_no_wait_at_every_turn(host_time: Hos
         assert set(zero.gather(totals())) == {0}
         one.gather(totals())
     assert host_time.now_s < 6.0
-
-
-def test_rank_zero_waits_for_less_than_a_collective_may_last(tmp_path: Path) -> None:
-    store = FileStore(str(tmp_path / "store"), 1)
-    timeout = timedelta(seconds=0.6)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
-    try:
-        assert rank_comparer._collectives_timeout_s() == 0.6
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_store_whose_file_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "store"
-    path.parent.mkdir()
-    exchange = Exchange(PrefixStore("prefix", FileStore(str(path), 2)), 0, 2)
-    path.unlink()
-    path.parent.rmdir()
-    with pytest.raises(FileNotFoundError):
-        exchange.gather(totals())
-
-
-def test_a_thread_that_waits_at_a_store_of_the_users_keeps_nobody() -> None:
-    store = TCPStore("127.0.0.1", 0, 1, is_master=True)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        own = rank_comparer._default_store()
-        waiter = Thread(target=store.get, args=("stop",))
-        waiter.start()
-        time.sleep(0.05)
-        own.set("key", "value")
-        assert own.get("key") == b"value"
-        # Beyond the prefix of the default group.
-        TCPStore("127.0.0.1", store.port, 1, is_master=False).set("stop", "")
-        waiter.join(10.0)
-        assert not waiter.is_alive()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_what_nobody_reads_any_more_is_not_kept() -> None:

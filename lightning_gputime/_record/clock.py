@@ -52,6 +52,7 @@ _NEVER: Callable[[], bool] = bool
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
 
+
 @skip_compile
 class Streams:
     """The streams of an accelerator."""

@@ -3,11 +3,9 @@
 import itertools
 import json
 import math
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -143,9 +141,6 @@ class Exchange:
         self._agreed, self._is_alone = 1, False
 
     def _take_turn(self) -> int:
-        # Where a store has a file, that may be gone, and the store would wait for it.
-        if path := getattr(_innermost(self._store), "path", None):
-            os.stat(path)
         self._turn += 1
         return self._turn - 1
 
@@ -176,34 +171,27 @@ class Exchange:
         return there
 
     def agree(self, wish: int) -> int:
-        """Tell what this rank wishes. Return what all ranks do from here on: the largest wish.
+        """Return what all ranks do from here on: what rank zero has wished a turn ago.
 
-        No rank waits as long as they are less than one turn apart: in each turn a rank writes its
-        wish, rank zero takes the largest of those of the turn before, and all take what rank zero
-        has written a turn ago. So it takes two turns until a wish holds. Who has no timer has no
-        wish.
+        So no rank waits as long as they are less than one turn apart.
         """
         if not self._is_alone:
             try:
-                self._tell_wish(self._take_turn(), wish)
+                self._take_wish(self._take_turn(), wish)
             except Exception as error:
                 # Those who do not share it may time other steps; nobody waits for this one.
                 self._is_alone, n = True, self._agreed
                 messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
         return self._agreed
 
-    def _tell_wish(self, turn: int, wish: int) -> None:
-        store = self._store
-        store.set(f"{turn}/{self._rank}", str(wish))
-        if self._rank == 0 and turn >= 1:
-            keys = [f"{turn - 1}/{rank}" for rank in self._ranks]
-            wishes = store.multi_get(wait_for(store, keys, 0.0))
-            store.set(f"{turn}/agreed", str(max(map(int, wishes))))
-        if turn >= 2:
+    def _take_wish(self, turn: int, wish: int) -> None:
+        if self._rank == 0:
+            self._store.set(f"{turn}/agreed", str(wish))
+        if turn:
             agreed = f"{turn - 1}/agreed"
-            if not wait_for(store, [agreed], min(_AGREEMENT_TIMEOUT_S, self._timeout_s)):
+            if not wait_for(self._store, [agreed], min(_AGREEMENT_TIMEOUT_S, self._timeout_s)):
                 raise TimeoutError("rank 0 has said nothing")
-            self._agreed = int(store.get(agreed))
+            self._agreed = int(self._store.get(agreed))
 
 
 def wait_for(store: Any, keys: list[str], timeout_s: float) -> list[str]:
@@ -227,39 +215,9 @@ def open_exchange(purpose: str) -> Exchange | None:
 
         # Timers are attached in the same order on every rank, so their numbers agree.
         prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        timeout_s = min(_TIMEOUT_S, _collectives_timeout_s() / 3)
-        store = PrefixStore(prefix, _default_store())
-        return Exchange(store, rank, world_size, timeout_s=timeout_s)
+        c10d: Any = torch.distributed.distributed_c10d
+        store = PrefixStore(prefix, c10d._get_default_store())
+        return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
     except Exception as error:
         messages.warning("The times of the ranks are not compared: %r", error)
         return None
-
-
-def _default_store() -> Any:
-    """Return the store of the default process group, over a connection that nobody else blocks."""
-    c10d: Any = torch.distributed.distributed_c10d
-    store = c10d._get_default_store()
-    # A thread of the user's may wait at a store of theirs, and keep it for as long.
-    is_own = c10d._default_pg_init_method is None
-    # What has a port has connections. Old versions of torch have no further ones.
-    can_connect = hasattr(_innermost(store), "port") and hasattr(store, "clone")
-    return store.clone() if is_own and can_connect else store
-
-
-def _innermost(store: Any) -> Any:
-    """Return the store below all prefixes."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _collectives_timeout_s() -> float:
-    """Return after how many seconds a collective of the default process group raises."""
-    timeouts = [math.inf]
-    # Only some backends tell it.
-    with suppress(Exception):
-        group: Any = torch.distributed.distributed_c10d._get_default_group()
-        for device in group._device_types:
-            timeouts.append(group._get_backend(device).options._timeout.total_seconds())
-    return min(timeouts)

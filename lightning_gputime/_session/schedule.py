@@ -128,7 +128,7 @@ class AutoSchedule:
 
     def decide(self, index: int) -> int:
         """Return of how many steps 1 is to be timed from the step of this index on."""
-        # Ranks do two decisions later what they wish in one: the first ones come often.
+        # Ranks do in one decision what was wished in the one before: the first ones come often.
         self.due = index + min(max(index // 2, 2 * self._longest_period), _MOST_BETWEEN)
         if not self._read:
             return 1
