@@ -35,7 +35,6 @@ def loop_of(
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,
         submodules=submodules,
         batch=Batch(is_open=False),
-        waits_before_batch=broadcasts_of(trainer) is not None,
         needs_updates=not model.automatic_optimization,
     )
 

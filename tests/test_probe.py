@@ -14,18 +14,13 @@ from lightning_gputime import (
     GPUPhaseHooks,
     GPUPhaseTimer,
     StepTimes,
-    _lightning,
 )
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.recorder import Annotator
-from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
-from lightning_gputime._session import session
+from lightning_gputime._session import probe
 from lightning_gputime._session.probe import Probe
-from lightning_gputime._session.rank_comparer import RankComparer
 from lightning_gputime._session.schedule import Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
@@ -178,14 +173,15 @@ def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> N
     assert logged == [True, True, True, False, False, False]
 
 
-def test_steps_that_other_ranks_may_probe_are_left_out(
+def test_with_several_ranks_no_step_is_probed_which_is_said(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "is_distributed", lambda: True)
-    timer = run(Loop(gpu), 25, wait_in_loss=True, sync_ranks=False)
-    assert len(gpu.spins) == 3
-    kept = [n for n in range(25) if n not in PROBED and n - 1 not in PROBED]
-    assert timer.history()["step"].tolist() == kept
+    monkeypatch.setattr(probe, "is_distributed", lambda: True)
+    timer = run(Loop(gpu), 25, sync_ranks=False)
+    assert gpu.spins == []
+    assert timer.history()["step"].tolist() == [*range(25)]
+    why = timer.summary().probe_failure
+    assert why.startswith("no step can be probed: ranks would wait for each other's spins; probe")
 
 
 def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
@@ -343,44 +339,6 @@ def test_a_spin_that_raises_ends_the_probing_alone(
     assert summary.steps == 18
 
 
-def test_an_exchange_of_ranks_before_a_probed_step_is_no_part_of_it(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def owe(self: RankComparer, finished: int) -> None:
-        self.due_step = finished
-
-    def pay(self: RankComparer) -> None:
-        self.due_step = None
-        gpu.host_work(200.0)
-
-    monkeypatch.setattr(RankComparer, "log_is_due", owe)
-    monkeypatch.setattr(RankComparer, "compare_if_due", pay)
-    summary = run(Loop(gpu), 40, log_every_n_steps=1).summary()
-    assert summary.probed_steps == 8
-    assert gpu.spins[1:] == [15.0] * 7
-
-
-def test_waits_for_other_ranks_are_not_work() -> None:
-    results, logger = Results(10, 0), Logger()
-    probe = Probe(FakeGPU(), results)
-    step = raw(2, forward=1.0, backward=3.0, **{"backward/comm": 2.0})
-    assert probe.take([step._replace(was_fully_queued=True)]) == []
-    assert results.newest_probed is not None
-    busy = Sums([results.newest_probed])
-    assert busy.phases["backward"].device_ms == 3.0
-    assert "backward/comm" not in busy.phases
-    assert busy.step.device_ms == 4.0
-
-    means = MeanLog("phase_time", 1, [logger])
-    means.results = results
-    for observer in (results, means):
-        steps = [raw(4, forward=1.5, backward=3.0, **{"backward/comm": 17.0})]
-        observer.steps_read(ReadSteps(steps, 0))
-    assert results.summary().launch_gap_share == pytest.approx(0.5 / 21.5)
-    [(_, metrics)] = logger.calls
-    assert metrics["phase_time/step_launch_gap_ms"] == 0.5
-
-
 def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeGPU) -> None:
     none, many, few = (
         run(Loop(FakeGPU(), host_ms=0.0625), 60, probe_every_n_steps=n).summary()
@@ -478,46 +436,3 @@ def test_a_profiler_sees_no_range_for_the_spin(
     assert timer.summary().probed_steps == 4
     assert "forward" in ranges
     assert EXCLUDED not in ranges
-
-
-def test_where_the_trainer_waits_before_each_batch_the_spin_begins_behind(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As Lightning does with several ranks: it asks them all, and reads the answer.
-    epoch_loop = type(trainer().fit_loop.epoch_loop)
-    advance = epoch_loop.advance
-
-    def ask(_: Any) -> None:
-        gpu.work(0.25)
-        gpu.now = max(gpu.now, gpu.free_at)
-
-    def ask_and_advance(self: Any, *args: Any) -> None:
-        self._broadcast_sigterm_tensor()
-        advance(self, *args)
-
-    monkeypatch.setattr(epoch_loop, "_broadcast_sigterm_tensor", ask)
-    monkeypatch.setattr(epoch_loop, "advance", ask_and_advance)
-    monkeypatch.setattr(
-        _lightning,
-        "broadcasts_of",
-        lambda trainer: (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-    )
-
-    class Launching(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            self.gpu.host_work(10.0)
-            return super().forward(x)
-
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, probe_every_n_steps=5)
-    trainer(timer).fit(Launching(gpu), Loader(gpu, 30))
-    summary = timer.summary()
-    assert summary.probe_failure == ""
-    assert summary.probed_steps == 6
-    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
-    assert busy["forward"] == STEP_MS["forward"]
-    # The copy ran meanwhile.
-    assert summary.rows["forward"].mean_ms == STEP_MS["forward"] + 10.0 - 1.125
-    # What lies before the spin is no part of the probed step.
-    assert busy["data"] is busy["data/comm"] is None
-    assert summary.rows["data/comm"].mean_ms == 0.25
-    assert summary.step.gpu_busy_mean_ms == sum(STEP_MS.values()) - STEP_MS["data"]

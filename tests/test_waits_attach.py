@@ -8,11 +8,8 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, batches, steps
 from fake_loop import Loop, hooks
-from fake_ranks import COMM_MS, FakeStreams, Ranks, launch, phases, places, reduce
+from fake_ranks import COMM_MS, FakeStreams, Ranks, phases, places, reduce
 from test_compile import Count, compilations
-from test_probe import BUSY
-from test_probe import Loop as SlowLoop
-from test_probe import run as run_probed
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import FakeWork, HashStore
 from torch.distributed import ProcessGroup, _functional_collectives
@@ -186,22 +183,6 @@ def test_an_error_of_ours_ends_the_timing_of_waits_alone(
     del timer
     assert "boundary failed" in caplog.text
     assert places() == before
-
-
-def test_a_probed_step_has_no_waits(ranks: Ranks, gpu: FakeGPU) -> None:
-    class Sharing(SlowLoop):
-        def train(self, x: Tensor, wait_in_loss: bool = False) -> None:
-            reduce()
-            super().train(x, wait_in_loss)
-            launch().wait()
-
-    summary = run_probed(Sharing(gpu), 20, sync_ranks=False).summary()
-    busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
-    work = {name: ms for name, ms in busy.items() if ms and not name.endswith("/comm")}
-    assert work == BUSY
-    assert summary.step.gpu_busy_mean_ms == sum(BUSY.values())
-    assert summary.probed_steps == 4
-    assert summary.rows["other/comm"].mean_ms == 2 * COMM_MS
 
 
 def reduced(x: Tensor) -> Tensor:

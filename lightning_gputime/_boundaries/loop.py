@@ -40,7 +40,6 @@ class Loop:
     wrap_backward: bool = True  # Stand in for what runs the autograd engine.
     splits_loss: bool = False  # Time the loss that a model of transformers computes inside.
     batch: Batch = field(default_factory=Batch)  # The loop keeps it up to date.
-    waits_before_batch: bool = False  # The host waits for the device before each batch.
     needs_updates: bool = False  # Only updates of optimizers tell where steps end.
 
     @property

@@ -4,8 +4,9 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
+from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, in_order, is_wait, resolve_labels
+from lightning_gputime._phases import EXCLUDED, in_order
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
@@ -24,8 +25,8 @@ class Probe:
 
     A spin kernel keeps the device busy until the host has launched the whole step. Then the step
     runs without a gap, and its phases are the work alone. The host waits for its end, so that no
-    later step starts with a full queue. What ranks wait for each other in such a step depends on
-    their spins, and is left out. A clock without `spin` probes no step.
+    later step starts with a full queue. A clock without `spin` probes no step; nor is one probed
+    with several ranks, which would wait for each other's spins.
     """
 
     def __init__(self, clock: Clock, results: Results) -> None:
@@ -39,6 +40,8 @@ class Probe:
         self._launch_ms: deque[float] = deque(maxlen=9)
         if self._spin is None:
             self._give_up("there is no device, or not the current one, whose queue could be filled")
+        elif is_distributed():
+            self._give_up("ranks would wait for each other's spins; probe a run of one process")
 
     def is_ready(self) -> bool:
         """Return whether the step that begins can be probed; then call `keep_busy`."""
@@ -94,7 +97,7 @@ class Probe:
         if step.was_fully_queued:
             self._misses = 0
             self._margin = max(0.75 * self._margin, _MARGIN)
-            self._results.add_probed(step._replace(labels=_without_waits(step.labels)))
+            self._results.add_probed(step)
         elif not was_short and self._may_wait(step):
             self._misses += 1
             self._margin = min(2 * self._margin, _LARGEST_MARGIN)
@@ -125,11 +128,3 @@ def _held_up(step: StepRecord, usual: Sums) -> str:
     for name in longer_ms.keys() & usual.phases.keys():
         longer_ms[name] -= usual.phases[name].host_ms / usual.phases[name].n
     return max(in_order([*longer_ms]), key=longer_ms.__getitem__)
-
-
-def _without_waits(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of a step whose waits for other ranks belong to no step."""
-    return tuple(
-        names[-1] if names and not is_wait(names[-1]) else EXCLUDED
-        for names in resolve_labels(labels)
-    )

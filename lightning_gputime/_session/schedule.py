@@ -19,7 +19,7 @@ TIMED: StepKind = "timed"  # Its times count.
 PROBED: StepKind = "probed"  # It is launched while the device is kept busy, and counts apart.
 UNTIMED: StepKind = "untimed"  # It is one of those between the timed steps.
 # It is not timed, because it is not like the others: the one after a probed step starts with an
-# empty queue, and one that other ranks probe waits for them.
+# empty queue.
 UNREPRESENTATIVE: StepKind = "unrepresentative"
 
 

@@ -6,7 +6,6 @@ from threading import Thread, current_thread, get_ident
 from typing import Any, cast
 
 from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase, deactivate
@@ -136,9 +135,6 @@ class Session:
             observers.insert(0, results.peaks)
         self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
         results.observers = options.observers
-        self._has_others = not results.on_host_clock and is_distributed()
-        self._waits_before_batch = loop.waits_before_batch
-        self._is_early = False  # Whether the first batch of the open step has not begun.
         self.analyzer.attach()
         call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
@@ -156,13 +152,12 @@ class Session:
             self.recorder.rest()  # In this thread from now on.
             return
         # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
-        # time. So no other rank does it either.
+        # time.
         self._kind = self._schedule.kind_unprobed(self._index)
         if self._kind is TIMED:
             self.recorder.begin()
         else:
             self.recorder.rest()
-        self._is_early = False
         if self._probe is not None:
             self._probe.step_begins()
 
@@ -172,9 +167,6 @@ class Session:
             self.recorder.resume(OTHER)
         else:
             self.recorder.mark(OTHER)
-        if self._is_early:
-            self._is_early = False
-            self._start_probe()
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
@@ -362,28 +354,19 @@ class Session:
         elif before in (UNTIMED, UNREPRESENTATIVE):
             self.recorder.begin(self._first_label)
         if self._probe is not None:
-            self._is_early = self._waits_before_batch
-            if not self._is_early:
-                self._start_probe()
+            if self._kind is PROBED:
+                self.recorder.start_probe(self._probe.keep_busy)
+            self._probe.step_begins()
 
     def _next_kind(self) -> StepKind:
         """Return what is planned for the step that starts, if it can be."""
         kind = self._schedule.kind(self._index)
         if kind is PROBED and self._probe is not None and not self._probe.is_ready():
-            # Where other ranks may probe this step, it waits for them, and is not like the others.
-            if self._has_others:
-                return UNREPRESENTATIVE
             return self._schedule.kind_unprobed(self._index)
         # The one before was not probed after all: this one starts with a queue as usual.
         if kind is UNREPRESENTATIVE and self._kind not in (PROBED, UNREPRESENTATIVE):
             return self._schedule.kind_unprobed(self._index)
         return kind
-
-    def _start_probe(self) -> None:
-        if self._probe is not None:
-            if self._kind is PROBED:
-                self.recorder.start_probe(self._probe.keep_busy)
-            self._probe.step_begins()
 
     def _decide(self, auto: AutoSchedule) -> None:
         n = auto.decide(self._index)
