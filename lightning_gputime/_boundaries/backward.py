@@ -94,14 +94,12 @@ class BackwardBoundary:
         if not accumulate_grad:
             is_of_pipeline = _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE
             if not is_of_pipeline:
-                return self._grad_begins(tensors)
+                return self._grad_begins()
         if not self._model.calls and self._is_anothers():
             return False
         if not self._model.has_trained:
             self._model.note_backward()
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
-        if self._model.losses.candidates:
-            self._model.find_losses(tensors)
         # Around the call, in the thread that calls: when it returns, its stream waits for all that
         # the engine has launched, DDP's and FSDP's communication included. A hook on a gradient
         # would end too early, and a `full_backward_pre_hook` begins late and costs 15 us.
@@ -110,7 +108,7 @@ class BackwardBoundary:
             self._hook_losses(tensors)
         return True
 
-    def _grad_begins(self, outputs: Any) -> bool:
+    def _grad_begins(self) -> bool:
         """Mark the start of `torch.autograd.grad`; what follows tells what it is."""
         # A model may need it for its output, and compilers for what they compile.
         label = self._recorder.label
@@ -120,7 +118,6 @@ class BackwardBoundary:
         if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
         self._returns_to = AFTER_GRAD
-        self._model.find_losses(outputs, is_last=False)
         self._recorder.mark(GRAD)
         return True
 

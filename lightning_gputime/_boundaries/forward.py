@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -42,12 +42,6 @@ from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
 # What every call of a module passes through.
 _CALL = nn.Module._wrapped_call_impl.__code__
-
-# Between a module that returns a loss and the backward lie a weight, a sum, a scaler, a division.
-_MAX_NODES = 1000
-
-# Each holds a graph until the next backward.
-_MAX_CANDIDATES = 8
 
 # In the last _STEPS steps with calls all have as many; an evaluation has at least _MORE more.
 _STEPS, _MORE = 10, 2
@@ -92,8 +86,9 @@ class ForwardBoundary:
         self._before_generation = OTHER
         # Whether it is not known yet which modules the loop calls; found out at rest, too.
         self._discovers = False
-        self.losses = _LossSearch(recorder)
-        """What may be losses until a backward begins."""
+        # The ids of the modules that are losses, and of those that are none.
+        self._losses: set[int] = set()
+        self._others: set[int] = set()
         self.evaluation = _EvaluationSearch(recorder, loop.model)
         self._hooked: dict[int, tuple[Any, ...]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
@@ -109,9 +104,8 @@ class ForwardBoundary:
         self._discover()
 
     def clear(self) -> None:
-        """Forget the calls of the open step that are running, or may be losses."""
+        """Forget the calls of the open step that are running."""
         self._running.clear()
-        self.losses.candidates.clear()
 
     def note_backward(self) -> None:
         """Note that the model is trained: what is in eval mode without grad is an evaluation."""
@@ -151,9 +145,17 @@ class ForwardBoundary:
         self._batch.is_open = True
         self._recorder.mark(self._before_generation)
 
-    def find_losses(self, tensors: Any, *, is_last: bool = True) -> None:
-        """Find the losses that a backward of `tensors` begins from; others follow if not last."""
-        for module in self.losses.settle(tensors, is_last=is_last):
+    def _judge(self, module: nn.Module, output: Any) -> None:
+        """Find out, once, whether a module whose call has just ended is a loss, of any class.
+
+        It is if it was called after another one, and returns a scalar to train on. A model that
+        returns its own loss is none: nothing is called before it.
+        """
+        if self.calls == 1 or not isinstance(output, Tensor) or output.dim():
+            self._others.add(id(module))
+        elif output.grad_fn is not None:
+            self._losses.add(id(module))
+            self._recorder.rename(self._recorder.place_before, FORWARD, LOSS)
             # What is inside a loss is part of it.
             self._forget([id(one) for one in module.modules()])
             if module is not self._model:
@@ -166,9 +168,7 @@ class ForwardBoundary:
         """
         if self._is_compiled_step:
             return
-        # Not by `clear`: it is a call in each step.
-        self._running.clear()
-        self.losses.candidates.clear()
+        self._running.clear()  # Not by `clear`: it is a call in each step.
         self.evaluation.steps += 1
         if self.calls:
             self.was_ever_called = True
@@ -213,7 +213,7 @@ class ForwardBoundary:
         # of them a forward took the host 925 us, not 297), and with them torch silently compiles
         # nothing.
         self._discovers = True
-        for module in _inside(self._model, everywhere, self.losses.found):
+        for module in _inside(self._model, everywhere, self._losses):
             if id(module) in self._hooked:
                 continue
             if isinstance(module, _Loss):
@@ -301,8 +301,8 @@ class ForwardBoundary:
             pass  # Calls inside this one that raised.
         if not running and not self._evaluates:
             recorder.mark(AFTER_FORWARD)
-            if key not in self.losses.known:
-                self.losses.judge(module, output, is_first=self.calls == 1)
+            if key not in self._others:
+                self._judge(module, output)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss that the model computes inside its own call is part of that call.
@@ -362,61 +362,6 @@ class _EvaluationSearch:
         usual = max(counts, default=0)
         # With no step before it nothing is known of what a step has.
         return self._recorder.pending.ended > 0 and self._calls >= usual + _MORE
-
-
-@skip_compile
-class _LossSearch:
-    """Finds the modules that are losses, whatever their class.
-
-    A module is a loss if it is called after another one, and returns the scalar that a backward
-    begins from, perhaps scaled, or added to others. A model that returns its own loss is no such
-    module: nothing is called before it. Each module is judged once.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.known: set[int] = set()
-        """The ids of the modules that were judged."""
-        self.found: set[int] = set()
-        """The ids of those that are losses."""
-        self.candidates: list[tuple[nn.Module, Any, int]] = []
-        """Modules that may be losses, the graph node of what each returned, and the place of its
-        mark in the open step; they must be cleared when that step ends."""
-
-    def judge(self, module: nn.Module, output: Any, *, is_first: bool) -> None:
-        """Judge a module by what it returned, and whether it was called first in this step."""
-        if is_first or not isinstance(output, Tensor) or output.dim():
-            self.known.add(id(module))
-        elif output.grad_fn is not None and len(self.candidates) < _MAX_CANDIDATES:
-            # The last mark is the end of the call.
-            self.candidates.append((module, output.grad_fn, self._recorder.place_before))
-
-    def settle(self, tensors: Any, *, is_last: bool) -> list[nn.Module]:
-        """Return the candidates that a backward of `tensors` shows to be losses: time `loss`."""
-        candidates, self.candidates = self.candidates, []
-        nodes = list(_nodes_behind(tensors))
-        found = []
-        for module, node, place in candidates:
-            if any(node is one for one in nodes):
-                self._recorder.rename(place, FORWARD, LOSS)
-                found.append(module)
-                self.found.add(id(module))
-            elif not is_last:
-                self.candidates.append((module, node, place))
-                continue
-            self.known.add(id(module))
-        return found
-
-
-@skip_compile
-def _nodes_behind(tensors: Any) -> Iterator[Any]:
-    """Yield the graph nodes that tensors come from, the nearest first."""
-    several: Iterable[Any] = tensors if isinstance(tensors, list | tuple) else [tensors]
-    nodes = [tensor.grad_fn for tensor in several if isinstance(tensor, Tensor)]
-    for count, node in enumerate(nodes):
-        if node is not None and count < _MAX_NODES:
-            yield node
-            nodes.extend(before for before, _ in node.next_functions)
 
 
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
