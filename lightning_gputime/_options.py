@@ -25,7 +25,7 @@ SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
 # What is no number comes last: LightningCLI writes a value by the first type that it fits.
 ItemsOption = float | Callable[[Any], float] | None
-FlopsOption = float | Sequence[float] | Literal["count"] | Callable[[Any], float] | None
+FlopsOption = float | Sequence[float] | Literal["count"] | None
 
 _PROBES = "1 of every n steps is probed, and the one after it is not timed; 0 for none"
 
@@ -62,8 +62,7 @@ class TimerOptions(TypedDict, total=False):
         items: Items per batch: a number, or a function of the batch; by default the first dimension
             of the batch's first tensor, if its tensors agree in it.
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
-            backward); "count" to count those of the model once, on a copy without memory; or a
-            function of the batch that returns those of the batch.
+            backward); or "count" to count those of the model once, on a copy without memory.
         observers: What gets the `StepTimes` of each timed step, when it is read: functions, metrics
             of torchmetrics, and objects with methods of `StepObserver`. These may also get slow
             steps, and add metrics to the logs and a section to the summary.
@@ -251,7 +250,7 @@ def _are_observers(value: Any) -> bool:
 def _is_flops(value: Any) -> bool:
     if _is_several(value):
         return len(value) == 2 and all(map(_is_amount, value))
-    return _is_function(value) or value == "count" or _is_amount(value)
+    return value is None or value == "count" or _is_amount(value)
 
 
 # Options that are integers: the least that each may be, and what it means.
@@ -267,8 +266,8 @@ _IS_ITEMS = (
     " batch's first tensor"
 )
 _IS_FLOPS = (
-    "be 'count', the FLOPs of forward and backward of an item, as one number or as two, a"
-    " function of the batch, or None"
+    "be 'count', the FLOPs of forward and backward of an item (of a token, say, where items= is a"
+    " function that counts tokens), as one number or as two, or None"
 )
 _IS_OBSERVERS = (
     "be a list of functions of a StepTimes, metrics or instances with methods of StepObserver"

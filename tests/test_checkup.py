@@ -1,6 +1,5 @@
 """What a timer says once of a loop that it does not see, or that looks wrong."""
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -194,24 +193,6 @@ def test_an_evaluation_with_gradients_on_is_told(
     said = "The model is called in eval mode with gradients on, too: where that is an evaluation"
     assert [message[: len(said)] for message in told(caplog)] == [said] * grad
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_an_environment_between_calls_of_the_model_is_told(
-    loop: Loop, named: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(30)):
-            for _ in range(4):
-                loop.model(x)
-                with timer.phase("environment") if named else contextlib.nullcontext():
-                    loop.gpu.work(10.0)
-            loop.train(x)
-    # Three times 10 ms between four calls of 4 ms, and 10.125 ms before the fifth.
-    said = "40.1 of 60.1 ms of `forward` a step lie between calls of the model: where that is"
-    assert [message[: len(said)] for message in told(caplog)] == [said] * (not named)
-    rows = timer.summary().rows
-    assert rows["forward"].mean_ms == (20.125 if named else 60.125)
 
 
 def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:

@@ -1128,18 +1128,18 @@ def test_several_calls_in_a_step_are_added_up(gpu: FakeGPU) -> None:
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
-    ("flops", "expected", "has_phases"),
+    ("items", "flops", "expected", "has_phases"),
     [
-        (1e6, 8e6, False),
-        ((1e6, 3e6), 32e6, True),
-        (lambda batch: 2e6 * len(batch), 16e6, False),
+        (None, 1e6, 8e6, False),
+        (None, (1e6, 3e6), 32e6, True),
+        (lambda batch: batch.numel(), 1e6, 512e6, False),
     ],
-    ids=["one", "two", "function"],
+    ids=["one", "two", "of what a function counts"],
 )
-def test_flops_that_are_told_are_those_of_an_item_or_of_the_batch(
-    gpu: FakeGPU, flops: Any, expected: float, has_phases: bool
+def test_flops_that_are_told_are_those_of_an_item(
+    gpu: FakeGPU, items: Any, flops: Any, expected: float, has_phases: bool
 ) -> None:
-    timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=flops)
+    timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, items=items, flops=flops)
     summary = timer.summary()
     assert summary.mfu == pytest.approx(expected / 6e-3 / 1e12 / 1e-4)
     assert (summary.rows["forward"].tflops is not None) == has_phases

@@ -5,7 +5,6 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
-    AFTER_FORWARD,
     BACKWARD,
     DATA,
     FORWARD,
@@ -74,10 +73,6 @@ _NO_OPTIMIZER = (
     "The model was trained, and the timer has no optimizer: zero_grad counts for what it follows,"
     " and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
 )
-_BETWEEN_CALLS = (
-    "%.3g of %.3g ms of `forward` a step lie between calls of the model: where that is the work of"
-    ' an environment, or no part of the model, name its time: `with timer.phase("environment")`.'
-)
 _EVALUATED = (
     "The model is called in eval mode with gradients on, too: where that is an evaluation, it"
     " counts for the steps. Put it under `torch.no_grad()`."
@@ -101,12 +96,10 @@ class LoopDiagnostics:
         # Whether an optimizer of the model that updates is one that the user has not given.
         self._lacks_optimizer = loop.pause_evaluation is None
         self._warn_once = WarnOnce()
-        # Until it is over: what batches take on which nothing was seen to be done, and which so
-        # end no step; steps before the first backward; and what is between two calls of the model,
-        # how often that is, and in how many steps.
         self._is_over = self._has_trained = False
+        # Until it is over: what batches take on which nothing was seen to be done, and which so
+        # end no step; and steps before the first backward.
         self._idle_ms, self._early = 0.0, 0
-        self._between_ms, self._betweens, self._steps = 0.0, 0, 0
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Judge once, when there are enough steps."""
@@ -114,16 +107,10 @@ class LoopDiagnostics:
         # Replays of a captured graph show nothing of what they do, which is said already.
         if self._is_over or self._recorder.has_captured:
             return
-        self._steps += len(steps)
         for step in steps:
-            labels = step.labels
-            for *both, ms in zip(labels, labels[1:], step.device_ms, strict=False):
-                if both == [OTHER, DATA]:
-                    self._idle_ms += ms
-                elif both == [AFTER_FORWARD, FORWARD]:
-                    self._between_ms += ms
-                    self._betweens += 1
-            self._has_trained |= BACKWARD in labels or GRAD in labels
+            marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
+            self._idle_ms += sum(ms for *both, ms in marks if both == [OTHER, DATA])
+            self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= ENOUGH:
             self._is_over = True
@@ -170,13 +157,8 @@ class LoopDiagnostics:
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         place = OTHER if is_in_other else LOSS
-        is_idle = 10 * self._idle_ms > sums.step.device_ms
         is_twice = 2 * (with_forward - 1) <= n - 1
         is_skipped = trains and not is_twice and 2 * skipped >= n - 1
-        # A GAN calls its models in turn, with little between; an agent its policy, time and again.
-        between_ms, forward_ms = self._between_ms / self._steps, ms[FORWARD] / n
-        is_between = 2 * between_ms > max(forward_ms, 0.2 * sums.step.device_ms / n)
-        is_often = self._betweens >= 3 * self._steps
         ends = '"auto": a step ends with the update'
         if not self._accumulates:
             ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
@@ -184,8 +166,11 @@ class LoopDiagnostics:
             (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
             (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
             (trains and (is_in_other or is_in_loss), _METHOD, (place, ms[place] / n)),
-            (self._is_own and is_idle, _UNSEEN, (self._idle_ms / n,)),
-            (is_between and is_often, _BETWEEN_CALLS, (between_ms, forward_ms)),
+            (
+                self._is_own and 10 * self._idle_ms > sums.step.device_ms,
+                _UNSEEN,
+                (self._idle_ms / n,),
+            ),
             (self._is_own and seen.forward.is_evaluated, _EVALUATED, ()),
             (is_twice, _TWICE, (n - with_forward, n)),
             (is_skipped and skipped == n, _NO_UPDATE, (n,)),

@@ -36,7 +36,6 @@ Key = tuple[Any, ...]
 
 _FIX = "pass flops= the FLOPs of an item, forward and backward"
 _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
-_NO_BATCH = "No batch is shown to flops=, as timer.steps(loader) does: pass the FLOPs of an item"
 _TOO_MANY = (
     f"The model was called in more than {_MAX_CALLS} ways (by shapes, and by what is trained):"
     f" the FLOPs of steps with further ones are not known. For all, {_FIX}"
@@ -66,7 +65,6 @@ class WorkCounter:
         self._tell_once = WarnOnce()
         self._unknown_steps = 0  # On end.
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        self._step_flops, self._batch_flops = 0.0, nan
         if loop.compiled_step and self._flops is not None:
             # No call of the model will be seen, nor autocast in the step.
             self._precision, self.is_due = "", True
@@ -81,8 +79,6 @@ class WorkCounter:
         """Take the batch that the loop goes on with."""
         if self._recorder.state is OPEN:
             self._batch_items = self._items.of(batch)
-            if callable(self._flops):
-                self._batch_flops = self._of_function(batch)
 
     def end_batch(self) -> None:
         """End a batch; the step may go on with another one."""
@@ -90,9 +86,6 @@ class WorkCounter:
             return  # No step is timed.
         self._step_items += self._batch_items
         self._batch_items = self._items.fixed
-        if callable(self._flops):
-            self._step_flops += self._batch_flops
-            self._batch_flops = nan
 
     def take_step_work(self) -> tuple[float, ...]:
         """End the last batch, and return the work of the step, see `StepRecord`."""
@@ -105,7 +98,6 @@ class WorkCounter:
     def reset(self) -> None:
         """Forget the work of the open step: it is dropped."""
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        self._step_flops, self._batch_flops = 0.0, nan
         self._calls.clear()
 
     def _add_call(self, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
@@ -121,30 +113,16 @@ class WorkCounter:
         self._precision = precision_of(module, dtype, self._device)
         self.is_due = True
 
-    # FLOPs as the user tells them
-
-    def _of_function(self, batch: Any) -> float:
-        try:
-            return number(self._flops(batch), "flops")
-        except Exception as error:
-            self._flops = None
-            messages.warning("FLOPs are not counted any more, because flops failed: %s", error)
-            return nan
-
     def _as_told(self, items: float) -> tuple[float, float, float]:
         """Return the FLOPs of a step: all of them, and by phase if two numbers were given."""
-        option, forward, backward = self._flops, nan, nan
-        if callable(option):
-            flops = self._step_flops + self._batch_flops
-            self._step_flops, self._batch_flops = 0.0, nan
-        elif isinstance(option, Sequence):
-            forward, backward = (items * one for one in option)
+        if isinstance(self._flops, Sequence):
+            forward, backward = (items * one for one in self._flops)
             flops = forward + backward
         else:
-            flops = items * option
+            flops, forward, backward = items * self._flops, nan, nan
         self._unknown_steps = self._unknown_steps + 1 if flops != flops else 0
         if self._unknown_steps == 2:
-            self._warn_once(_NO_BATCH if callable(option) else _NO_ITEMS)
+            self._warn_once(_NO_ITEMS)
         return flops, forward, backward
 
     # FLOPs that are counted
@@ -286,27 +264,27 @@ class Items:
         if self._function is None:
             return nan
         try:
-            return number(self._function(batch), "items")
+            return _number(self._function(batch))
         except Exception as error:
             self._function = None
             messages.warning("Items are not counted any more, because items failed: %s", error)
             return nan
 
 
-def number(value: Any, name: str) -> float:
+def _number(value: Any) -> float:
     """Return the number that a user's function has returned; raise if it is none to count with."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise TypeError(
-                f"{name} returned a tensor on {value.device}, and to read it the host would wait"
+                f"items returned a tensor on {value.device}, and to read it the host would wait"
                 " for the device: return a size, such as len(batch[0]) or batch[0].numel()"
             )
         value = value.item()
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must return a number, got {value!r:.80}")
+        raise TypeError(f"items must return a number, got {value!r:.80}")
     found = float(value)
     if not isfinite(found) or found < 0:
-        raise ValueError(f"{name} must return a finite number of 0 or more, got {found}")
+        raise ValueError(f"items must return a finite number of 0 or more, got {found}")
     return found
 
 
