@@ -20,7 +20,7 @@ class Replaced:
     what: str
     kind: str  # What has it: a module, a class or an object; several joined by commas.
     names: frozenset[str]
-    why: str  # Why no hook does instead.
+    why: str  # Why no hook does instead; empty: none exists.
     when: str = ""  # Else: while steps are timed.
     idle: str = ""  # What a call costs while no step is timed, where that is not 0.5 to 1 us.
     others: str = ""  # If another library replaces it, too, and not both are called.
@@ -30,7 +30,7 @@ _OF_RANKS = "with several ranks"
 _OF_RANKS_IDLE = "idle: 1 to 3 us"
 _OF_RANKS_OTHERS = "what others restore is replaced again by the next timer"
 _IN_TRAINING = "all of the training"
-_NO_HOOK = "no hook exists"
+_NO_HOOK = ""
 _COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
