@@ -4,10 +4,10 @@ import functools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
 from torch import nn
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 _NO_INSTANCE = (
@@ -78,25 +77,6 @@ def never_raises(hook: Hook) -> Hook:
     # A step that is compiled calls some of them.
     skip_compile(hook)
     return cast("Hook", skip_compile(guarded))
-
-
-class Steps(Generic[T]):
-    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has."""
-
-    def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
-        self._iterate, self._loader = iterate, loader
-
-    def __iter__(self) -> Iterator[T]:
-        return self._iterate()
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # says so itself
-
-    def __getattr__(self, name: str) -> Any:
-        # A copy asks before it has a loader, and must not copy that instead.
-        if name.startswith("__") or "_loader" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._loader, name)
 
 
 class Timer(Tabular):

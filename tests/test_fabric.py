@@ -150,20 +150,6 @@ def test_a_loader_ends_the_steps_of_a_measurement_that_starts_in_its_loop(
     assert not caplog.text
 
 
-def test_without_a_loader_of_fabrics_a_step_ends_with_the_update_that_was_seen_last(
-    gpu: FakeGPU, timer: FabricPhaseTimer
-) -> None:
-    fabric = new_fabric(timer)
-    layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
-    pairs = [fabric.setup(one, Adder(one.parameters(), gpu, 2.0)) for one in layers]
-    for _ in range(3):
-        for model, optimizer in pairs:
-            train(fabric, gpu, model, optimizer, torch.ones(1, 2))
-    timer.remove()
-    # In the first batch nobody knows of the second optimizer.
-    assert [one["optimizer"] for one in steps(timer)] == [2.0, 2.0, 4.0, 4.0]
-
-
 @pytest.mark.parametrize("of_fabric", [True, False])
 def test_loaders_are_followed_by_steps_in_every_epoch(
     of_fabric: bool, loop: Loop, timer: FabricPhaseTimer
@@ -371,9 +357,7 @@ def test_it_takes_the_options_of_all_timers_and_sees_the_batches(loop: Loop, gpu
     assert timer.summary().items_per_sec == pytest.approx(1e3 / sum(STEP.values()))
 
 
-def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
-    loop: Loop, timer: FabricPhaseTimer
-) -> None:
+def test_a_model_that_is_trained_in_eval_mode_is_timed(loop: Loop, timer: FabricPhaseTimer) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     model.eval()
     loader, others = (new_loader(fabric, loop.gpu, n) for n in (4, 3))
@@ -384,8 +368,7 @@ def test_a_model_that_is_trained_in_eval_mode_is_timed_from_its_first_update_on(
             for x in others:
                 model(x)
     timer.remove()
-    # Until then it might be an evaluation, which belongs to no step.
-    assert steps(timer) == [{**STEP, "data": 0.0, "other": 0.0}, *[STEP] * 7]
+    assert steps(timer) == [STEP] * 8
     assert timer.summary().items_per_sec is not None
 
 
@@ -456,7 +439,8 @@ def test_a_body_that_goes_on_after_a_loader_has_ended_is_no_fetch(
         train(fabric, loop.gpu, model, optimizer, x)
     timer.remove()
     assert [one["other"] for one in steps(timer)] == [0.125] * 8
-    assert [one["data"] for one in steps(timer)] == [2.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0]
+    # The second loader begins the first step: what the first one took before is in none.
+    assert [one["data"] for one in steps(timer)] == [1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("look", ["statistics", "shapes", "zip"])
@@ -476,20 +460,6 @@ def test_batches_that_are_looked_at_alone_belong_to_no_step(
             train(fabric, loop.gpu, model, optimizer, x)
     timer.remove()
     assert steps(timer) == [STEP] * 8
-
-
-def test_what_follows_an_update_is_data_where_there_is_no_loader(
-    loop: Loop, timer: FabricPhaseTimer
-) -> None:
-    fabric, model, optimizer = new_training(loop, timer)
-    for x in loop.batches(4):
-        train(fabric, loop.gpu, model, optimizer, x)
-    timer.remove()
-    # Also what precedes the call of the model: nothing tells it from the fetch.
-    without = {name: ms for name, ms in STEP.items() if name != "other"}
-    assert [{**one, "other": 0.0} for one in steps(timer)] == [
-        {**without, "data": 1.125, "other": 0.0}
-    ] * 4
 
 
 def test_a_model_that_thaws_after_its_setup_is_timed(loop: Loop, timer: FabricPhaseTimer) -> None:
@@ -523,42 +493,35 @@ def test_a_body_that_says_train_after_an_evaluation_has_its_first_fetch(
 # What is only said
 
 
-def test_a_list_of_a_loaders_batches_is_told_and_reading_it_is_no_step(
+def test_a_loop_that_reads_no_loader_has_no_step_which_is_told_once(
     loop: Loop, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     for x in [*new_loader(fabric, loop.gpu, 12)]:
         train(fabric, loop.gpu, model, optimizer, x)
+    assert caplog.text.count("Write `for x in timer.steps(loader)`, or call timer.step()") == 1
     timer.remove()
-    # What precedes the call of the model is not told from a fetch.
-    expected = {**STEP, "data": 0.125}
-    del expected["other"]
-    assert [{**one, "other": 0.0} for one in steps(timer)] == [{**expected, "other": 0.0}] * 12
-    assert caplog.text.count("Steps end where no loader is read") == 1
-    assert "Write `for x in timer.steps(loader)`" in caplog.text
+    assert not steps(timer)
+    assert caplog.text.count("No step has ended") == 1
 
 
-def test_a_rare_update_without_a_loader_is_told(
-    gpu: FakeGPU, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
+def test_step_ends_a_step_where_no_loader_is_read(
+    loop: Loop, timer: FabricPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fabric = new_fabric(timer)
-    layers = [Layer(gpu, 4.0, 7.75), Layer(gpu, 2.0, 3.0)]
-    (model, often), (other, rarely) = (
-        fabric.setup(one, Adder(one.parameters(), gpu, 2.0)) for one in layers
-    )
-    for number in range(1, 61):
-        fabric.backward(other(model(torch.ones(1, 2))).sum())
-        often.step()
-        if number % 15 == 0:
-            rarely.step()
+    fabric, model, optimizer = new_training(loop, timer)
+    for x in loop.batches(12):
+        train(fabric, loop.gpu, model, optimizer, x)
+        timer.step()
     timer.remove()
-    assert [one["optimizer"] for one in steps(timer)][:17] == [*[2.0] * 16, 32.0]
-    assert caplog.text.count("with the update of the optimizer that was seen last") == 1
+    # Nothing tells a fetch from what precedes the call of the model.
+    without = {name: ms for name, ms in STEP.items() if name != "other"}
+    assert steps(timer)[1:] == [{**without, "data": 1.125, "other": 0.0}] * 11
+    assert not caplog.text
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-def test_a_loader_that_is_read_ahead_is_told_nothing(
-    loop: Loop, timer: FabricPhaseTimer, ahead: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("ahead", "found"), [(0, 36), (1, 36), (5, 3 * (12 - 5))])
+def test_what_is_trained_on_after_its_loader_has_ended_is_in_no_step_but_for_one_batch(
+    loop: Loop, timer: FabricPhaseTimer, ahead: int, found: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric, model, optimizer = new_training(loop, timer)
     loader = new_loader(fabric, loop.gpu, 12)
@@ -571,8 +534,10 @@ def test_a_loader_that_is_read_ahead_is_told_nothing(
         for x in queue:
             train(fabric, loop.gpu, model, optimizer, x)
     timer.remove()
-    assert len(steps(timer)) == 36
+    assert len(steps(timer)) == found
+    assert steps(timer)[0]["forward"] == steps(timer)[-1]["forward"] == STEP["forward"]
     assert "no loader" not in caplog.text
+    assert caplog.text.count("The last 5 updates are in no step") == (ahead == 5)
 
 
 def test_a_method_of_the_model_itself_is_told(

@@ -27,7 +27,7 @@ FLOORS = [
     "_causes _work",
     "_saved_runs _session",
     "_lightning _timer",
-    "_fit",
+    "_fit _loop_timer",
     "callback energy fabric hooks huggingface metric",
     "_api _auto_instrumentation",
     "__init__",

@@ -191,7 +191,7 @@ class Session:
         if is_blind or recorder.was_elsewhere or not self.sees_updates:
             return False
         is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
-        return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER}
+        return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
     def has_evaluated(self) -> bool:
@@ -254,11 +254,6 @@ class Session:
         if not self.times_all and self.is_attached:
             self._start_planned_step()
         return not self.is_off
-
-    def update_has_ended_step(self) -> None:
-        """Note that no loader, but the update, has ended the step: what follows is the fetch."""
-        # What clears gradients is no mark then.
-        self._boundaries.optimizer.ended_early = True
 
     def is_left(self, number: int) -> bool:
         """Handle an exit inside a step. Return whether that had ended, under `number`.

@@ -1,0 +1,264 @@
+"""A timer that follows loops over loaders: they tell it where steps end."""
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from threading import get_ident
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lightning_gputime._boundaries.arguments import check_loader
+from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._messages import HOMES, messages
+from lightning_gputime._options import Options, check_int
+from lightning_gputime._phases import DATA, OTHER
+from lightning_gputime._record.clock import Clock
+from lightning_gputime._results.means import MeanLog, MetricsLogger
+from lightning_gputime._timer import Timer
+
+T = TypeVar("T")
+
+
+class _Seen(Enum):
+    """What a loop over `steps` has done with its batches."""
+
+    NOTHING = 0
+    AHEAD = 1  # Nothing on the first one before the next: the work comes behind.
+    EVALUATION = 2  # Nothing else, as far as it was timed: a body may decide whether to train.
+    TRAINING = 3
+
+
+_NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
+
+_IN_TURNS = "several threads train in turn, and a timer times one: give one thread a timer alone."
+
+_UNTOLD = (
+    "The last %d updates are in no step: call step() after each, or iterate over steps() itself,"
+    " timer.steps(itertools.cycle(loader)) in place of itertools.cycle(timer.steps(loader))."
+)
+
+_LEFT_OVER = (
+    "A loop ends with %d of %d micro-batches, which are in no step: with"
+    ' accumulate_grad_batches="auto" a step ends with its update, in whichever loop that is.'
+)
+
+
+class Steps(Generic[T]):
+    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has."""
+
+    def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
+        self._iterate, self._loader = iterate, loader
+
+    def __iter__(self) -> Iterator[T]:
+        return self._iterate()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # says so itself
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy asks before it has a loader, and must not copy that instead.
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+
+class LoopTimer(Timer):
+    """The part that timers of loops over loaders share: a front end says when one starts."""
+
+    _loop: Loop
+    _FIRST = "call attach() first, or use 'with GPUPhaseHooks(...) as timer:'"
+
+    def __init__(self, options: Options, log_every_n_steps: int) -> None:
+        super().__init__(options)
+        self._log_every_n_steps = check_int(
+            "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
+        )
+        # No loop has so many micro-batches: only an update ends a step.
+        self._accumulate_grad_batches = sys.maxsize
+        # Of accelerate's optimizers: whether this batch is the last of an update.
+        self._gradient_state: Any = None
+        self._first_step = self._step = self._micro_batches = 0
+        # The step and the micro-batch in whose body a loop over `steps` is; None outside.
+        self._body: tuple[int, int] | None = None
+
+    def _start_loop(self, clock: Clock, loggers: Sequence[MetricsLogger], **known: Any) -> None:
+        """Start a new measurement, see `_start`."""
+        means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
+        self._step, self._micro_batches, self._body = self._first_step, 0, None
+        self._start(clock, self._loop, means, **known)
+        self._session.begin()
+
+    def remove(self) -> None:
+        """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
+        if self._session.is_attached:
+            self._leave_loop()
+            in_turns = self._session.recorder.was_elsewhere
+            self._finish()
+            if self._step == self._first_step:
+                messages.warning("No step has ended: %s", _IN_TURNS if in_turns else _NO_STEP)
+
+    def steps(self, iterable: Iterable[T]) -> Steps[T]:
+        """Yield the items of a loader, and end a step (or a micro-batch) after each.
+
+        The time between two calls, such as a validation between epochs, belongs to no step; nor
+        does a call in eval mode without grad, where the model is trained. With "auto", gradients
+        that accumulate go on from one call to the next. A loop that is left (`break`, `islice`,
+        `zip`, `remove`) has a last step if nothing but the end of the body was left to run: no
+        model is called after the last update. That step ends with the update; in inference, with
+        the last call of the model. Steps are counted on from one call to the next, until `attach`.
+        Where the body calls `step`, no further step is ended. Several of them may be read in turn:
+        a step ends where any is asked for a batch after work on the one before.
+
+        Args:
+            iterable: The loader.
+
+        Returns:
+            What can be iterated as often as the loader, and has its length and attributes.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
+            TypeError: If it is no loader, but the model, say.
+        """
+        check_loader(iterable)
+        return Steps(partial(self._iterate, iterable, iterable), iterable)
+
+    def _iterate(self, iterable: Iterable[T], loader: object) -> Generator[T, None, None]:
+        if self._is_evaluation(loader):
+            yield from self._evaluate(iterable)
+            return
+        if self._body is not None:
+            self._session.stay_on()  # Another loop over `steps` may go on.
+        self._begin("steps()")
+        self._know_loader(loader, in_data=True)
+        seen, batch = _Seen.NOTHING, self._loop.batch
+        batch.is_fetched = True
+        for item in iterable:
+            batch.is_fetched = False
+            session = self._session
+            if not session.is_off:
+                session.batch_begins()
+                session.work.add_batch(item)
+            if self._body is None:
+                self._body = self._step, self._micro_batches
+            body = self._body
+            try:
+                yield item
+            except GeneratorExit:
+                if self._body is body:
+                    self._leave_body()
+                raise
+            # Of another session, where the body has removed or attached the timer.
+            label = self._session.recorder.label
+            is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
+            if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                self._body = None
+                if body == (self._step, self._micro_batches) and self._session.is_attached:
+                    self.step()
+            else:
+                seen = self._end_odd_body(seen)
+            batch.is_fetched = True
+        batch.is_fetched = False
+        if seen is _Seen.AHEAD and self._body is None:
+            # The work on the last one is still to come.
+            self._body = self._step, self._micro_batches
+        if self._body is not None:
+            self._session.batch_begins()
+        self._session.loop_ends(accumulates=self._micro_batches > 0)
+
+    def _end_odd_body(self, seen: _Seen) -> _Seen:
+        """End the work on a batch, which may be none, or an evaluation. Return what was seen."""
+        session = self._session
+        if session.has_idled(is_first=seen is _Seen.NOTHING):
+            # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
+            # belongs to the next step.
+            session.batch_ends()
+            return _Seen.AHEAD if seen is _Seen.NOTHING else seen
+        body, self._body = self._body, None
+        is_timed, is_evaluation = session.recorder.label is not None, session.has_evaluated
+        if is_evaluation and seen is not _Seen.TRAINING:
+            session.begin()
+        elif body == (self._step, self._micro_batches) and session.is_attached:
+            self.step()
+        if seen in (_Seen.AHEAD, _Seen.TRAINING):
+            return seen
+        return _Seen.TRAINING if is_timed and not is_evaluation else _Seen.EVALUATION
+
+    def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        """Yield the items of an evaluation, which belongs to no step."""
+        batch, was_open = self._loop.batch, self._loop.batch.is_open
+        batch.is_open = False
+        try:
+            self._session.recorder.pause_now()
+            for item in iterable:
+                yield item
+                self._session.recorder.pause_now()
+        finally:
+            batch.is_open = was_open
+            self._session.recorder.resume(DATA if self._body is None else OTHER)
+
+    def _is_evaluation(self, loader: object) -> bool:
+        if torch.is_grad_enabled() or not self._session.has_trained:
+            return False
+        return not is_training(self._loop.model)
+
+    def _leave_body(self) -> None:
+        """End the step in which the loop is left, if it was over."""
+        body, self._body = self._body, None
+        # Gradients that were left may be used after the loop.
+        is_over = body == (self._step, self._micro_batches) or (
+            self._micro_batches > 0 and self._session.has_updated
+        )
+        if is_over and self._session.is_left(self._step):
+            self._step += 1
+            self._micro_batches = 0
+
+    def _leave_loop(self) -> None:
+        """End a loop with its last step. Micro-batches of a known number go into no other loop."""
+        session = self._session
+        # Of a step that was left there are a few, if there are several optimizers.
+        if (untold := session.updates) > 2 * (1 + len(self._loop.optimizers)):
+            session.recorder.warn_once(_UNTOLD, untold)
+            self._body, self._micro_batches = None, 0
+        self._leave_body()
+        if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
+            left, self._micro_batches = self._micro_batches, 0
+            session.recorder.warn_once(_LEFT_OVER, left, self._accumulate_grad_batches)
+
+    def step(self) -> None:
+        """End a step (or a micro-batch). Call it at the end of the loop's body.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` this does nothing.
+        """
+        session = self._session
+        if get_ident() != session.recorder.home:
+            # The loop runs in another thread than the one that attached the timer.
+            self._begin("step()")
+            return
+        self._micro_batches += 1
+        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
+        if batches > 1:
+            is_last = self._micro_batches >= batches
+        else:
+            is_last = accelerate is None or accelerate.sync_gradients
+        if not (is_last or session.has_updated):
+            session.batch_ends()
+            return
+        session.end_step(self._step)
+        self._step += 1
+        self._micro_batches = 0
+
+    def _begin(self, call: str) -> None:
+        if not self._session.was_attached:
+            raise RuntimeError(f"{call} needs an attached timer: {self._FIRST}")
+        self._leave_loop()
+        session = self._session
+        # Batches that were looked at alone, as for a mean, belong to no step.
+        accumulates = self._micro_batches and not session.has_idled(is_first=True)
+        if accumulates and session.recorder.home == get_ident():
+            session.loop_goes_on()
+        elif session.is_attached:
+            session.begin()
+        self._micro_batches = 0
