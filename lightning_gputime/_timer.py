@@ -207,7 +207,7 @@ class Timer(Tabular):
         ten steps before, or under `torch.inference_mode`. It may hold a loop over `steps`, too,
         which is then not timed.
 
-        Example:
+        Examples:
             >>> with timer.paused():
             ...     evaluate(model)
         """

@@ -59,20 +59,16 @@ class GPUPhaseTimer(Timer, pl.Callback):
     Logged every `trainer.log_every_n_steps` steps, as means over the steps since the last log, to
     the trainer's loggers and to `trainer.callback_metrics`:
 
-    ============================ ==================================================================
-    key                          time (in milliseconds)
-    ============================ ==================================================================
-    `phase_time/data_ms`         fetch of the batch, and its copy to the device
-    `phase_time/callbacks_ms`    callbacks, logging and checkpoints between two batches
-    `phase_time/forward_ms`      first call of the model to the end of the last one
-    `phase_time/loss_ms`         from there to zero_grad or backward
-    `phase_time/backward_ms`     the call of backward
-    `phase_time/optimizer_ms`    from there to the end of the update
-    `phase_time/other_ms`        the rest
-    `phase_time/step_ms`         the sum of these
-    `phase_time/host_wait_ms`    how long the host waited for the device to finish a step
-    `phase_time/items_per_sec`     items a second (no time)
-    ============================ ==================================================================
+    - `phase_time/data_ms`: fetch of the batch, and its copy to the device
+    - `phase_time/callbacks_ms`: callbacks, logging and checkpoints between two batches
+    - `phase_time/forward_ms`: first call of the model to the end of the last one
+    - `phase_time/loss_ms`: from there to zero_grad or backward
+    - `phase_time/backward_ms`: the call of backward
+    - `phase_time/optimizer_ms`: from there to the end of the update
+    - `phase_time/other_ms`: the rest
+    - `phase_time/step_ms`: the sum of these
+    - `phase_time/host_wait_ms`: how long the host waited for the device to finish a step
+    - `phase_time/items_per_sec`: items a second (no time)
 
     Validation, test and prediction loops are timed apart, and their means logged at their end under
     `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
@@ -88,7 +84,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 

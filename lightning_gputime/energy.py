@@ -27,7 +27,7 @@ class EnergyMeter:
     Raises:
         ImportError: If `nvidia-ml-py` is not installed.
 
-    Example:
+    Examples:
         >>> timer = GPUPhaseTimer(observers=[EnergyMeter()])
     """
 

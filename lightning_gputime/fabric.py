@@ -54,7 +54,7 @@ class FabricPhaseTimer(LoopTimer):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value.
 
-    Example:
+    Examples:
         >>> timer = FabricPhaseTimer()
         >>> fabric = Fabric(callbacks=[timer])
         >>> ...

@@ -55,7 +55,7 @@ class GPUPhaseHooks(LoopTimer):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value, or the device is not here.
 
-    Example:
+    Examples:
         >>> with GPUPhaseHooks(model, optimizer) as timer:
         ...     for x, y in timer.steps(loader):
         ...         loss = loss_fn(model(x), y)

@@ -59,7 +59,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has an impossible value.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
     """
 

@@ -37,7 +37,7 @@ class PhaseTimeMetric(Metric):
     Raises:
         ValueError: If a name cannot be that of a phase.
 
-    Example:
+    Examples:
         >>> metric = PhaseTimeMetric()
         >>> with GPUPhaseHooks(model, optimizer, observers=[metric]) as timer:
         ...     train(model, timer.steps(loader))

@@ -93,7 +93,7 @@ def phase(name: str) -> NamedPhase:
         ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or has
             "<", ">" or control characters.
 
-    Example:
+    Examples:
         >>> with phase("augment"):
         ...     x = augment(x)
         >>> @phase("loss")

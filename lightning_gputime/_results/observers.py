@@ -43,7 +43,7 @@ class StepObserver(Protocol):
     They are called in the training thread. One that raises is called no more, and a warning says
     so; but `metrics` and `summary` are asked again.
 
-    Example:
+    Examples:
         >>> class Longest:
         ...     longest_ms = 0.0
         ...

@@ -248,7 +248,7 @@ def compare(
         TypeError: If something else is given.
         ValueError: If a file is none of a run, or the runs cannot be compared.
 
-    Example:
+    Examples:
         >>> print(compare(["b1.json.gz", "b2.json.gz"], ["a1.json.gz", "a2.json.gz"]).sentence)
         4.1 % ± 0.6 % slower: backward 0.51 ± 0.08 ms slower
     """
