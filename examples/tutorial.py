@@ -97,7 +97,7 @@ def train(changes: Sequence[str] = (), *, steps: int = 150, width: int = 0) -> d
     """Train with some of the changes; return what the timer measured."""
     pl.seed_everything(0, verbose=False)
     on_gpu = torch.cuda.is_available()
-    width, size, checked = (width or 128, 32, 128) if on_gpu else (width or 4, 16, 128)
+    width, size, checked = (width or 96, 32, 128) if on_gpu else (width or 4, 16, 128)
     batch = LARGE_BATCH if "large_batch" in changes else BATCH
     if not on_gpu and batch > BATCH:
         steps = max(steps // 5, 10)

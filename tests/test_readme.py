@@ -251,15 +251,18 @@ def test_every_test_that_is_named_is_there() -> None:
         assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text())
 
 
-def test_every_room_of_the_package_that_is_named_is_there() -> None:
+def test_every_room_of_the_package_is_named_and_is_there() -> None:
     [_, rooms] = READMES["tests/README.md"].split("**Where things are.**")
     rooms = rooms.partition("**Add a phase.**")[0]
     names = re.findall(r"(?<![\w/])(?!test_)_?[a-z_]+(?:/|\.py)(?:\w+\.py)?", rooms)
     package = ROOT / "lightning_gputime"
     assert [name for name in names if not (package / name).exists()] == []
-    for folder, parts in re.findall(r"^(_\w+/) .*: (.*)$", rooms, re.MULTILINE):
-        for part in parts.split(", "):
-            assert (package / folder / f"{part}.py").is_file(), part
+    folders = dict(re.findall(r"^(_\w+)/ .*: (.*)$", rooms, re.MULTILINE))
+    modules = {f"{folder}/{part}.py" for folder in folders for part in folders[folder].split(", ")}
+    modules |= {name for name in names if not name.endswith("/")}
+    paths = [*package.glob("*.py"), *package.glob("*/*.py")]
+    found = {path.relative_to(package).as_posix() for path in paths}
+    assert modules == found - {"_auto_instrumentation/__init__.py"}
 
 
 def test_the_table_of_all_options_is_complete() -> None:
