@@ -24,6 +24,8 @@ import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, _cli
 from lightning_gputime._results.changes import LastingChange
 from lightning_gputime._results.verdict import judge
+from lightning_gputime.fabric import FabricPhaseTimer
+from lightning_gputime.huggingface import TransformersPhaseTimer
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_gputime"
@@ -266,17 +268,16 @@ def test_every_room_of_the_package_is_named_and_is_there() -> None:
 
 
 def test_the_table_of_all_options_is_complete() -> None:
-    options = rows("docs/reference/options.md", "| option | default | |")
-    names = [row[0] for row in options]
-    callback, hooks = names.index("**`GPUPhaseTimer`**"), names.index("**`GPUPhaseHooks`**")
-    for timer, own in (
-        (GPUPhaseTimer, options[:hooks]),
-        (GPUPhaseHooks, options[:callback] + options[hooks:]),
-    ):
-        stated = {
-            name: default for names, default, _ in own for name in re.findall(r"`(\w+)`", names)
-        }
-        del stated[timer.__name__]
+    timers = (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer, FabricPhaseTimer)
+    own: dict[str, dict[str, str]] = {name: {} for name in ["", *(one.__name__ for one in timers)]}
+    owner = ""
+    for names, default, _ in rows("docs/reference/options.md", "| option | default | |"):
+        if names.startswith("**"):
+            owner = names.strip("*`")
+        else:
+            own[owner] |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
+    for timer in timers:
+        stated = own[""] | own[timer.__name__]
         arguments = inspect.signature(timer).parameters
         assert set(stated) == set(arguments)
         for name, default in stated.items():
