@@ -11,7 +11,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, _cli
+from lightning_gputime._results import advice
+from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.changes import LastingChange
 from lightning_gputime._results.verdict import judge
 from lightning_gputime.fabric import FabricPhaseTimer
@@ -312,6 +316,25 @@ JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
 )
 def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
     assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
+
+
+CALLBACK = "callbacks/ModelCheckpoint.on_train_batch_end"
+HELD_UP: Any = SimpleNamespace(
+    rows={CALLBACK: stats(10.3, 0.42)}, step=stats(24.5, 1.0), is_uneven=False
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "quoted"),
+    [
+        ("how-to/input-bound", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
+        ("tutorial", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
+        ("tutorial", advice._launch_less(HELD_UP, TrainingSetup(batch_size=32))),
+        ("how-to/callback-bound", advice._call_back_less(HELD_UP, TrainingSetup())),
+    ],
+)
+def test_the_manual_quotes_the_advice(page: str, quoted: Iterator[str]) -> None:
+    assert f"`{next(quoted)}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
 
 
 WARNINGS = {"warning", "warn_once", "_warn_once", "tell_once", "_tell_once"}
