@@ -2,20 +2,23 @@
 
     python benchmarks/planted_losses.py --rounds 3
 
-Each fit runs in turns with the loss and without. Promised is `at_most` of the planted loss, in
-the summary of the fit that has it. Got is the time of that fit by that of the next without it. A
-loss that only a GPU has is left out: `.item()`, copies from memory that is not pinned, small
-kernels. A step is mostly a sleep, so that a busy machine measures the same.
+Each fit runs in turns with the loss and without, after one round that is not measured. Promised is
+`at_most` of the lines of the planted loss, in the summary of the fit that has it. Got is the time
+of that fit by that of the next without it. On a GPU a step is 12 ms of products of matrices, behind
+which the host hides a part of what it loses. On a CPU it is mostly a sleep, so that a busy machine
+measures the same; what only a GPU has is left out there, and a late rank is planted there alone.
 """
 
 import gc
 import logging
 import os
+import socket
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,29 +26,37 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from record import environment, new_parser, save
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._results.losses import Losses
+from lightning_gputime import GPUPhaseTimer, PhaseSummary
 
-STEPS = 40
-WIDTH = 100
-STEP_S = 0.06
-PLANTED_S = 0.08
+CUDA = torch.cuda.is_available()
+STEPS = 100 if CUDA else 40
+ROWS, WIDTH, LAYERS = (4096, 1024, 24) if CUDA else (64, 100, 4)
+STEP_S = 0.0 if CUDA else 0.06
+"""How long the host sleeps in a step, in place of work: other processes would make that longer."""
+PLANTED_S = 0.02 if CUDA else 0.08
+EVALUATION_S = 0.01 if CUDA else 0.02
+
+BETWEEN_BATCHES = ("data", "data/fetch", "data/copy", "callbacks")
+"""Where the GPU waits for the host, too, once the host has waited for the GPU."""
 
 
 class Data(Dataset[Tensor]):
-    """Random items, each of which may take some time to load."""
+    """Batches, each of which may take some time to load."""
 
-    def __init__(self, n: int, load_s: float = 0.0) -> None:
+    def __init__(self, n: int, load_s: float = 0.0, rows: int = ROWS, pinned: bool = CUDA) -> None:
         self.n, self.load_s = n, load_s
+        batch = torch.ones(rows, WIDTH)
+        self.batch = batch.pin_memory() if pinned else batch
 
     def __len__(self) -> int:
         return self.n
 
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(self.load_s)
-        return torch.ones(64, WIDTH)
+        return self.batch
 
 
 class Net(pl.LightningModule):
@@ -53,25 +64,25 @@ class Net(pl.LightningModule):
 
     def __init__(self, each_step: Callable[[int], object] = lambda _: None) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.net = layers(LAYERS, WIDTH)
         self.each_step = each_step
         self.called: Callable[[Tensor], Tensor] = self.net
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Returns the loss."""
         self.each_step(batch_idx)
-        time.sleep(STEP_S)  # In place of work, which other processes would make longer.
-        loss = self.called(self.batch(batch, batch_idx)).square().mean()
+        time.sleep(STEP_S)
+        loss = self.loss(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
-    def batch(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns what the net is called with."""
-        return batch
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Returns the loss of a batch."""
+        return self.called(batch[:ROWS]).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Calls the net."""
-        time.sleep(STEP_S / 3)
+        time.sleep(EVALUATION_S)
         self.net(batch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -83,6 +94,12 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+def layers(n: int, width: int) -> nn.Sequential:
+    """Returns layers with the weights of four."""
+    four = [nn.Linear(width, width) for _ in range(4)]
+    return nn.Sequential(*four * (n // 4))
+
+
 class Recompiles(Net):
     """A net that is compiled for each length of a batch, of which there is a new one at times."""
 
@@ -92,63 +109,134 @@ class Recompiles(Net):
         self.lengths = lengths
         self.called = torch.compile(self.net, dynamic=False, backend="aot_eager")
 
-    def batch(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns a batch that is a little shorter, at times for the first time."""
-        return batch[:, : 64 - min(max(batch_idx - 15, 0) // 6, self.lengths)]
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Returns that of a batch that is a little shorter, at times for the first time."""
+        rows = ROWS - min(max(batch_idx - 15, 0) // 6, self.lengths)
+        return self.called(batch[:rows]).square().mean()
+
+
+class SmallKernels(Net):
+    """Many layers, each of which takes the host longer than the GPU; may be one CUDA graph."""
+
+    def __init__(self, as_graph: bool) -> None:
+        super().__init__()
+        self.net = layers(200, 64).cuda()
+        if as_graph:
+            sample = (torch.ones(64, 64, device="cuda"),)
+            torch.cuda.make_graphed_callables(self.net, sample)  # Replaces its `forward`.
+
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Returns the loss of a part of a batch."""
+        loss: Tensor = self.net(batch[:64, :64]).square().mean()
+        return loss
+
+
+class LateWork(Net):
+    """Small layers before the large ones: the GPU waits for the host where that has no lead."""
+
+    def __init__(self, waits: bool = False) -> None:
+        super().__init__()
+        self.small, self.waits = layers(100, 64), waits
+
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Returns the loss; if it `waits`, the host does so for all that it has launched."""
+        small = self.small(batch[:64, :64]).mean()
+        loss: Tensor = (self.net(batch) + small).square().mean()
+        if self.waits:
+            loss.item()
+        return loss
 
 
 class SlowLogger(pl.loggers.logger.DummyLogger):
     """A logger that takes some time for each log."""
 
+    def __init__(self, log_s: float) -> None:
+        super().__init__()
+        self.log_s = log_s
+
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Takes its time."""
-        time.sleep(PLANTED_S)
+        time.sleep(self.log_s)
 
 
-def collect(batch_idx: int) -> None:
-    """Leaves cyclic garbage at times, and has it collected."""
+def collect(batch_idx: int, collects: bool) -> None:
+    """Makes many objects at times, and may have them looked through for garbage."""
     if batch_idx > 15 and batch_idx % 6 == 0:
-        junk: list[Any] = [[i] for i in range(400_000)]
-        for one in junk:
-            one.append(one)
-        del junk, one
-        gc.collect()
+        gc.disable()
+        junk = [[i] for i in range(400_000)]
+        if collects:
+            gc.collect()
+        del junk
+        gc.enable()
 
 
-def prints(*_: Any) -> None:
-    """Prints a large tensor, to nowhere."""
+def prints(trainer: Any, module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+    """Prints a part of a batch, to nowhere."""
     with open(os.devnull, "w") as nowhere:
-        print(torch.ones(200, 200).tolist(), torch.rand(30, 30), file=nowhere)
+        print(batch[:200, :200].tolist(), torch.rand(30, 30), file=nowhere)
 
 
-def fit(folder: str, **plant: Any) -> Losses:
-    """Returns the losses of a fit."""
+def item(trainer: Any, module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+    """Has the host wait for the loss."""
+    outputs["loss"].item()
+
+
+def fit(folder: str, **plant: Any) -> PhaseSummary:
+    """Returns the summary of a fit."""
     model = plant.pop("model", Net)()
-    loaded: dict[str, Any] = {
-        "train_dataloaders": DataLoader(Data(STEPS, plant.pop("load_s", 0.0)))
-    }
+    data = Data(STEPS * plant.get("devices", 1), **plant.pop("data", {}))
+    loaded: dict[str, Any] = {"train_dataloaders": DataLoader(data, batch_size=None)}
     if "val_check_interval" in plant:
-        loaded["val_dataloaders"] = DataLoader(Data(10))
-    timer = GPUPhaseTimer(print_summary=False, every_n_steps=1)
+        loaded["val_dataloaders"] = DataLoader(Data(10), batch_size=None)
+    timer = GPUPhaseTimer(print_summary=False, every_n_steps=1, **plant.pop("timer", {}))
     callbacks = [timer, *plant.pop("callbacks", list)()]
     options = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0, **plant}
     pl.Trainer(
-        accelerator="cpu",
+        **{"accelerator": "auto", "devices": 1, **options},
         max_epochs=1,
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=callbacks,
-        **options,
     ).fit(model, **loaded)
-    losses = timer.summary().losses
-    assert losses is not None
-    return losses
+    return timer.summary()
 
 
-def cases(folder: str) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Returns by what is planted: the loss, and the options of a fit with it and without."""
+class Late(Net):
+    """A net of which the second rank is late."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Returns the loss."""
+        time.sleep(PLANTED_S * self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+def _of_one_rank(rank: int, port: int, model: Any, file: str) -> None:
+    ranks = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    be_quiet()
+    with tempfile.TemporaryDirectory() as folder:
+        found = fit(folder, model=model, accelerator="cpu", strategy="ddp", devices=2)
+    if rank == 0:
+        torch.save(found, file)
+
+
+def fit_two_ranks(folder: str, model: Any) -> PhaseSummary:
+    """Returns the summary of rank 0 of two, in processes of their own."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    file = os.path.join(folder, "summary")
+    spawn(_of_one_rank, (port, model, file), nprocs=2)
+    found: PhaseSummary = torch.load(file, weights_only=False)
+    return found
+
+
+Case = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
+
+
+def cases(folder: str) -> dict[str, Case]:
+    """Returns by what is planted: the lines, and the options of a fit with it and without."""
 
     def saves() -> list[Any]:
         return [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)]
@@ -157,49 +245,96 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         return lambda: [LambdaCallback(on_train_batch_end=call)]
 
     slow = after_each(lambda *_: time.sleep(PLANTED_S))
+    collects = [partial(Net, partial(collect, collects=one)) for one in (True, False)]
+    probes = {"probe_every_n_steps": 10}
+    large = {"rows": 4 * ROWS}
+    on_gpu: dict[str, Case] = {
+        ".item() in a callback": (
+            ("launch gaps", *BETWEEN_BATCHES),
+            {"model": LateWork, "callbacks": after_each(item), "timer": probes},
+            {"model": LateWork, "timer": probes},
+        ),
+        ".item() in the step": (
+            ("launch gaps",),
+            {"model": partial(LateWork, waits=True), "timer": probes},
+            {"model": LateWork, "timer": probes},
+        ),
+        "unpinned copies": (
+            ("data/copy",),
+            {"data": {**large, "pinned": False}},
+            {"data": large},
+        ),
+        "small kernels": (
+            ("launch gaps",),
+            {"model": partial(SmallKernels, as_graph=False), "timer": probes},
+            {"model": partial(SmallKernels, as_graph=True), "timer": probes},
+        ),
+    }
+    on_cpu: dict[str, Case] = {
+        "a late rank": (("the slowest rank",), {"model": Late}, {"model": Net})
+    }
     return {
-        "slow dataset": ("data/fetch", {"load_s": PLANTED_S}, {}),
-        "slow callback": ("callbacks", {"callbacks": slow}, {}),
-        "print": ("callbacks", {"callbacks": after_each(prints)}, {}),
-        "slow logger": ("callbacks", {"logger": SlowLogger()}, {}),
-        "evaluation too often": ("validation", {"val_check_interval": 5}, {}),
-        "checkpoints": ("checkpoints", {"callbacks": saves, "enable_checkpointing": True}, {}),
-        "garbage_collection": (
-            "slow steps: garbage collection",
-            {"model": lambda: Net(collect)},
-            {},
+        "slow dataset": (("data/fetch",), {"data": {"load_s": PLANTED_S}}, {}),
+        "slow callback": (("callbacks",), {"callbacks": slow}, {}),
+        "print": (("callbacks",), {"callbacks": after_each(prints)}, {}),
+        # A log of any kind has the host wait for the GPU.
+        "slow logger": (
+            ("callbacks",),
+            {"logger": SlowLogger(PLANTED_S)},
+            {"logger": SlowLogger(0.0)},
+        ),
+        "evaluation too often": (("validation",), {"val_check_interval": 5}, {}),
+        "checkpoints": (("checkpoints",), {"callbacks": saves, "enable_checkpointing": True}, {}),
+        "garbage": (
+            ("slow steps: garbage collection",),
+            {"model": collects[0]},
+            {"model": collects[1]},
         ),
         "recompilation": (
-            "slow steps: compilation",
-            {"model": lambda: Recompiles(4)},
-            {"model": lambda: Recompiles(0)},
+            ("slow steps: compilation",),
+            {"model": partial(Recompiles, 4)},
+            {"model": partial(Recompiles, 0)},
         ),
-        "nothing": ("", {}, {}),
+        **(on_gpu if CUDA else on_cpu),
+        "nothing": ((), {"timer": probes}, {"timer": probes}),
     }
 
 
-def measure(folder: str, loss: str, with_it: Any, without: Any, rounds: int) -> dict[str, Any]:
+def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[str, Any]:
     """Returns what was promised and got, by rounds that follow each other."""
-    promised, got, largest = [], [], []
-    for _ in range(rounds):
-        found, base = fit(folder, **with_it), fit(folder, **without)
-        promised.append(1 / (1 - found[loss]))
-        got.append(found.wall_s / base.wall_s)
-        if not loss:
-            largest.append(max((row.at_most, row.name) for row in found.rows))
-    result = {
-        "loss": loss,
-        "promised": statistics.median(promised),
-        "got": statistics.median(got),
-        "rounds_promised": promised,
-        "rounds_got": got,
-    }
-    if not loss:
-        return {"largest": sorted(largest)[len(largest) // 2], "rounds_got": got}
+    lines, with_it, without = case
+    found: dict[str, list[Any]] = {"promised": [], "got": [], "largest": [], "rows": []}
+    for i in range(rounds + 1):
+        summary, base = run(**with_it), run(**without).losses
+        losses = summary.losses
+        assert losses is not None
+        assert base is not None
+        if i:  # Before, some things were imported or compiled for the first time.
+            found["promised"].append(1 / (1 - sum(losses[line] for line in lines)))
+            found["got"].append(losses.wall_s / base.wall_s)
+            promises = [(row.at_most, row.name) for row in losses.rows if row.at_most is not None]
+            found["largest"].append(max(promises))
+            found["rows"].append({row.name: row.share for row in (*losses.rows, losses.work)})
+    everything: dict[str, Any] = {"rounds": found}
+    if summary.probe_failure:
+        everything["cannot_probe"] = summary.probe_failure
+    if not lines:
+        return {"largest": sorted(found["largest"])[rounds // 2], **everything}
+    medians = {name: statistics.median(found[name]) for name in ("promised", "got")}
     # Of the time that was promised to be saved.
-    kept = [(1 - 1 / one) / (1 - 1 / of) for one, of in zip(got, promised, strict=True)]
-    error = statistics.stdev(kept) / len(kept) ** 0.5 if len(kept) > 1 else None
-    return {**result, "kept": statistics.mean(kept), "kept_error": error, "rounds_kept": kept}
+    pairs = zip(found["got"], found["promised"], strict=True)
+    kept = [(1 - 1 / got) / (1 - 1 / of) for got, of in pairs if of > 1]
+    if kept:
+        error = statistics.stdev(kept) / len(kept) ** 0.5 if len(kept) > 1 else None
+        everything = {"kept": statistics.mean(kept), "kept_error": error, **everything}
+    return {"lines": lines, **medians, **everything}
+
+
+def be_quiet() -> None:
+    """Leaves out what is said on the way, and computes in one thread."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
 
 
 def main() -> None:
@@ -208,19 +343,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="a part of the name of what is planted")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    results = {}
+    be_quiet()
+    header = environment(
+        *(["gpu"] if CUDA else []), "host", "python", "torch", "lightning", "command"
+    )
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        fit(folder)  # So that nothing is imported or allocated for the first time.
-        for name, (loss, with_it, without) in cases(folder).items():
+        for name, case in cases(folder).items():
             if args.only in name:
-                results[name] = measure(folder, loss, with_it, without, args.rounds)
-                brief = {k: v for k, v in results[name].items() if not k.startswith("rounds_")}
+                run = fit_two_ranks if name == "a late rank" else fit
+                results[name] = measure(partial(run, folder), case, args.rounds)
+                brief = {k: v for k, v in results[name].items() if k != "rounds"}
                 print(name, brief, flush=True)
-    found = environment("host", "python", "torch", "lightning", "command")
-    save(args.out, {**found, "steps": STEPS, "results": results})
+                save(args.out, {**header, "steps": STEPS, "results": results})
 
 
 if __name__ == "__main__":
