@@ -38,6 +38,7 @@ STEP_S = 0.0 if CUDA else 0.06
 """How long the host sleeps in a step, in place of work: other processes would make that longer."""
 PLANTED_S = 0.02 if CUDA else 0.08
 EVALUATION_S = 0.01 if CUDA else 0.02
+PREPARATION_S = 0.004
 
 BETWEEN_BATCHES = ("data", "data/fetch", "data/copy", "callbacks")
 """Where the GPU waits for the host, too, once the host has waited for the GPU."""
@@ -60,12 +61,14 @@ class Data(Dataset[Tensor]):
 
 
 class Net(pl.LightningModule):
-    """Some linear layers; `each_step` runs in each training step."""
+    """Some linear layers; `each_step` runs in each training step, which may wait for the loss."""
 
-    def __init__(self, each_step: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(
+        self, each_step: Callable[[int], object] = lambda _: None, waits: bool = False
+    ) -> None:
         super().__init__()
         self.net = layers(LAYERS, WIDTH)
-        self.each_step = each_step
+        self.each_step, self.waits = each_step, waits
         self.called: Callable[[Tensor], Tensor] = self.net
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -73,6 +76,8 @@ class Net(pl.LightningModule):
         self.each_step(batch_idx)
         time.sleep(STEP_S)
         loss = self.loss(batch, batch_idx)
+        if self.waits:
+            loss.item()
         self.log("loss", loss)
         return loss
 
@@ -116,11 +121,14 @@ class Recompiles(Net):
 
 
 class SmallKernels(Net):
-    """Many layers, each of which takes the host longer than the GPU; may be one CUDA graph."""
+    """Many layers, each of which takes the host longer than the GPU; may be one CUDA graph.
+
+    With more layers a step has more kernels than the GPU's queue holds, and cannot be probed.
+    """
 
     def __init__(self, as_graph: bool) -> None:
         super().__init__()
-        self.net = layers(200, 64).cuda()
+        self.net = layers(100, 64).cuda()
         if as_graph:
             sample = (torch.ones(64, 64, device="cuda"),)
             torch.cuda.make_graphed_callables(self.net, sample)  # Replaces its `forward`.
@@ -128,22 +136,6 @@ class SmallKernels(Net):
     def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Returns the loss of a part of a batch."""
         loss: Tensor = self.net(batch[:64, :64]).square().mean()
-        return loss
-
-
-class LateWork(Net):
-    """Small layers before the large ones: the GPU waits for the host where that has no lead."""
-
-    def __init__(self, waits: bool = False) -> None:
-        super().__init__()
-        self.small, self.waits = layers(100, 64), waits
-
-    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns the loss; if it `waits`, the host does so for all that it has launched."""
-        small = self.small(batch[:64, :64]).mean()
-        loss: Tensor = (self.net(batch) + small).square().mean()
-        if self.waits:
-            loss.item()
         return loss
 
 
@@ -188,7 +180,8 @@ def fit(folder: str, **plant: Any) -> PhaseSummary:
     loaded: dict[str, Any] = {"train_dataloaders": DataLoader(data, batch_size=None)}
     if "val_check_interval" in plant:
         loaded["val_dataloaders"] = DataLoader(Data(10), batch_size=None)
-    timer = GPUPhaseTimer(print_summary=False, every_n_steps=1, **plant.pop("timer", {}))
+    probe = 10 if CUDA else 0
+    timer = GPUPhaseTimer(print_summary=False, every_n_steps=1, probe_every_n_steps=probe)
     callbacks = [timer, *plant.pop("callbacks", list)()]
     options = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0, **plant}
     pl.Trainer(
@@ -246,18 +239,19 @@ def cases(folder: str) -> dict[str, Case]:
 
     slow = after_each(lambda *_: time.sleep(PLANTED_S))
     collects = [partial(Net, partial(collect, collects=one)) for one in (True, False)]
-    probes = {"probe_every_n_steps": 10}
+    # The GPU waits for that only where the host has no lead.
+    prepares = partial(Net, lambda _: time.sleep(PREPARATION_S))
     large = {"rows": 4 * ROWS}
     on_gpu: dict[str, Case] = {
         ".item() in a callback": (
             ("launch gaps", *BETWEEN_BATCHES),
-            {"model": LateWork, "callbacks": after_each(item), "timer": probes},
-            {"model": LateWork, "timer": probes},
+            {"model": prepares, "callbacks": after_each(item)},
+            {"model": prepares},
         ),
         ".item() in the step": (
             ("launch gaps",),
-            {"model": partial(LateWork, waits=True), "timer": probes},
-            {"model": LateWork, "timer": probes},
+            {"model": partial(prepares, waits=True)},
+            {"model": prepares},
         ),
         "unpinned copies": (
             ("data/copy",),
@@ -266,8 +260,8 @@ def cases(folder: str) -> dict[str, Case]:
         ),
         "small kernels": (
             ("launch gaps",),
-            {"model": partial(SmallKernels, as_graph=False), "timer": probes},
-            {"model": partial(SmallKernels, as_graph=True), "timer": probes},
+            {"model": partial(SmallKernels, as_graph=False)},
+            {"model": partial(SmallKernels, as_graph=True)},
         ),
     }
     on_cpu: dict[str, Case] = {
@@ -296,21 +290,25 @@ def cases(folder: str) -> dict[str, Case]:
             {"model": partial(Recompiles, 0)},
         ),
         **(on_gpu if CUDA else on_cpu),
-        "nothing": ((), {"timer": probes}, {"timer": probes}),
+        "nothing": ((), {}, {}),
     }
 
 
 def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[str, Any]:
     """Returns what was promised and got, by rounds that follow each other."""
     lines, with_it, without = case
-    found: dict[str, list[Any]] = {"promised": [], "got": [], "largest": [], "rows": []}
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("promised", "with_gaps", "got", "largest", "rows")
+    }
     for i in range(rounds + 1):
         summary, base = run(**with_it), run(**without).losses
         losses = summary.losses
         assert losses is not None
         assert base is not None
         if i:  # Before, some things were imported or compiled for the first time.
-            found["promised"].append(1 / (1 - sum(losses[line] for line in lines)))
+            # A GPU that has waited for the host waits for the next launches, too.
+            for key, of in ("promised", lines), ("with_gaps", {*lines, "launch gaps"}):
+                found[key].append(1 / (1 - sum(losses[line] for line in of)))
             found["got"].append(losses.wall_s / base.wall_s)
             promises = [(row.at_most, row.name) for row in losses.rows if row.at_most is not None]
             found["largest"].append(max(promises))
@@ -320,7 +318,7 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
         everything["cannot_probe"] = summary.probe_failure
     if not lines:
         return {"largest": sorted(found["largest"])[rounds // 2], **everything}
-    medians = {name: statistics.median(found[name]) for name in ("promised", "got")}
+    medians = {name: statistics.median(found[name]) for name in ("promised", "with_gaps", "got")}
     # Of the time that was promised to be saved.
     pairs = zip(found["got"], found["promised"], strict=True)
     kept = [(1 - 1 / got) / (1 - 1 / of) for got, of in pairs if of > 1]
