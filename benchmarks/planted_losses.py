@@ -40,8 +40,9 @@ PLANTED_S = 0.02 if CUDA else 0.08
 EVALUATION_S = 0.01 if CUDA else 0.02
 PREPARATION_S = 0.004
 
-BETWEEN_BATCHES = ("data", "data/fetch", "data/copy", "callbacks")
-"""Where the GPU waits for the host, too, once the host has waited for the GPU."""
+WAITS = ("data", "data/fetch", "callbacks", "launch gaps") if CUDA else ()
+"""Where a GPU waits for the host that has waited itself: the host has lost its lead."""
+COLLECTION = "slow steps: garbage collection"
 
 
 class Data(Dataset[Tensor]):
@@ -244,7 +245,7 @@ def cases(folder: str) -> dict[str, Case]:
     large = {"rows": 4 * ROWS}
     on_gpu: dict[str, Case] = {
         ".item() in a callback": (
-            ("launch gaps", *BETWEEN_BATCHES),
+            ("launch gaps",),
             {"model": prepares, "callbacks": after_each(item)},
             {"model": prepares},
         ),
@@ -260,8 +261,8 @@ def cases(folder: str) -> dict[str, Case]:
         ),
         "small kernels": (
             ("launch gaps",),
-            {"model": partial(SmallKernels, as_graph=False)},
-            {"model": partial(SmallKernels, as_graph=True)},
+            {"model": partial(SmallKernels, as_graph=False), "data": {"rows": 64}},
+            {"model": partial(SmallKernels, as_graph=True), "data": {"rows": 64}},
         ),
     }
     on_cpu: dict[str, Case] = {
@@ -270,7 +271,8 @@ def cases(folder: str) -> dict[str, Case]:
     return {
         "slow dataset": (("data/fetch",), {"data": {"load_s": PLANTED_S}}, {}),
         "slow callback": (("callbacks",), {"callbacks": slow}, {}),
-        "print": (("callbacks",), {"callbacks": after_each(prints)}, {}),
+        # What it makes is garbage, too.
+        "print": (("callbacks", COLLECTION), {"callbacks": after_each(prints)}, {}),
         # A log of any kind has the host wait for the GPU.
         "slow logger": (
             ("callbacks",),
@@ -280,7 +282,7 @@ def cases(folder: str) -> dict[str, Case]:
         "evaluation too often": (("validation",), {"val_check_interval": 5}, {}),
         "checkpoints": (("checkpoints",), {"callbacks": saves, "enable_checkpointing": True}, {}),
         "garbage": (
-            ("slow steps: garbage collection",),
+            (COLLECTION,),
             {"model": collects[0]},
             {"model": collects[1]},
         ),
@@ -298,7 +300,7 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
     """Returns what was promised and got, by rounds that follow each other."""
     lines, with_it, without = case
     found: dict[str, list[Any]] = {
-        name: [] for name in ("promised", "with_gaps", "got", "largest", "rows")
+        name: [] for name in ("promised", "with_waits", "got", "largest", "with_it", "without")
     }
     for i in range(rounds + 1):
         summary, base = run(**with_it), run(**without).losses
@@ -306,25 +308,27 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
         assert losses is not None
         assert base is not None
         if i:  # Before, some things were imported or compiled for the first time.
-            # A GPU that has waited for the host waits for the next launches, too.
-            for key, of in ("promised", lines), ("with_gaps", {*lines, "launch gaps"}):
+            for key, of in ("promised", lines), ("with_waits", {*lines, *WAITS}):
                 found[key].append(1 / (1 - sum(losses[line] for line in of)))
             found["got"].append(losses.wall_s / base.wall_s)
             promises = [(row.at_most, row.name) for row in losses.rows if row.at_most is not None]
             found["largest"].append(max(promises))
-            found["rows"].append({row.name: row.share for row in (*losses.rows, losses.work)})
+            for key, one in ("with_it", losses), ("without", base):
+                entries = (*one.rows, one.work)
+                found[key].append({row.name: round(row.share * one.wall_s, 4) for row in entries})
     everything: dict[str, Any] = {"rounds": found}
     if summary.probe_failure:
         everything["cannot_probe"] = summary.probe_failure
     if not lines:
         return {"largest": sorted(found["largest"])[rounds // 2], **everything}
-    medians = {name: statistics.median(found[name]) for name in ("promised", "with_gaps", "got")}
+    medians = {name: statistics.median(found[name]) for name in ("promised", "with_waits", "got")}
     # Of the time that was promised to be saved.
-    pairs = zip(found["got"], found["promised"], strict=True)
-    kept = [(1 - 1 / got) / (1 - 1 / of) for got, of in pairs if of > 1]
-    if kept:
-        error = statistics.stdev(kept) / len(kept) ** 0.5 if len(kept) > 1 else None
-        everything = {"kept": statistics.mean(kept), "kept_error": error, **everything}
+    for promised, key in ("promised", "kept"), ("with_waits", "kept_with_waits"):
+        pairs = zip(found["got"], found[promised], strict=True)
+        kept = [(1 - 1 / got) / (1 - 1 / of) for got, of in pairs if of > 1]
+        if len(kept) > 1:
+            error = statistics.stdev(kept) / len(kept) ** 0.5
+            medians |= {key: statistics.mean(kept), f"{key}_error": error}
     return {"lines": lines, **medians, **everything}
 
 
