@@ -359,8 +359,11 @@ def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
         ({"probed_steps": 1}, 'the part at the peak needs flops="count"'),
         ({"work": WorkSummary(mfu=0.4)}, "launch gaps need probe_every_n_steps=100"),
         ({"work": WorkSummary(mfu=0.4), "probed_steps": 1}, ""),
-        # It is said why; the option would not help.
-        ({"probe_failure": "no step can be probed"}, 'the part at the peak needs flops="count"'),
+        # The option would not help.
+        (
+            {"probe_failure": "no step can be probed: ..."},
+            'launch gaps, as no step can be probed; the part at the peak needs flops="count"',
+        ),
         (
             {"on_host_clock": True},
             "launch gaps and the part at the peak need an accelerator",

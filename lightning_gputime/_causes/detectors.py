@@ -106,6 +106,10 @@ class HostSpans:
         spans = [one for one in [*self._newest] if one[1] > start_ns and one[0] < end_ns]
         # What is inside of another counts for itself.
         attribution.attribute_spans(sorted(spans, key=lambda one: _INSIDE_OUT.index(one[2])))
+        for part in attribution.parts:
+            for kind, detail in [*part.host_causes]:
+                if kind == "compilation":  # New code is loaded, too, and runs for the first time.
+                    attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
 # What a loop iterates over that loads nothing.

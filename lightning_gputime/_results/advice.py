@@ -150,8 +150,9 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
 def _unknown(summary: PhaseSummary) -> str:
     if summary.on_host_clock:
         return "launch gaps and the part at the peak need an accelerator"
+    why = ", as no step can be probed" if summary.probe_failure else " need probe_every_n_steps=100"
     needs = {
-        "launch gaps need probe_every_n_steps=100": summary.probed_steps or summary.probe_failure,
+        f"launch gaps{why}": summary.probed_steps,
         'the part at the peak needs flops="count"': summary.mfu is not None,
     }
     return "; ".join(name for name, is_said in needs.items() if not is_said)
