@@ -447,6 +447,17 @@ def test_the_tutorial_has_what_was_measured() -> None:
         assert row in page
 
 
+def test_the_manual_has_the_figures_of_the_benchmarks() -> None:
+    figures = [
+        one for path in DOCS for one in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
+    ]
+    assert len(figures) > 10
+    # Of comparisons there are made-up ones.
+    of_runs = re.findall(r"[\d.]+ ± [\d.]+ %", READMES["docs/how-to/slower-than-yesterday.md"])
+    measured = READMES["benchmarks/README.md"]
+    assert [one for one in figures if one not in measured] == of_runs
+
+
 def test_the_picture_of_the_gpt_is_drawn_from_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
