@@ -23,10 +23,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gputime
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, _cli
+from lightning_gputime import (
+    GPUPhaseHooks,
+    GPUPhaseTimer,
+    MemorySummary,
+    PhaseStats,
+    SlowStep,
+    _cli,
+)
 from lightning_gputime._results import advice
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.changes import LastingChange
+from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.verdict import judge
 from lightning_gputime.fabric import FabricPhaseTimer
 from lightning_gputime.huggingface import TransformersPhaseTimer
@@ -294,8 +302,17 @@ def stats(ms: float, share: float, host_ms: float = math.nan, n: int = 100) -> P
     return PhaseStats(n, mean_ms=ms, max_ms=ms, share=share, host_mean_ms=host_ms)
 
 
+CALLBACK = "callbacks/AccuracyCurve.on_train_batch_end"
 MEMORY = MemorySummary(
     {"backward": 41_210.0, "forward": 38_000.0}, {"backward": 20, "forward": 20}, 0.0, 81_559.0, 1
+)
+SLOW = SlowSummary(
+    n=3,
+    steps=120,
+    share=0.012,
+    cause_shares={"the loader": 0.005, CALLBACK.partition("/")[2]: 0.002, "off-CPU": 0.002},
+    unexplained_share=0.004,
+    worst=SlowStep(50, 48.0, 30.4, "callbacks", (), 0.0),
 )
 JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
 
@@ -303,8 +320,8 @@ JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("input-bound", judge({"data/fetch": stats(4.4, 0.44)}, stats(10.0, 1.0), 0.0, None)),
-        ("callback-bound", judge({"callbacks": stats(10.3, 0.42)}, stats(24.5, 1.0), 0.0, None)),
+        ("input-bound", judge({"data/fetch": stats(11.1, 0.36)}, stats(31.0, 1.0), None, None)),
+        ("callback-bound", judge({"callbacks": stats(13.4, 0.334)}, stats(40.0, 1.0), None, None)),
         (
             "communication-bound",
             judge({"backward/comm": stats(21.2, 0.929)}, stats(22.8, 1.0), 0.0, None),
@@ -312,22 +329,22 @@ JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
         ("launch-bound", judge({"forward": stats(5.0, 0.9, 5.0)}, stats(5.21, 1.0), 0.0, None)),
         ("out-of-memory", MEMORY.sentences[0]),
         ("slow-steps", JUMP),
+        ("slow-steps", SLOW.sentences[0]),
     ],
 )
 def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
     assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
 
 
-CALLBACK = "callbacks/ModelCheckpoint.on_train_batch_end"
 HELD_UP: Any = SimpleNamespace(
-    rows={CALLBACK: stats(10.3, 0.42)}, step=stats(24.5, 1.0), is_uneven=False
+    rows={CALLBACK: stats(12.3, 0.307)}, step=stats(40.0, 1.0), is_uneven=False
 )
 
 
 @pytest.mark.parametrize(
     ("page", "quoted"),
     [
-        ("how-to/input-bound", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
+        ("how-to/input-bound", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0, cores=2))),
         ("tutorial", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
         ("tutorial", advice._launch_less(HELD_UP, TrainingSetup(batch_size=32))),
         ("how-to/callback-bound", advice._call_back_less(HELD_UP, TrainingSetup())),
