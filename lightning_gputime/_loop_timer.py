@@ -39,6 +39,13 @@ _UNTOLD = (
     " timer.steps(itertools.cycle(loader)) in place of itertools.cycle(timer.steps(loader))."
 )
 
+_MANY = 20  # Of fewer batches that were passed over nothing is said.
+_UNSEEN = (
+    "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
+    " they train in a way that is not seen, such as by a graph that was captured before attach(),"
+    " call step() at the end of the body."
+)
+
 _LEFT_OVER = (
     "A loop ends with %d of %d micro-batches, which are in no step: with"
     ' accumulate_grad_batches="auto" a step ends with its update, in whichever loop that is.'
@@ -221,6 +228,10 @@ class LoopTimer(Timer):
         if (untold := session.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
+        # Each batch has two marks.
+        passed_over = (session.recorder.place_before + 1) // 2 if self._body else 0
+        if passed_over >= _MANY and session.has_idled(is_first=True):
+            session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0

@@ -656,6 +656,22 @@ def test_replays_of_a_graph_of_before_among_other_steps_are_told(
     assert "call step() at the end of the body" in message
 
 
+def test_replays_of_a_graph_of_before_after_other_steps_are_told(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(53))):
+            if number >= 3:
+                replay()
+            else:
+                loop.train(x)
+    assert steps(timer) == [STEP_MS] * 3
+    [message] = said(caplog)
+    assert message.startswith("50 batches in a row have neither a call of the model nor an update")
+
+
 def test_replays_whose_bodies_call_step_are_steps(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -985,3 +985,36 @@ def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) 
     run.recorder.leave_pause()
     run.recorder.leave_pause()
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
+
+
+def test_a_new_thread_with_the_number_of_the_timed_one_is_another(gpu: FakeGPU) -> None:
+    run = Recorded(gpu)
+    numbers: list[int] = []
+
+    def train() -> None:
+        numbers.append(threading.get_ident())
+        run.recorder.begin()
+        run.recorder.begin()
+        run.step(0)
+
+    def disturb() -> None:
+        numbers.append(threading.get_ident())
+        run.recorder.mark("forward")
+        run.recorder.enter_phase("a")
+        run.recorder.pause_now()
+        run.recorder.end_step(1)
+
+    for target in (train, *[disturb] * 10):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    created = gpu.created
+    if numbers[0] not in numbers[1:]:
+        pytest.skip("the number was not used again")
+    assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
+    run.recorder.rest()
+    run.recorder.flush()
+    assert [times.step for times in run.emitted] == [0]
+    train()
+    assert run.recorder.pending.ended == 2
+    assert gpu.created < created + 8

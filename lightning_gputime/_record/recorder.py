@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from enum import Enum
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._C import _current_graph_task_id
@@ -165,7 +166,9 @@ class Recorder:
         self.thread = -1
         """The thread that is timed; -1 at rest."""
         self.home = -1
-        """The same, at rest, too."""
+        """The same, at rest, too; -1 when it has ended: a new thread may get its number."""
+        self._of_home = local()
+        self._home_end: Any = None
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
         self.work_counts: tuple[float, ...] = ()
@@ -384,7 +387,8 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Start a step here, in the calling thread. What the open step held is dropped."""
-        self.thread = self.home = get_ident()
+        self._move_here()
+        self.thread = self.home
         self._drop()
         self.state = OPEN
         if self._sample_mark is not None and _is_sampled(self._index):
@@ -456,7 +460,7 @@ class Recorder:
 
     def rest(self) -> None:
         """End recording until the next `begin`; until then only named phases are noted."""
-        self.home = get_ident()
+        self._move_here()
         if self.thread != -1:
             self._drop()
             self.state, self.thread = AT_REST, -1
@@ -611,6 +615,17 @@ class Recorder:
     def _fail(self, error: Exception) -> None:
         self.warn_once(LEFT_OUT, error)
         self._lose_step()
+
+    def _move_here(self) -> None:
+        if get_ident() == self.home:
+            return
+        # It goes with its thread, or when the next one is put there.
+        self._of_home.alive = alive = set[None]()
+        self._home_end = ref(alive, self._lose_thread)
+        self.home = get_ident()
+
+    def _lose_thread(self, _: object) -> None:
+        self.thread = self.home = -1
 
     def _lose_step(self) -> None:
         # After an error of the device its events cannot be trusted: they are not used again.
