@@ -19,7 +19,7 @@ from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_int
-from lightning_gputime._phases import StepTimes
+from lightning_gputime._phases import EXCLUDED, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
@@ -197,7 +197,7 @@ class Timer(Tabular):
             ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or
                 has "<", ">" or control characters.
         """
-        return self._session.phase(name)
+        return NamedPhase(name, self._session.recorders)
 
     def paused(self) -> NamedPhase:
         """Return a context manager: the time of its code belongs to no step.
@@ -211,7 +211,7 @@ class Timer(Tabular):
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        return self._session.paused()
+        return NamedPhase(EXCLUDED, self._session.recorders)
 
     def flush(self) -> None:
         """Wait for the steps that have ended and are unread, and read them."""

@@ -893,11 +893,11 @@ def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
 ) -> None:
     run.recorder.mark("forward")
     gpu.work(4.0)
-    run.recorder.enter_pause()
+    run.recorder.enter_phase(EXCLUDED)
     gpu.work(16.0)
     run.recorder.end_step(0)
     gpu.work(32.0)
-    run.recorder.leave_pause()
+    run.recorder.leave_phase(EXCLUDED)
     assert run.recorder.label == "data"
     gpu.work(1.0)
     run.recorder.end_step(1)
@@ -976,14 +976,14 @@ def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) 
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
     run.recorder.mark("forward")
-    run.recorder.enter_pause()
+    run.recorder.enter_phase(EXCLUDED)
     assert told == ["data", "forward", None]
-    thread = threading.Thread(target=run.recorder.leave_pause)
+    thread = threading.Thread(target=lambda: run.recorder.leave_phase(EXCLUDED))
     thread.start()
     thread.join()
-    assert run.recorder.state.name == "PAUSED"
-    run.recorder.leave_pause()
-    run.recorder.leave_pause()
+    assert run.recorder.label == EXCLUDED
+    run.recorder.leave_phase(EXCLUDED)
+    run.recorder.leave_phase(EXCLUDED)
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
 
 

@@ -7,7 +7,7 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import resolve_labels
+from lightning_gputime._phases import EXCLUDED, resolve_labels
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -89,9 +89,9 @@ def test_a_pause_of_an_evaluation_takes_the_waits_before_it_along(
 def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     run.wait()
-    run.enter_pause()
+    run.enter_phase(EXCLUDED)
     run.wait(16.0)
-    run.leave_pause()
+    run.leave_phase(EXCLUDED)
     gpu.work(1.0)
     run.wait()
     assert run.end() == {"forward": 11.0, "forward/comm": 6.0}
@@ -117,10 +117,10 @@ def test_a_pause_inside_a_wait_ends_it(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     assert run.wait_begins()
     gpu.work(3.0)
-    run.enter_pause()
+    run.enter_phase(EXCLUDED)
     gpu.work(16.0)
     run.wait_ends()
-    run.leave_pause()
+    run.leave_phase(EXCLUDED)
     gpu.work(1.0)
     assert run.end() == {"forward": 8.0, "forward/comm": 3.0}
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import check_name
+from lightning_gputime._phases import EXCLUDED, check_name
 from lightning_gputime._record.recorder import Recorder
 
 # The recorders that are attached now. Module state, because `phase` must find them from anywhere.
@@ -26,13 +26,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NamedPhase(ContextDecorator):
-    """The context manager, or decorator, of a phase; of a pause where the name is None."""
+    """The context manager, or decorator, of a phase; of a pause where it is called `EXCLUDED`."""
 
     __slots__ = ("_name", "_recorders")
 
-    def __init__(self, name: str | None, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
         # Compiled code may carry a phase: neither the check nor a recorder may break its graph.
-        if name is not None and not torch.compiler.is_compiling():
+        if name != EXCLUDED and not torch.compiler.is_compiling():
             check_name(name)
         self._name = name
         self._recorders = recorders
@@ -60,18 +60,12 @@ class NamedPhase(ContextDecorator):
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                if self._name is None:
-                    recorder.enter_pause()
-                else:
-                    recorder.enter_phase(self._name)
+                recorder.enter_phase(self._name)
 
     def __exit__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
             for recorder in self._recorders:
-                if self._name is None:
-                    recorder.leave_pause()
-                else:
-                    recorder.leave_phase(self._name)
+                recorder.leave_phase(self._name)
 
 
 def phase(name: str) -> NamedPhase:

@@ -59,10 +59,10 @@ class State(Enum):
 
     # It belongs to nobody, until `begin`.
     AT_REST = 0
-    # It belongs to `label`, until `pause`, `enter_pause`, `rest` or an error.
+    # It belongs to `label`, until `pause`, `rest` or an error.
     OPEN = 1
-    # It belongs to no step, until `resume`, `leave_pause`, `rest`, or `end_step`, which drops a
-    # step that has nothing else.
+    # It belongs to no step, until `resume`, `rest`, or `end_step`, which drops a step that has
+    # nothing else.
     PAUSED = 2
     # After an error it belongs to nobody, until `rest`, or `end_step`, which drops the step.
     LOST = 3
@@ -184,11 +184,10 @@ class Recorder:
         self._post_spin_index = 0
         # Whether a mark is also shown or sampled.
         self._is_watched = annotate is not None
-        # Phases that were named by hand and are not left yet, and what follows the outermost.
+        # Phases that were named by hand and are not left yet, and what follows the outermost. One
+        # that is `EXCLUDED` is a pause: it wins over all others.
         self._named: list[str] = []
         self._base = DATA
-        # Pauses by hand that are not left yet: for each the label before it, if time had one.
-        self._pauses: list[str | None] = []
 
     # Marks
 
@@ -201,7 +200,7 @@ class Recorder:
         if label == self.label or self.state is not OPEN or get_ident() != self.thread:
             return
         if self._named:
-            self._base = label
+            self._follow(label)
             return
         try:
             # What `_record` does in most cases, without another call.
@@ -261,8 +260,7 @@ class Recorder:
         if not self._named:
             self._base = self.label if self.label and self.state is OPEN else DATA
         self._named.append(name)
-        if self.state is OPEN and name != self.label:
-            self._record(name)
+        self._go_on()
 
     def leave_phase(self, name: str) -> None:
         """End a phase that `enter_phase` began: time goes back to where it went before."""
@@ -274,9 +272,25 @@ class Recorder:
             del self._named[len(self._named) - 1 - self._named[::-1].index(name)]
             return
         self._named.pop()
-        label = self._named[-1] if self._named else FOLLOWED_BY.get(name, self._base)
-        if self.state is OPEN and label != self.label:
-            self._record(label)
+        if not self._named:
+            self._base = FOLLOWED_BY.get(name, self._base)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Mark the phase that was named by hand, or what follows it."""
+        if self.state is OPEN and self._name != self.label:
+            self._record(self._name)
+
+    @property
+    def _name(self) -> str:
+        if EXCLUDED in self._named:
+            return EXCLUDED
+        return self._named[-1] if self._named else self._base
+
+    def _follow(self, label: str) -> None:
+        # What runs in a pause does not change what goes on behind it.
+        if EXCLUDED not in self._named:
+            self._base = label
 
     # Pauses
 
@@ -305,34 +319,16 @@ class Recorder:
 
     def resume(self, label: str = DATA) -> None:
         """End a `pause`: attribute time to `label` from now on."""
-        if self.state is PAUSED and not self._pauses and get_ident() == self.thread:
+        if self.state is PAUSED and get_ident() == self.thread:
             self.state = OPEN
-            self._record(self._first_label(label))
+            self._follow(label)
+            self._record(self._name)
 
     def resume_or_mark(self, label: str) -> None:
         if self.state is PAUSED:
             self.resume(label)
         else:
             self.mark(label)
-
-    def enter_pause(self) -> None:
-        """Begin a pause by hand, which lasts until `leave_pause`, whatever else resumes."""
-        if get_ident() != self.home:
-            return
-        is_outermost = self.state is OPEN and not self._pauses
-        self._pauses.append(self.label if is_outermost else None)
-        if is_outermost:
-            self._record(EXCLUDED, annotate=False)
-            self.pause()
-
-    def leave_pause(self) -> None:
-        """End what `enter_pause` began: time goes back to where it went before."""
-        if get_ident() != self.home or not self._pauses:
-            return
-        label = self._pauses.pop()
-        if label is not None and self.state is PAUSED:
-            self.state = OPEN
-            self._record(self._named[-1] if self._named else label)
 
     # Waits
 
@@ -393,12 +389,7 @@ class Recorder:
         self.state = OPEN
         if self._sample_mark is not None and _is_sampled(self._index):
             self._keep_samples([])
-        first = self._first_label(label)
-        if self._pauses:
-            self._pauses[0], first = first, EXCLUDED
-        self._record(first)
-        if self._pauses and self.state is OPEN:
-            self.state = PAUSED
+        self._record(self._first_label(label))
 
     def end_step(
         self, number: int, skipped_update: bool = False, read: bool = False, label: str = DATA
@@ -414,11 +405,13 @@ class Recorder:
         is_sampled = self._samples is not None
         if self._sample_mark is not None and not is_sampled and _is_sampled(self._index):
             self._keep_samples([])  # The end of this step is the first mark of the next.
-        if self.state is OPEN and not self._is_spoiled:
+        is_paused = bool(self._named) and self._is_empty()
+        if self.state is OPEN and not (self._is_spoiled or is_paused):
             self._base = label
-            self._record(self._named[-1] if self._named else label)
+            self._record(self._name if self._named else label)
         # Once more: that mark may have failed, or a graph may be captured.
-        if (self.state is not OPEN or self._is_spoiled) and not self._ends_paused():
+        is_lost = self.state is not OPEN or self._is_spoiled
+        if is_paused or (is_lost and not self._ends_paused()):
             self.begin(label)
             # A step that is dropped has ended all the same: else ranks would compare different
             # steps.
@@ -513,7 +506,7 @@ class Recorder:
         if self._is_watched:
             self._sample()
             if annotate:
-                self._show(label)
+                self._show(None if label == EXCLUDED else label)
 
     def _interrupt(self, label: str) -> None:
         interrupted = self.label
@@ -541,7 +534,7 @@ class Recorder:
     def _first_label(self, label: str = DATA) -> str:
         # A phase that was named by hand reaches across steps.
         self._base = label
-        return self._named[-1] if self._named else label
+        return self._name
 
     # What else is done at a mark
 
@@ -577,17 +570,15 @@ class Recorder:
 
     def _ends_paused(self) -> bool:
         """End a step inside a pause, if some of its time was before. Return whether it did."""
-        if self.state is not PAUSED or self._is_spoiled:
+        if self.state is not PAUSED or self._is_spoiled or self._is_empty():
             return False
-        if {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}:
-            return False
-        if self._pauses:
-            self._pauses[0] = DATA
-            self._record(EXCLUDED, annotate=False)
-        else:
-            self.state = OPEN
-            self._record(self._first_label())
-        return self.state in (OPEN, PAUSED) and not self._is_spoiled
+        self.state = OPEN
+        self._record(self._first_label())
+        return self.state is OPEN and not self._is_spoiled
+
+    def _is_empty(self) -> bool:
+        """Return whether all time of the open step is in pauses."""
+        return {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}
 
     def _cut_after(self, label: str) -> bool:
         """Exclude what follows the last mark of `label`. Return False if that is more work."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase, deactivate
+from lightning_gputime._boundaries.named import deactivate
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
@@ -123,6 +123,7 @@ class Session:
             on_reading_start=self.analyzer.reading_begins,
             sample=sampler(counters) if counters is not None else None,
         )
+        self.recorders = [self.recorder]
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
@@ -457,12 +458,6 @@ class Session:
 
     # What a user asks, from any thread
 
-    def phase(self, name: str) -> NamedPhase:
-        return NamedPhase(name, [self.recorder])
-
-    def paused(self) -> NamedPhase:
-        return NamedPhase(None, [self.recorder])
-
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them; not beside the thread that runs."""
         if self._may_read():
@@ -546,6 +541,7 @@ class _NoSession:
     """
 
     home = -1
+    recorders: Sequence[Recorder] = ()  # For phases that are named by hand.
     is_attached = is_off = has_updated = sees_updates = has_trained = False
     updates = 0
 
@@ -559,12 +555,6 @@ class _NoSession:
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         return False
-
-    def phase(self, name: str) -> NamedPhase:
-        return NamedPhase(name, [])
-
-    def paused(self) -> NamedPhase:
-        return NamedPhase(None, [])
 
 
 NEVER_ATTACHED = cast("Session", _NoSession(False))
