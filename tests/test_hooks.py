@@ -18,7 +18,7 @@ from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
 from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._session.dispatcher import StepDispatcher
+from lightning_gputime._session.session import Session
 
 
 def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
@@ -526,13 +526,13 @@ def test_steps_are_read_in_batches_until_a_log_is_due(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    dispatch = StepDispatcher.dispatch
+    steps_read = Session._steps_read
 
-    def count(self: StepDispatcher, steps: list[StepRecord]) -> None:
+    def count(self: Session, steps: list[StepRecord]) -> None:
         read.append(len(steps))
-        dispatch(self, steps)
+        steps_read(self, steps)
 
-    monkeypatch.setattr(StepDispatcher, "dispatch", count)
+    monkeypatch.setattr(Session, "_steps_read", count)
     with hooks(loop, log_every_n_steps=every) as timer:
         for x in timer.steps(loop.batches(120)):
             loop.train(x)

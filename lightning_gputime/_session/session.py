@@ -1,7 +1,9 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from threading import Thread, current_thread, get_ident
 from typing import Any, cast
 
@@ -26,14 +28,14 @@ from lightning_gputime._phases import (
     StepTimes,
 )
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import call_safely, methods, step_calls
+from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._results.results import Results
 from lightning_gputime._session import lifetimes
 from lightning_gputime._session.checkup import LoopDiagnostics
-from lightning_gputime._session.dispatcher import StepDispatcher, UserCalls
 from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (
@@ -75,7 +77,14 @@ class Session:
         self._runner: Thread | None = None
         self.is_attached = self.was_attached = True  # Now, and ever.
         self._newest: int | None = None  # The number of the last step that ended.
+        # The numbers of the last steps that ended and were due, as many as are needed to know which
+        # one ended `lag` steps ago: every rank has read it by now, if it was timed.
+        self._ended: deque[int] = deque(maxlen=options._lag + 1)
+        self._log_at = -inf  # From this number on a step is the next to be logged; at first, any.
+        self._warmup = options.timed_warmup_steps
         self._tried_update = False
+        self.analyzer = SlowStepAnalyzer(clock, results.slow)
+        users = _UserCalls(options.observers, bars, self.analyzer)
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         is_auto = options.every_n_steps == AUTO
         n = 1 if is_auto else int(options.every_n_steps)
@@ -87,7 +96,7 @@ class Session:
         )
         self._auto: AutoSchedule | None = None
         if is_auto:
-            results.each_timed_for = _who_looks_at_each(options, means)
+            results.each_timed_for = _who_looks_at_each(options, means, users)
             if not results.each_timed_for:
                 self._auto = AutoSchedule(means.every_n_steps or 50, 0)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
@@ -108,11 +117,9 @@ class Session:
         self._first_label = DATA
         self._stays_on = False
         self._probe = Probe(clock, results) if options.probe_every_n_steps else None
-        self.analyzer = SlowStepAnalyzer(clock, results.slow)
         self._means = means
         means.results, means.groups = results, options.logged_groups
         means.on_logged = partial(self.analyzer.end_own_call, "logging")
-        users = UserCalls(options.observers, bars, self.analyzer)
         counters = counters_of(clock) if options.memory else None
         self.recorder = Recorder(
             clock,
@@ -134,7 +141,8 @@ class Session:
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
-        self._dispatcher = StepDispatcher(observers, means, self._comparison, options)
+        self._calls = methods(observers, "steps_read")
+        self._to_remove = [self._comparison, self.analyzer, *options.observers]
         results.observers = options.observers
         self.analyzer.attach()
         call_safely(methods(options.observers, "attach"))
@@ -238,8 +246,8 @@ class Session:
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
         recorder.work_counts = self.work.take_step_work()
-        if number >= self._dispatcher.due:
-            self._dispatcher.end_due_step(number)
+        if number >= self._log_at:
+            self._end_due_step(number)
         reads = self._means.is_owed
         if self.times_all:
             recorder.end_step(number, self._boundaries.step_ended(), reads, label)
@@ -280,7 +288,7 @@ class Session:
         if has_ended:
             self._newest = number
             self._tried_update = False
-            self._dispatcher.end_due_step(number)
+            self._end_due_step(number)
             self._boundaries.step_ended()
             self._index += 1
             if not self.is_off:
@@ -418,7 +426,7 @@ class Session:
         self._newest = number
         before_ns, before = self._looked
         now_ns, steps = self._now_ns(), self._index - before
-        self._dispatcher.end_due_step(number)
+        self._end_due_step(number)
         self.recorder.end_untimed(self._means.is_owed, steps=steps)
         if not self.is_attached:
             return False
@@ -445,14 +453,28 @@ class Session:
         if self._kind is TIMED:
             self.recorder.begin(self._first_label)
 
-    # Steps that were read
+    # Steps that were read, and logs
+
+    def _end_due_step(self, number: int) -> None:
+        """Note the end of the first step, or of one that is due: others need not be noted."""
+        if self._log_at == -inf:
+            self._means.start(number - 1)
+            self._log_at = self._means.next_due(number - 1)
+        self._ended.append(number)
+        finished = self._ended[0]
+        if len(self._ended) == self._ended.maxlen and finished >= self._log_at:
+            self._log_at = self._means.next_due(finished)
+            self._means.note_finished(finished)
+            self._comparison.log_is_due(finished)
 
     def _steps_read(self, records: list[StepRecord]) -> None:
         auto, since = self._auto, self.analyzer.reads_since
         if self._probe is not None:
             records = self._probe.take(records)
         if records:
-            self._dispatcher.dispatch(records)
+            warmup = min(self._warmup, len(records))
+            self._warmup -= warmup
+            call_safely(self._calls, ReadSteps(records, warmup))
         if auto is not None:
             auto.add_timed(records, self._now_ns() - since)
 
@@ -500,7 +522,7 @@ class Session:
             self._agreement = None
             self._means.log_means()
             self._checkup.end()
-            self._dispatcher.remove()
+            call_safely(methods(self._to_remove, "remove"))
             self.recorder.pending.end()
 
     def abandon(self) -> list[Any]:
@@ -522,10 +544,44 @@ class Session:
         lifetimes.lost(self)
 
 
-def _who_looks_at_each(options: Options, means: MeanLog) -> str:
+class _UserCalls:
+    """Call the observers of the user's, and a progress bar, with the steps that were read.
+
+    The analyzer notes when the calls run: that may be why a step is slow.
+    """
+
+    def __init__(
+        self, observers: Sequence[Any], bars: Sequence[Any], analyzer: SlowStepAnalyzer
+    ) -> None:
+        own = step_calls(observers)
+        self.takes_steps = bool(own)
+        self._on_step = [*own, *bars]
+        self._on_slow_step = methods(observers, "on_slow_step")
+        told = {"observers": own or self._on_slow_step, "the progress bar": bars}
+        self._names = " or ".join(name for name, calls in told.items() if calls)
+        self._analyzer = analyzer
+        # Number of steps that may be handed over together: an observer, or the progress bar, shall
+        # have each step as soon as it can be read.
+        self.batch = 1 if self._on_step else BATCH
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        """Call them. They may read the timer, which has the steps by now, or remove it."""
+        slow = self._analyzer.newest
+        if not self._on_step and not slow:
+            return
+        self._analyzer.start_own_call()
+        for step in steps if self._on_step else ():
+            call_safely(self._on_step, step.times())
+        for one in slow:
+            call_safely(self._on_slow_step, one)
+        self._analyzer.end_own_call(self._names)
+        self._analyzer.start_own_call()  # Loggers are next.
+
+
+def _who_looks_at_each(options: Options, means: MeanLog, users: _UserCalls) -> str:
     """Return for what each step must be timed; empty for nothing."""
     looks = {
-        "observers=": step_calls(options.observers) != [],
+        "observers=": users.takes_steps,
         "annotate=True": options.annotate,
         "lag=0": options._lag == 0,
         "probe_every_n_steps=": options.probe_every_n_steps > 0,
