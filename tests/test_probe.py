@@ -279,7 +279,7 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
 def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None:
     schedule = Schedule(probe_every_n_steps=every)
-    chosen = [index for index in range(100 * every) if schedule.kind(index) == "probed"]
+    chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     assert [index // every for index in chosen] == list(range(100))
     assert all(two - one >= 2 for one, two in pairwise(chosen))
 
@@ -288,7 +288,7 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
 @pytest.mark.parametrize("every", [50, 100, 1000])
 def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, habit: int) -> None:
     schedule = Schedule(probe_every_n_steps=every)
-    chosen = [index for index in range(100 * every) if schedule.kind(index) == "probed"]
+    chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     shares = Counter(index % habit for index in chosen)
     assert sum(shares.values()) == 100
     assert max(shares.values()) <= 200 / habit

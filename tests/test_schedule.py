@@ -3,9 +3,7 @@ from typing import Any
 import pytest
 
 from lightning_gputime._record.steps import StepRecord
-from lightning_gputime._session.schedule import TIMED, AutoSchedule, Schedule
-
-LETTERS = {"timed": "t", "probed": "P", "untimed": ".", "unrepresentative": "x"}
+from lightning_gputime._session.schedule import AutoSchedule, Schedule
 
 
 @pytest.mark.parametrize(
@@ -13,10 +11,10 @@ LETTERS = {"timed": "t", "probed": "P", "untimed": ".", "unrepresentative": "x"}
     [
         (1, 0, 0, "tttttttttttttttttttt"),
         (3, 0, 0, "..t..t..t..t..t..t.."),
-        (1, 5, 0, "ttPxtPxttttttPxtPxtt"),
-        (1, 5, 5, "tttttPxttttttPxtPxtt"),
-        (1, 3, 0, "tPxPxttPxPxtPxttPxPx"),
-        (4, 5, 0, "..Px.Pxt...t.PxtPx.t"),
+        (1, 5, 0, "ttPttPtttttttPttPttt"),
+        (1, 5, 5, "tttttPtttttttPttPttt"),
+        (1, 3, 0, "tPtPtttPtPttPtttPtPt"),
+        (4, 5, 0, "..Pt.P.t...t.P.tP..t"),
     ],
 )
 def test_the_plan_of_the_first_steps(
@@ -28,20 +26,24 @@ def test_the_plan_of_the_first_steps(
         probe_every_n_steps=probe_every_n_steps,
         warmup_steps=warmup_steps,
     )
-    assert "".join(LETTERS[schedule.kind(index)] for index in range(len(plan))) == plan
+    letters = [
+        "P" if schedule.is_probed(index) else "t" if schedule.is_timed(index) else "."
+        for index in range(len(plan))
+    ]
+    assert "".join(letters) == plan
 
 
 def test_blocks_are_counted_back_from_the_end_of_each_window() -> None:
-    schedule = Schedule(10, block=2, window=25, offset=3)
-    timed = [index for index in range(60) if schedule.kind(index) is TIMED]
-    assert timed == [10, 11, 20, 21, 35, 36, 45, 46]
+    schedule = Schedule(10, block=2, window=25)
+    timed = [index for index in range(60) if schedule.is_timed(index)]
+    assert timed == [13, 14, 23, 24, 38, 39, 48, 49]
 
 
 @pytest.mark.parametrize(
-    "schedule", [*(Schedule(n, window=n) for n in (1, 2, 3, 10)), Schedule(10, 2, 25, 3)]
+    "schedule", [*(Schedule(n, window=n) for n in (1, 2, 3, 10)), Schedule(10, 2, 25)]
 )
 def test_the_next_timed_step_is_found_without_looking_at_those_between(schedule: Schedule) -> None:
-    timed = [index for index in range(100) if schedule.kind(index) is TIMED]
+    timed = [index for index in range(100) if schedule.is_timed(index)]
     for index in range(50):
         assert schedule.next_timed(index) == min(other for other in timed if other >= index)
 
@@ -60,7 +62,7 @@ def auto(
     switch_us: int = 0,
 ) -> AutoSchedule:
     """What decides, after timed steps of 7 marks, and in turns with them untimed stretches."""
-    schedule = AutoSchedule(window=50, offset=3)
+    schedule = AutoSchedule(window=50)
     # The first one has no untimed steps before it, and the last one has none behind it.
     for turn, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
         start_ns = turn * 10**9
@@ -109,7 +111,7 @@ def test_as_few_steps_are_timed_as_cost_less_than_1_percent(
 
 
 def test_it_is_decided_again_at_ever_longer_intervals() -> None:
-    schedule = AutoSchedule(window=50, offset=0)
+    schedule = AutoSchedule(window=50)
     assert (schedule.due, schedule.decide(100), schedule.due) == (100, 1, 200)
     schedule = auto()
     for index, due in [(100, 200), (400, 600), (10_000, 14_096)]:
@@ -121,14 +123,14 @@ def test_it_is_decided_again_at_ever_longer_intervals() -> None:
     ("window", "n", "plan"),
     [
         (50, 1, Schedule()),
-        (50, 7, Schedule(35, 5, 50, 3)),
-        (50, 18, Schedule(36, 2, 50, 3)),
-        (50, 50, Schedule(50, 1, 50, 3)),
-        (1, 2, Schedule(2, 1, 2, 3)),
-        (2000, 500, Schedule(500, 1, 2000, 3)),
+        (50, 7, Schedule(35, 5, 50)),
+        (50, 18, Schedule(36, 2, 50)),
+        (50, 50, Schedule(50, 1, 50)),
+        (1, 2, Schedule(2, 1, 2)),
+        (2000, 500, Schedule(500, 1, 2000)),
     ],
 )
 def test_the_steps_that_are_timed_stand_in_blocks_of_at_most_5(
     window: int, n: int, plan: Schedule
 ) -> None:
-    assert AutoSchedule(window, offset=3).schedule(n) == plan
+    assert AutoSchedule(window).schedule(n) == plan

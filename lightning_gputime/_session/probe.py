@@ -34,8 +34,7 @@ class Probe:
         self._spin = getattr(clock, "spin", None)
         self._cycles_per_ms, self._margin = _CYCLES_PER_MS, _MARGIN
         self._asked_ms = 0.0
-        # How often in a row a probe was not filled, interrupted, or would have taken too long.
-        self._misses = self._interrupted = self._too_long = 0
+        self._misses = 0  # How often in a row a step could not be probed.
         self._began_ns: int | None = None
         self._launch_ms: deque[float] = deque(maxlen=9)
         if self._spin is None:
@@ -50,11 +49,8 @@ class Probe:
         # The median: a host that was slow once must not make the next spin long.
         usual_ms = statistics.median(self._launch_ms)
         if _MARGIN * usual_ms > _LONGEST_MS:
-            self._too_long += 1
-            if self._too_long == _TRIES:
-                self._give_up(f"the host takes {usual_ms:.0f} ms to launch one")
+            self._miss(f"the host takes {usual_ms:.0f} ms to launch one")
             return False
-        self._too_long = 0
         self._asked_ms = min(self._margin * usual_ms, _LONGEST_MS)
         return True
 
@@ -84,11 +80,8 @@ class Probe:
 
     def _judge(self, step: StepRecord) -> None:
         if EXCLUDED in step.labels[step.post_spin_index :]:
-            self._interrupted += 1
-            if self._interrupted == _TRIES:
-                self._give_up("an evaluation runs inside every one of them")
+            self._miss("an evaluation runs inside every one of them")
             return
-        self._interrupted = 0
         # Then the spin was over too early, which says nothing of the step; the next goes by its
         # rate.
         was_short = step.spin_ms < 0.9 * self._asked_ms
@@ -99,14 +92,12 @@ class Probe:
             self._margin = max(0.75 * self._margin, _MARGIN)
             self._results.add_probed(step)
         elif not was_short and self._may_wait(step):
-            self._misses += 1
             self._margin = min(2 * self._margin, _LARGEST_MARGIN)
-            if self._misses == _TRIES:
-                where = _held_up(step, self._results.sums)
-                self._give_up(
-                    f"the host waits for the GPU inside them, in `{where}` (`.item()`, `.cpu()`, a"
-                    " copy from memory that is not pinned, more launches than the queue holds?)"
-                )
+            self._miss(
+                "the host waits for the GPU inside them, in"
+                f" `{_held_up(step, self._results.sums)}` (`.item()`, `.cpu()`, a copy from memory"
+                " that is not pinned, more launches than the queue holds?)"
+            )
 
     def _may_wait(self, step: StepRecord) -> bool:
         """Return whether the host may have waited for the spin: else it was slow on its own."""
@@ -115,6 +106,11 @@ class Probe:
         step_ms = usual.device_ms / max(usual.n, 1)
         host_ms = (step.host_ns[-1] - step.host_ns[step.post_spin_index]) / 1e6
         return host_ms < step.spin_ms + 2 * launch_ms + step_ms
+
+    def _miss(self, why: str) -> None:
+        self._misses += 1
+        if self._misses == _TRIES:
+            self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         which = "no step" if self._results.newest_probed is None else "no further step"

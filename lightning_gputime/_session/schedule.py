@@ -14,13 +14,10 @@ from lightning_gputime._record.steps import StepRecord
 _GOLDEN = 0.6180339887498949
 
 # What becomes of a step.
-StepKind = Literal["timed", "probed", "untimed", "unrepresentative"]
+StepKind = Literal["timed", "probed", "untimed"]
 TIMED: StepKind = "timed"  # Its times count.
 PROBED: StepKind = "probed"  # It is launched while the device is kept busy, and counts apart.
-UNTIMED: StepKind = "untimed"  # It is one of those between the timed steps.
-# It is not timed, because it is not like the others: the one after a probed step starts with an
-# empty queue.
-UNREPRESENTATIVE: StepKind = "unrepresentative"
+UNTIMED: StepKind = "untimed"  # It is one of those between the timed steps, or behind a probed one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,6 @@ class Schedule:
     period: int = 1  # Number of steps from one block of timed steps to the next.
     block: int = 1  # Number of steps in a block.
     window: int = 1  # Number of steps between two logs, a whole period at least.
-    offset: int = 0  # Number of the step with index 0.
     # 1 of this many steps is probed; with 0 none is. They lie unevenly, so that they do not all
     # fall on steps in which the loop does something special.
     probe_every_n_steps: int = 0
@@ -45,24 +41,19 @@ class Schedule:
         """Whether all steps are timed, and all alike."""
         return self.period == self.block and not self.probe_every_n_steps
 
-    def kind(self, index: int) -> StepKind:
-        """Return what becomes of the step of this index, if nothing prevents its probe."""
-        if self._is_probed(index):
-            return PROBED
-        return UNREPRESENTATIVE if self._is_probed(index - 1) else self.kind_unprobed(index)
-
-    def kind_unprobed(self, index: int) -> StepKind:
-        """Return what becomes of it where no step is probed."""
-        return TIMED if index == self.next_timed(index) else UNTIMED
+    def is_timed(self, index: int) -> bool:
+        """Return whether the step of this index is timed, if it is not probed."""
+        return index == self.next_timed(index)
 
     def next_timed(self, index: int) -> int:
         """Return the index of the first step from this one on that is timed without a probe."""
-        to_end = -(index + self.offset + 1) % self.window
+        to_end = -(index + 1) % self.window
         # A window that is no multiple of the period starts with more untimed steps.
         beyond = max(to_end + 1 - self.window // self.period * self.period, 0)
         return index + beyond + max((to_end - beyond) % self.period - self.block + 1, 0)
 
-    def _is_probed(self, index: int) -> bool:
+    def is_probed(self, index: int) -> bool:
+        """Return whether the step of this index is probed, if nothing prevents it."""
         n = self.probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
@@ -94,8 +85,8 @@ class AutoSchedule:
     Each `window` of steps between two logs has a block of timed steps.
     """
 
-    def __init__(self, window: int, offset: int) -> None:
-        self._window, self._offset = window, offset
+    def __init__(self, window: int) -> None:
+        self._window = window
         self.due = FIRST_STEPS  # Index of the step before which `decide` must be called.
         # What timing costs in a timed step, as a fraction of an untimed one; None if unknown.
         self.share: float | None = None
@@ -173,7 +164,7 @@ class AutoSchedule:
         if n == 1:
             return Schedule()
         block = max(min(_BLOCK, self._longest_period // n), 1)
-        return Schedule(block * n, block, max(self._window, block * n), self._offset)
+        return Schedule(block * n, block, max(self._window, block * n))
 
     @property
     def _longest_period(self) -> int:

@@ -42,7 +42,6 @@ from lightning_gputime._session.schedule import (
     LONGEST_STRETCH,
     PROBED,
     TIMED,
-    UNREPRESENTATIVE,
     UNTIMED,
     AutoSchedule,
     Schedule,
@@ -98,7 +97,7 @@ class Session:
         if is_auto:
             results.each_timed_for = _who_looks_at_each(options, means, users)
             if not results.each_timed_for:
-                self._auto = AutoSchedule(means.every_n_steps or 50, 0)
+                self._auto = AutoSchedule(means.every_n_steps or 50)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
@@ -162,7 +161,7 @@ class Session:
             return
         # Only at the end of a step is one probed: the fetch of an epoch's first batch takes any
         # time.
-        self._kind = self._schedule.kind_unprobed(self._index)
+        self._kind = self._unprobed_kind()
         if self._kind is TIMED:
             self.recorder.begin()
         else:
@@ -330,7 +329,8 @@ class Session:
     def _end_planned_step(self, number: int, reads: bool) -> None:
         kind = self._kind
         if self._probe is not None:
-            usual = kind in (TIMED, UNTIMED) and self._index >= self._schedule.warmup_steps
+            usual = kind is not PROBED and not self._schedule.is_probed(self._index - 1)
+            usual = usual and self._index >= self._schedule.warmup_steps
             # Before all else: reading and logging are no part of the launches.
             self._probe.step_ends(usual=usual)
         is_timed = kind in (TIMED, PROBED)
@@ -351,11 +351,11 @@ class Session:
         if self._auto is not None and self._index >= self._auto.due:
             self._decide(self._auto)
         before, self._kind = self._kind, self._next_kind()
-        if self._kind in (UNTIMED, UNREPRESENTATIVE):
+        if self._kind is UNTIMED:
             self.recorder.rest()
-            if self._kind is UNTIMED and self._can_turn_off():
+            if self._can_turn_off():
                 self._turn_off()
-        elif before in (UNTIMED, UNREPRESENTATIVE):
+        elif before is UNTIMED:
             self.recorder.begin(self._first_label)
         if self._probe is not None:
             if self._kind is PROBED:
@@ -364,13 +364,15 @@ class Session:
 
     def _next_kind(self) -> StepKind:
         """Return what is planned for the step that starts, if it can be."""
-        kind = self._schedule.kind(self._index)
-        if kind is PROBED and self._probe is not None and not self._probe.is_ready():
-            return self._schedule.kind_unprobed(self._index)
-        # The one before was not probed after all: this one starts with a queue as usual.
-        if kind is UNREPRESENTATIVE and self._kind not in (PROBED, UNREPRESENTATIVE):
-            return self._schedule.kind_unprobed(self._index)
-        return kind
+        if self._kind is PROBED:
+            return UNTIMED  # It starts with an empty queue.
+        probe = self._probe
+        if probe is not None and self._schedule.is_probed(self._index) and probe.is_ready():
+            return PROBED
+        return self._unprobed_kind()
+
+    def _unprobed_kind(self) -> StepKind:
+        return TIMED if self._schedule.is_timed(self._index) else UNTIMED
 
     def _decide(self, auto: AutoSchedule) -> None:
         n = auto.decide(self._index)
@@ -444,7 +446,7 @@ class Session:
         self._boundaries.reattach(self._index - self._off_at)
         self.is_off = False
         self.analyzer.timing_resumes()
-        self._kind = self._schedule.kind_unprobed(self._index)
+        self._kind = self._unprobed_kind()
         if self._auto is not None:
             end_ns = self._now_ns()
             self._auto.add_switch(end_ns - begin_ns)
