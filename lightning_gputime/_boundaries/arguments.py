@@ -96,7 +96,6 @@ def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
 
 
 def tell_devices(model: nn.Module, timed: torch.device) -> None:
-    """Warn where the model is on several devices, and tell which one is timed."""
     sizes: dict[torch.device, int] = {}
     for parameter in model.parameters():
         if not isinstance(parameter, nn.UninitializedParameter):

@@ -134,14 +134,12 @@ class Boundaries:
             self._submodules.step_ended()
 
     def reattach(self, unseen_steps: int = 0) -> None:
-        """Put on again what `suspend` took off. Safe to call twice."""
         self.forward.evaluation.steps += unseen_steps
         self._attachments.reattach()
         self._of_updates.reattach()
         activate(self._recorder)
 
     def remove(self) -> None:
-        """Take everything off the model, the optimizers and torch for good. Safe to call twice."""
         deactivate(self._recorder)
         self._attachments.remove()
         self._of_updates.remove()

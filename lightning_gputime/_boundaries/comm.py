@@ -157,7 +157,6 @@ class WaitBoundary:
 
 
 def launches(group: type) -> tuple[str, ...]:
-    """Return the methods of a process group that launch a collective."""
     return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
 
 
@@ -171,7 +170,6 @@ def is_distributed() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP, of either kind, shards a module."""
     # By name: FSDP takes its time to import.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))

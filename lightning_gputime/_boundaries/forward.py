@@ -104,7 +104,6 @@ class ForwardBoundary:
         self._discover()
 
     def clear(self) -> None:
-        """Forget the calls of the open step that are running."""
         self._running.clear()
 
     def note_backward(self) -> None:
@@ -118,7 +117,6 @@ class ForwardBoundary:
             self.evaluation.on_call_start()
 
     def time_generation(self) -> None:
-        """Time `generate` of all models of transformers, in the body of a step."""
         # Not imported here: a loop without it has no such model.
         if (module := sys.modules.get("transformers.generation.utils")) is not None:
             calls = Calls(self._generate_begins, self._generate_ends)

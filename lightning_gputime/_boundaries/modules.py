@@ -77,7 +77,6 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _of_patterns(asked: Iterable[int | str], called: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names that a depth or patterns mean."""
     found: list[str] = []
     for one in asked:
         if isinstance(one, int):

@@ -181,7 +181,6 @@ class OptimizerBoundary:
             self._recorder.mark(self._interrupted or AFTER_UPDATE)
 
     def _is_ours(self, optimizer: Any) -> bool:
-        """Return whether an optimizer that was not given is the loop's."""
         # Outside of a batch another callback may train a part of the model with its own optimizer.
         if not self._batch.is_open:
             return False

@@ -86,7 +86,6 @@ class SlowStepAnalyzer:
         self._spans.remove()
 
     def loop_begins(self) -> None:
-        """Call where a loop begins, in its thread."""
         self._loader.loop_begins(self._now_ns())
         self.timing_resumes()
 

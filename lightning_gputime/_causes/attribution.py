@@ -56,7 +56,6 @@ class Baseline:
 
     @property
     def is_known(self) -> bool:
-        """Whether there were enough steps."""
         return self.slow_threshold_ms != inf
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
@@ -192,12 +191,10 @@ class ExcessAttribution:
 
     @property
     def parts(self) -> list[PartExcess]:
-        """Its parts, those first with most unattributed host time."""
         parts = self._parts.values()
         return sorted(parts, key=lambda part: part.unattributed_host_ms, reverse=True)
 
     def attribute_spans(self, spans: Iterable[Span]) -> None:
-        """Attribute host time to what started and ended at a known time."""
         for start_ns, end_ns, kind, detail in spans:
             for part in self._parts.values():
                 ms = part.take(start_ns, end_ns)
@@ -221,7 +218,6 @@ class ExcessAttribution:
                 most_ms -= ms
 
     def result(self, number: int) -> SlowStep:
-        """Return what is known of the step: the causes, those first of which most reached it."""
         host_ms: _Causes = defaultdict(float)
         exposed_ms: _Causes = defaultdict(float)
         phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))

@@ -69,7 +69,6 @@ class HostSpans:
                 callbacks.remove(own)
 
     def _callbacks(self) -> list[tuple[list[Any], Any]]:
-        """Return the lists of callbacks, each with the one of ours."""
         found: list[tuple[list[Any], Any]] = [(gc.callbacks, self._on_collection)]
         module = sys.modules.get("torch._dynamo.callback")
         if handler := getattr(module, "callback_handler", None):
@@ -95,7 +94,6 @@ class HostSpans:
         self._started_ns[kind] = self._now_ns()
 
     def end(self, kind: CauseKind, detail: str) -> None:
-        """End the open span of a kind, and say what it was."""
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
         if started_ns is not None and now_ns - started_ns >= _SHORTEST_NS:
             self._newest.append((started_ns, now_ns, kind, detail))
@@ -278,7 +276,6 @@ class Allocator:
 
 
 def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:
-    """Return what reads the allocator's counters of a device; None if there are none."""
     if device is None or device.type != "cuda":
         return None
 

@@ -46,7 +46,6 @@ class StepRecord(NamedTuple):
         return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
 
     def times(self) -> StepTimes:
-        """Return the times of its phases."""
         # Made when somebody asks, and not kept: most steps are only added up, for which the record
         # is enough.
         settled = resolve_labels(self.labels)

@@ -102,7 +102,6 @@ class LoopDiagnostics:
         self._idle_ms, self._early = 0.0, 0
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Judge once, when there are enough steps."""
         self._tell_of_optimizer()
         # Replays of a captured graph show nothing of what they do, which is said already.
         if self._is_over or self._recorder.has_captured:

@@ -83,7 +83,6 @@ class Evaluations:
         self._recorder = recorder
 
     def batch_begins(self, batch: object) -> None:
-        """Start the step of a batch: its fetch is over."""
         if self._recorder is not None:
             self._batch.is_open = True
             self._recorder.mark(OTHER)
@@ -96,7 +95,6 @@ class Evaluations:
             self._recorder.end_step(self._number)
 
     def end(self) -> None:
-        """Read the last steps, log their means, and take everything off."""
         if self._recorder is not None:
             self._recorder.flush()
             means = self._means

@@ -23,18 +23,15 @@ def attached(session: Any) -> None:
 
 
 def is_alone() -> bool:
-    """Return whether one session at most is attached."""
     return len(_attached) <= 1
 
 
 def detached(session: Any) -> None:
-    """Note that a session is not attached any more. Safe to call twice."""
     _attached.discard(session)
     _take_off_lost()
 
 
 def lost(session: Any) -> None:
-    """Note that nobody has a session any more, and that it is still on the model."""
     _lost.append(session)
 
 

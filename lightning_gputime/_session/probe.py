@@ -64,7 +64,6 @@ class Probe:
         self._began_ns = self._clock.host_ns()
 
     def keep_busy(self) -> None:
-        """Let the device spin, for as long as the host needs for the step that begins."""
         try:
             assert self._spin is not None
             self._spin(round(self._asked_ms * self._cycles_per_ms))

@@ -64,7 +64,6 @@ class RankComparer:
         return self._exchange is not None
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Take the steps that were read, without those of the warm-up."""
         if self._exchange is not None:
             self._recent.extend(steps.measured)
             self._local.add(steps.measured)
@@ -158,7 +157,6 @@ class Exchange:
         return {0: totals, **dict(zip(there, received, strict=True))}
 
     def _wait_for_others(self, turn: int) -> list[int]:
-        """Return the ranks that have sent what is gathered in a turn."""
         self._late = {one for one in self._late if not self._store.check([f"{turn - 1}/{one}"])}
         awaited = {f"{turn}/{rank}": rank for rank in self._ranks[1:] if rank not in self._late}
         there = [awaited[key] for key in wait_for(self._store, [*awaited], self._timeout_s)]

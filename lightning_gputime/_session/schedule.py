@@ -100,7 +100,6 @@ class AutoSchedule:
         self._reading_ns = 0
 
     def add_timed(self, steps: Sequence[StepRecord], reading_ns: int) -> None:
-        """Take timed steps that were read, and how long that took (in nanoseconds)."""
         for step in steps:
             start_ns, *_, end_ns = step.host_ns
             self._timed_ns.append((start_ns, end_ns - start_ns))
@@ -110,11 +109,9 @@ class AutoSchedule:
         self._reading_ns += reading_ns
 
     def add_untimed(self, start_ns: int, end_ns: int, steps: int) -> None:
-        """Take when some untimed steps began and ended (in nanoseconds)."""
         self._untimed_ns.append((start_ns, (end_ns - start_ns) / steps))
 
     def add_switch(self, ns: int) -> None:
-        """Take how long it took to put the hooks on, or off."""
         self._switches_ns.append(ns)
 
     def decide(self, index: int) -> int:

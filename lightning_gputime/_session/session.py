@@ -216,21 +216,17 @@ class Session:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a backward was seen."""
         return self._boundaries.forward.has_trained
 
     @property
     def updates(self) -> int:
-        """How many updates optimizers have run in the open step."""
         return self._boundaries.optimizer.updates
 
     @property
     def sees_updates(self) -> bool:
-        """Whether there are optimizers whose updates are seen."""
         return self._boundaries.optimizer.has_any
 
     def batch_ends(self, label: str = DATA) -> None:
-        """Note that a micro-batch is over, and that the step goes on with the next one."""
         self.work.end_batch()
         self.recorder.resume_or_mark(label)  # A validation at the end of the body is over.
 
@@ -319,7 +315,6 @@ class Session:
         self._means.log_means()
 
     def compare_ranks(self) -> None:
-        """Compare the ranks of a distributed run, in all steps that have ended."""
         if self._comparison.is_on:
             self.flush()
             self._comparison.compare_all(self._newest)
@@ -363,7 +358,6 @@ class Session:
             self._probe.step_begins()
 
     def _next_kind(self) -> StepKind:
-        """Return what is planned for the step that starts, if it can be."""
         if self._kind is PROBED:
             return UNTIMED  # It starts with an empty queue.
         probe = self._probe

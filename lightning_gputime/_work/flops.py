@@ -62,7 +62,6 @@ CallFlops = tuple[float, float, float]
 def describe_call(
     module: nn.Module, args: Any, kwargs: Any, trained: bytes, device: torch.device
 ) -> Call:
-    """Describe a call that begins here and now."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     described = tree_map(_describe, (tuple(args), dict(kwargs or {})))
@@ -196,7 +195,6 @@ def _copied(module: nn.Module, mode: Any) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what is inside the wrappers of `torch.compile` and of DDP."""
     while True:
         inner = getattr(module, "_orig_mod", None)
         if isinstance(module, nn.parallel.DistributedDataParallel):

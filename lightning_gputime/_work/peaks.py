@@ -74,7 +74,6 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's parameters."""
     dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
 
@@ -137,7 +136,6 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as torch gives it; else its type."""
     if device.type == "cpu":
         return "a CPU"
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)

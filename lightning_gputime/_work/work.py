@@ -76,7 +76,6 @@ class WorkCounter:
     # What a loop tells
 
     def add_batch(self, batch: Any) -> None:
-        """Take the batch that the loop goes on with."""
         if self._recorder.state is OPEN:
             self._batch_items = self._items.of(batch)
 
@@ -96,7 +95,6 @@ class WorkCounter:
         return (items, *(self._of_calls() if self._flops == "count" else self._as_told(items)))
 
     def reset(self) -> None:
-        """Forget the work of the open step: it is dropped."""
         self._step_items, self._batch_items = 0.0, self._items.fixed
         self._calls.clear()
 
