@@ -139,10 +139,8 @@ class LoopTimer(Timer):
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
         self._know_loader(loader, in_data=True)
-        seen, batch = _Seen.NOTHING, self._loop.batch
-        batch.is_fetched = True
+        seen = _Seen.NOTHING
         for item in iterable:
-            batch.is_fetched = False
             session = self._session
             if not session.is_off:
                 session.batch_begins()
@@ -165,8 +163,6 @@ class LoopTimer(Timer):
                     self.step()
             else:
                 seen = self._end_odd_body(seen)
-            batch.is_fetched = True
-        batch.is_fetched = False
         if seen is _Seen.AHEAD and self._body is None:
             # The work on the last one is still to come.
             self._body = self._step, self._micro_batches

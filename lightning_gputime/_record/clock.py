@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Clock(Protocol):
     """A device's time beside the host's.
 
     It may have more: `spin(cycles)` keeps the device busy, for probes; `device` and `allocator` are
-    where counters are read; without `streams`, see `Streams`, all that is launched is timed;
+    where counters are read; without `streams`, see `DeviceClock`, all that is launched is timed;
     `may_capture` is a cheaper `is_capturing` that may be true without need.
     """
 
@@ -51,20 +52,6 @@ _NEVER: Callable[[], bool] = bool
 
 Mark = tuple[str, TimingEvent, int]
 """A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
-
-
-@skip_compile
-class Streams:
-    """The streams of an accelerator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._index = device.index
-        self.kind: Any = getattr(torch.get_device_module(device), "Stream", None)
-        """The class of streams: its `wait_event` and `wait_stream` let a stream wait for others."""
-
-    def current(self) -> int:
-        """Return the `stream_id` of the calling thread's current stream."""
-        return torch.accelerator.current_stream(self._index).stream_id
 
 
 @skip_compile
@@ -92,7 +79,11 @@ class DeviceClock:
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
-        self.streams = Streams(device)
+        # `wait_event` and `wait_stream` of their class let a stream wait for others.
+        self.streams = SimpleNamespace(
+            kind=getattr(module, "Stream", None),
+            current=skip_compile(lambda: torch.accelerator.current_stream(device.index).stream_id),
+        )
         self.is_capturing = getattr(module, "is_current_stream_capturing", _NEVER)
         self.may_capture: Callable[[], object] = self.is_capturing
         stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)

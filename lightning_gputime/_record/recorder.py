@@ -143,7 +143,7 @@ class Recorder:
         # Asked first, at every mark: it is cheaper, and nearly always enough.
         self._may_capture = getattr(clock, "may_capture", clock.is_capturing)
         self.streams: Any = getattr(clock, "streams", None)
-        """The `Streams` of the device, if it has some."""
+        """Those of the device, if it has some, see `DeviceClock`."""
         self._clock = clock
         self.has_captured = False
         """Whether a graph was captured: its replays may run a step without a call that is seen."""
