@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import WarnOnce, messages
 from lightning_gputime._options import Options
-from lightning_gputime._phases import BACKWARD
+from lightning_gputime._phases import BACKWARD, EXCLUDED
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 from lightning_gputime._results.throughput import ThroughputReference
@@ -76,7 +76,7 @@ class WorkCounter:
     # What a loop tells
 
     def add_batch(self, batch: Any) -> None:
-        if self._recorder.state is OPEN:
+        if self._recorder.state is OPEN and self._recorder.label != EXCLUDED:
             self._batch_items = self._items.of(batch)
 
     def end_batch(self) -> None:
