@@ -93,7 +93,13 @@ class AccuracyCurve(pl.Callback):
             self.curve.append((found == self._labels).float().mean().item())
 
 
-def train(changes: Sequence[str] = (), *, steps: int = 150, width: int = 0) -> dict[str, Any]:
+def train(
+    changes: Sequence[str] = (),
+    *,
+    steps: int = 150,
+    width: int = 0,
+    timer: GPUPhaseTimer | None = None,
+) -> dict[str, Any]:
     """Train with some of the changes; return what the timer measured."""
     pl.seed_everything(0, verbose=False)
     on_gpu = torch.cuda.is_available()
@@ -110,7 +116,7 @@ def train(changes: Sequence[str] = (), *, steps: int = 150, width: int = 0) -> d
         num_workers=workers,
         pin_memory=on_gpu and workers > 0,
     )
-    timer = GPUPhaseTimer()
+    timer = timer or GPUPhaseTimer()
     trainer = pl.Trainer(
         max_epochs=1,
         devices=1,
@@ -140,7 +146,7 @@ def train(changes: Sequence[str] = (), *, steps: int = 150, width: int = 0) -> d
 
 
 def main(
-    changes: Sequence[str] = (), *, all_of_them: bool = False, path: str = "", **options: int
+    changes: Sequence[str] = (), *, all_of_them: bool = False, path: str = "", **options: Any
 ) -> list[dict[str, Any]]:
     """Train once, or with no change, the first, the first two and so on; return the results."""
     ways = [CHANGES[:n] for n in range(len(CHANGES) + 1)] if all_of_them else [changes]

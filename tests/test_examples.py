@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import runpy
 import urllib.request
 from itertools import pairwise
@@ -12,7 +13,7 @@ from fake_loop import Loop, hooks
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gputime import StepTimes
+from lightning_gputime import StepTimes, load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "other")
@@ -101,14 +102,27 @@ def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
     assert {*PHASES} <= {*asked[-1]}
 
 
-def test_the_pictures_and_files_are_written(
-    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_run_that_the_pictures_are_of_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    timer = example("pictures.py", width=8, epochs=2, directory=str(tmp_path / "pictures"))
-    files = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
-    assert set(files) == {"steps.png", "step.png", "steps.csv"}
-    assert len(files["steps.csv"].splitlines()) == 1 + len(timer.history())
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    measure = runpy.run_path(str(EXAMPLES / "pictures.py"))["measure"]
+    timer = measure(str(tmp_path), steps=12, width=2)
+    run = load(tmp_path / "run.json.gz")
+    assert str(run.summary()) == str(timer.summary())
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"run.json.gz", "steps.png", "step.png"}
+
+
+def test_a_page_shows_the_summary_that_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyte")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    page = runpy.run_path(str(EXAMPLES / "pictures.py"))["page"]
+    lines = ["Epoch 1", "GPU-bound: a < b", "", "Time per step in ms", "1", "", "H200 · torch 2"]
+    text = re.sub(r"<style.*style>|<[^>]+>", "", page("\r\n".join(lines).encode(), 40))
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "GPU-bound: a &lt; b", "", "Time per step in ms", "1",
+    ]  # fmt: skip
 
 
 def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -473,16 +472,6 @@ def test_the_manual_has_the_figures_of_the_benchmarks() -> None:
     of_runs = re.findall(r"[\d.]+ ± [\d.]+ %", READMES["docs/how-to/slower-than-yesterday.md"])
     measured = READMES["benchmarks/README.md"]
     assert [one for one in figures if one not in measured] == of_runs
-
-
-def test_the_picture_of_the_gpt_is_drawn_from_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    hero = runpy.run_path(str(ROOT / "examples/pictures.py"))["hero"]
-    timer = hero(1, 64, batch=2, length=16, vocabulary=64, steps=12, directory=str(tmp_path))
-    assert timer.summary().steps == 7
-    assert (tmp_path / "hero.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ci_runs_the_command_for_the_tests() -> None:
