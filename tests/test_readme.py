@@ -463,6 +463,23 @@ def test_the_tutorial_has_what_was_measured() -> None:
         assert row in page
 
 
+@pytest.mark.parametrize(("file", "column"), [("planted_losses_cuda", 3), ("planted_losses", 6)])
+def test_the_table_of_planted_losses_has_what_was_measured(file: str, column: int) -> None:
+    results = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())["results"]
+    lines = READMES["benchmarks/README.md"].replace("`.item()`", ".item()").splitlines()
+    for name, result in results.items():
+        if name == "nothing":
+            continue
+        [row] = [line for line in lines if line.startswith(f"| {name} | `")]
+        promised, got, kept = [cell.strip() for cell in row.split("|")][column : column + 3]
+        assert got == f"{result['got']:.2f}"
+        if "kept" not in result:
+            assert (promised, kept) == ("not known", "")
+            continue
+        assert promised == f"{result['promised']:.2f}"
+        assert kept == f"{100 * result['kept']:.0f} ± {100 * result['kept_error']:.0f} %"
+
+
 def test_the_manual_has_the_figures_of_the_benchmarks() -> None:
     figures = [
         one for path in DOCS for one in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
