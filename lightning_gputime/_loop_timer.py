@@ -57,9 +57,18 @@ class Steps(Generic[T]):
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
+        self._begun: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
-        return self._iterate()
+        # A `for` runs over the iterator itself, at no further cost.
+        begun, self._begun = self._begun, None
+        return self._iterate() if begun is None else begun
+
+    def __next__(self) -> T:
+        # A `for` goes on with what this starts.
+        if self._begun is None:
+            self._begun = self._iterate()
+        return next(self._begun)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # says so itself
@@ -139,8 +148,10 @@ class LoopTimer(Timer):
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
         self._know_loader(loader, in_data=True)
-        seen = _Seen.NOTHING
+        seen, batch = _Seen.NOTHING, self._loop.batch
+        batch.is_fetched = True
         for item in iterable:
+            batch.is_fetched = False
             session = self._session
             if not session.is_off:
                 session.batch_begins()
@@ -163,6 +174,8 @@ class LoopTimer(Timer):
                     self.step()
             else:
                 seen = self._end_odd_body(seen)
+            batch.is_fetched = True
+        batch.is_fetched = False
         if seen is _Seen.AHEAD and self._body is None:
             # The work on the last one is still to come.
             self._body = self._step, self._micro_batches

@@ -5,7 +5,6 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_a_validation_by_the_same_timer_inside_a_loop(loop: Loop, how: str) -> N
     assert steps(timer) == [expected] * 12
 
 
-def test_a_model_that_is_called_in_the_loader_is_forward(loop: Loop) -> None:
+def test_a_model_that_is_called_in_the_loader_is_data(loop: Loop) -> None:
     def mining() -> Iterator[Tensor]:
         for x in loop.batches(6):
             with torch.no_grad():
@@ -139,7 +138,7 @@ def test_a_model_that_is_called_in_the_loader_is_forward(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(mining()):
             loop.train(x)
-    assert steps(timer) == [{**STEP_MS, "forward": 8.0}] * 6
+    assert steps(timer) == [{**STEP_MS, "data": 5.0}] * 6
 
 
 def test_a_training_inside_of_what_is_iterated(loop: Loop) -> None:
@@ -244,26 +243,33 @@ def test_inference_without_an_optimizer_stays_forward(loop: Loop) -> None:
     assert ms(timer, "forward") == [4.0] * 5
 
 
+def test_a_break_after_an_update_by_hand(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number == 5:
+                break
+    assert ms(timer, "backward") == [STEP_MS["backward"]] * 5
+
+
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("calls_step", [False, True])
-def test_zeroth_order_training_in_eval_mode_is_told_what_to_name(
-    loop: Loop, grad: Callable[..., Any], calls_step: bool, caplog: pytest.LogCaptureFixture
+def test_zeroth_order_training_in_eval_mode(
+    loop: Loop, grad: Callable[..., Any], calls_step: bool
 ) -> None:
     loop.model.eval()
-    for named in (nullcontext(), phase("forward")):
-        with hooks(loop) as timer, grad():
-            for x in timer.steps(loop.batches(30)):
-                with named:
-                    for _ in range(2):
-                        loop.gpu.work(0.5)  # perturbs
-                        loop.model(x)
-                if calls_step:
-                    loop.optimizer.step()
-                else:
-                    loop.gpu.work(2.0)
-    assert said(caplog)[0].startswith("No call of the model was seen")
-    assert ms(timer, "forward") == [9.0] * 30
-    assert total(timer) == [12.0] * 30
+    with hooks(loop) as timer, grad():
+        for x in timer.steps(loop.batches(12)):
+            for _ in range(2):
+                loop.gpu.work(0.5)  # perturbs
+                loop.model(x)
+            if calls_step:
+                loop.optimizer.step()
+            else:
+                loop.gpu.work(2.0)
+    assert ms(timer, "forward")[1:] == [8.5] * 11
+    assert total(timer)[1:] == [12.0] * 11
 
 
 def test_step_from_a_hook_of_the_optimizer(loop: Loop) -> None:

@@ -140,3 +140,16 @@ def test_steps_has_the_length_of_its_loader(loop: Loop) -> None:
         for x in batches:
             loop.train(x)
     assert timer.history()["step"].tolist() == [0, 1, 2]
+
+
+def test_a_loop_that_is_left_after_an_update_by_hand_has_its_last_step(loop: Loop) -> None:
+    with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer:
+        for _ in range(2):
+            for number, x in enumerate(timer.steps(loop.batches(9))):
+                loop.micro_batch(x)
+                loop.gpu.work(2.0)
+                if number == 2:
+                    break
+            loop.gpu.work(99.0)
+    by_hand = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+    assert steps(timer) == [{**by_hand, "other": 2.125}] * 6

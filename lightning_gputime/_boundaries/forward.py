@@ -129,7 +129,7 @@ class ForwardBoundary:
         if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.is_named:
             return False
         is_inside = self._running or _current_graph_task_id() != -1
-        if not batch.is_open or is_inside:
+        if not batch.is_open or batch.is_fetched or is_inside:
             return False
         label = recorder.label or OTHER
         self._before_generation = OTHER if label.startswith(DATA) else label
@@ -175,6 +175,9 @@ class ForwardBoundary:
             if self._nested:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
+        elif self._pause_evaluation and not self.has_trained and self.evaluation.was_counted:
+            # A training without backward, such as of zeroth order, in eval mode: these are its own.
+            self._pause_evaluation = self._evaluates = False
         elif timed:
             self._discover(everywhere=True)
 
@@ -234,6 +237,8 @@ class ForwardBoundary:
             if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
                     self.evaluation.count()
+                    if not recorder.is_named:
+                        recorder.pause()  # Nothing else tells it of a step that is not timed.
                 return
             recorder.note_capture()
             if not self._discovers:
@@ -257,6 +262,9 @@ class ForwardBoundary:
             self._nested.add(key)
             return
         if self._pause_evaluation:
+            if self._batch.is_fetched and not torch.is_grad_enabled():
+                self._evaluates = True  # A loader may call the model, to choose what is hard.
+                return
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
                 self.evaluation.on_call_start()
@@ -319,6 +327,11 @@ class _EvaluationSearch:
         self._step = self._calls = 0
         # Both of the last steps that had some.
         self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
+
+    @property
+    def was_counted(self) -> bool:
+        """Whether the step that has just ended had a call."""
+        return self._step == self.steps - 1 and self._calls > 0
 
     def on_call_start(self, label: str = EVALUATION) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""

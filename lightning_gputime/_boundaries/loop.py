@@ -15,6 +15,8 @@ class Batch:
     """
 
     is_open: bool = True
+    is_fetched: bool = False
+    """Whether the next one is fetched now: a call of the model without grad is a part of that."""
 
 
 @dataclass(frozen=True, slots=True)

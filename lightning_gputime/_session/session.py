@@ -18,6 +18,7 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
+    BACKWARD,
     BETWEEN,
     BETWEEN_BATCHES,
     DATA,
@@ -271,6 +272,11 @@ class Session:
             has_ended = self.has_updated or not self.needs_updates
         elif self._kind is TIMED:
             last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
+            if not self.sees_updates and BACKWARD in self.recorder.phases:
+                # An update by hand shows nowhere: it is over here, and is `other`.
+                self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
+                self.recorder.mark(AFTER_UPDATE)
+                last = AFTER_UPDATE
             has_ended = self.recorder.end_at(last, number)
         else:
             has_ended = self.has_updated
