@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -30,10 +30,12 @@ from lightning_gputime import (
     SlowStep,
     _cli,
 )
-from lightning_gputime._results import advice
+from lightning_gputime._options import Options
+from lightning_gputime._results import advice, verdict
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.changes import LastingChange
-from lightning_gputime._results.slow import SlowSummary
+from lightning_gputime._results.means import GROUPS
+from lightning_gputime._results.slow import CauseKind, SlowSummary
 from lightning_gputime._results.verdict import judge
 from lightning_gputime.fabric import FabricPhaseTimer
 from lightning_gputime.huggingface import TransformersPhaseTimer
@@ -299,6 +301,21 @@ def test_the_table_of_all_options_is_complete() -> None:
 
 def stats(ms: float, share: float, host_ms: float = math.nan, n: int = 100) -> PhaseStats:
     return PhaseStats(n, mean_ms=ms, max_ms=ms, share=share, host_mean_ms=host_ms)
+
+
+def test_the_tables_of_verdicts_groups_and_causes_are_complete() -> None:
+    texts = [one for one in vars(verdict).values() if isinstance(one, str)]
+    verdicts = {verdict.MIXED, *(one for one in texts if one.endswith("-bound"))}
+    assert len(verdicts) == 8
+    for path in ("README.md", "docs/reference/results.md"):
+        cells = "".join(row[0] for row in rows(path, "| verdict |"))
+        assert {one for one in verdicts if f"`{one}`" not in cells} == set()
+    groups = {row[0].strip("`"): row[1] for row in rows("docs/reference/keys.md", "| group |")}
+    assert set(groups) == set(GROUPS)
+    assert {name for name, when in groups.items() if when == "yes"} <= Options().logged_groups
+    assert [name for name in groups if groups[name] == "no"] == ["comm", "slow", "fit"]
+    causes = [row[0].strip("`") for row in rows("docs/how-to/slow-steps.md", "| cause |")]
+    assert set(causes) == set(get_args(CauseKind))
 
 
 CALLBACK = "callbacks/AccuracyCurve.on_train_batch_end"
