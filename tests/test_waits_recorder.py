@@ -66,7 +66,7 @@ def test_the_phase_that_is_renamed_takes_its_waits_along(run: Recorded, gpu: Fak
     run.wait()
     gpu.work(4.0)
     run.mark("<after forward>")
-    run.rename(run.place_before, "forward", "loss")
+    run.rename_before("forward", "loss")
     run.run("backward", 8.0)
     expected = {"loss": 14.0, "loss/comm": 6.0, "backward": 8.0}
     assert run.end() == expected

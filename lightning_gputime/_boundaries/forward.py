@@ -153,7 +153,7 @@ class ForwardBoundary:
             self._others.add(id(module))
         elif output.grad_fn is not None:
             self._losses.add(id(module))
-            self._recorder.rename(self._recorder.place_before, FORWARD, LOSS)
+            self._recorder.rename_before(FORWARD, LOSS)
             # What is inside a loss is part of it.
             self._forget([id(one) for one in module.modules()])
             if module is not self._model:

@@ -63,7 +63,6 @@ class SlowStepAnalyzer:
         # The end of the last step, and how long after it the end of a slow one is at least.
         self._ended_ns = 0
         self._host_threshold_ns = inf
-        self._reads_allocator = False
         self._baseline = Baseline()
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
@@ -152,9 +151,7 @@ class SlowStepAnalyzer:
         if self._preemption is not None:
             self._sample_usage = self._preemption.sample if is_long else None
         self._spans.attach()  # Dynamo may have been loaded, or reset, since.
-        # To read them takes some 70 us.
-        self._reads_allocator = not self._reads_allocator
-        if self._reads_allocator and self._allocator is not None:
+        if self._allocator is not None:  # Every 25 steps, as it takes some 70 us.
             self._allocator.sample(self._now_ns())
 
     def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:

@@ -254,7 +254,7 @@ class Allocator:
         self._growths: deque[tuple[int, Counts]] = deque(maxlen=200)
 
     def sample(self, now_ns: int) -> None:
-        """Read the counters, after a step that took the host long and every 50 steps."""
+        """Read the counters, after a step that took the host long and every 25 steps."""
         if self._read is None:
             return
         try:

@@ -230,14 +230,10 @@ class Recorder:
         else:
             self.mark(label)
 
-    @property
-    def place_before(self) -> int:
-        """The index of the mark before the last one in the open step, waits not counted."""
-        return self._uninterrupted(len(self._open) - 2)
-
-    def rename(self, place: int, of: str, label: str) -> None:
-        """Give the time of one mark of the open step, which went to `of`, to `label`."""
-        if 0 <= place < len(self._open) and self._open[place][0] == of:
+    def rename_before(self, of: str, label: str) -> None:
+        """Give the time of the mark before the last one, if it went to `of`, to `label`."""
+        place = self._uninterrupted(len(self._open) - 2)
+        if place >= 0 and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
     @property
@@ -594,10 +590,9 @@ class Recorder:
         return True
 
     def _drop(self) -> None:
-        """Forget the open step, and use its events again."""
-        marks = self._open
+        # The first event may be the end of a step that is not read yet.
+        self._free.extend(event for _, event, _ in self._open[1:])
         self._forget_open()
-        self.pending.take_back(marks)
 
     def _forget_open(self) -> None:
         self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
