@@ -18,9 +18,6 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
 
-# Whether a message holds, the message, and what is put into it.
-Row = tuple[bool, str, tuple[float | str, ...]]
-
 ENOUGH = 20  # It judges after this many steps behind the warm-up.
 
 _NO_FORWARD = (
@@ -113,8 +110,8 @@ class LoopDiagnostics:
             self._early += not self._has_trained
         if self._results.sums.step.n >= ENOUGH:
             self._is_over = True
-            rows = self._of_ranks(), self._of_forward(), *self._of_many_steps(), self._of_start()
-            self._tell(*rows)
+            self._judge_few_steps()
+            self._judge_many_steps()
 
     def end(self) -> None:
         """Judge at the end: say of few steps only what is certain."""
@@ -123,29 +120,26 @@ class LoopDiagnostics:
         if self._recorder.has_captured:
             return
         if not self._is_over:
-            trains = BACKWARD in ran and OPTIMIZER in ran
-            self._tell(self._of_ranks())
-            if trains:
-                self._tell(self._of_forward(), self._of_start())
+            self._judge_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own and BACKWARD in ran and FORWARD in ran:
             # Where the loop calls another part of the model, the first of these steps has no
             # `forward`.
             n = self._results.sums.step.n
             without = n - ran[FORWARD].n
-            self._tell((20 * (without - self._early) >= n, _TWICE, (without, n)))
+            self._tell(20 * (without - self._early) >= n, _TWICE, without, n)
 
     def _tell_of_optimizer(self) -> None:
         if self._lacks_optimizer and self._boundaries.optimizer.has_any:
             self._warn_once(_NO_OPTIMIZER)
 
-    def _of_ranks(self) -> Row:
-        return is_distributed() and self._boundaries.waits is None, _TOO_EARLY, ()
-
-    def _of_forward(self) -> Row:
+    def _judge_few_steps(self, *, trains: bool = True) -> None:
+        self._tell(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
         message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
-        return not self._boundaries.forward.was_ever_called, message, ()
+        self._tell(trains and not self._boundaries.forward.was_ever_called, message)
+        is_early = self._is_own and self._has_trained and self._early > 0
+        self._tell(trains and is_early, _EARLY, self._early)
 
-    def _of_many_steps(self) -> list[Row]:
+    def _judge_many_steps(self) -> None:
         sums, seen = self._results.sums, self._boundaries
         ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
         trains = seen.optimizer.has_any
@@ -161,25 +155,16 @@ class LoopDiagnostics:
         ends = '"auto": a step ends with the update'
         if not self._accumulates:
             ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
-        return [
-            (FORWARD in ran and seen.sees_no_modules, _NO_MODULES, ()),
-            (trains and BACKWARD not in ran, _NO_BACKWARD, ()),
-            (trains and (is_in_other or is_in_loss), _METHOD, (place, ms[place] / n)),
-            (
-                self._is_own and 10 * self._idle_ms > sums.step.device_ms,
-                _UNSEEN,
-                (self._idle_ms / n,),
-            ),
-            (self._is_own and seen.forward.is_evaluated, _EVALUATED, ()),
-            (is_twice, _TWICE, (n - with_forward, n)),
-            (is_skipped and skipped == n, _NO_UPDATE, (n,)),
-            (is_skipped and skipped < n, _ACCUMULATED, (skipped, n, ends)),
-        ]
+        is_idle = 10 * self._idle_ms > sums.step.device_ms
+        self._tell(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
+        self._tell(trains and BACKWARD not in ran, _NO_BACKWARD)
+        self._tell(trains and (is_in_other or is_in_loss), _METHOD, place, ms[place] / n)
+        self._tell(self._is_own and is_idle, _UNSEEN, self._idle_ms / n)
+        self._tell(self._is_own and seen.forward.is_evaluated, _EVALUATED)
+        self._tell(is_twice, _TWICE, n - with_forward, n)
+        self._tell(is_skipped and skipped == n, _NO_UPDATE, n)
+        self._tell(is_skipped and skipped < n, _ACCUMULATED, skipped, n, ends)
 
-    def _of_start(self) -> Row:
-        return self._is_own and self._has_trained and self._early > 0, _EARLY, (self._early,)
-
-    def _tell(self, *rows: Row) -> None:
-        for is_so, message, values in rows:
-            if is_so:
-                self._warn_once(message, *values)
+    def _tell(self, is_so: bool, message: str, *values: float | str) -> None:
+        if is_so:
+            self._warn_once(message, *values)
