@@ -134,18 +134,14 @@ class Exchange:
         # The others may wait in a collective for rank zero meanwhile, and raise after their group's
         # timeout, which the store has, too.
         self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
-        self._turn = 0  # How often a method was called.
+        self._turns = itertools.count()  # One for each call of a method.
         # On rank zero: the others that were late, and those that were told of.
         self._late, self._told = set[int](), set[int]()
         self._agreed, self._is_alone = 1, False
 
-    def _take_turn(self) -> int:
-        self._turn += 1
-        return self._turn - 1
-
     def gather(self, totals: RankTotals) -> dict[int, RankTotals]:
         """Send `totals`. Return those of all ranks that took part on rank zero, else nothing."""
-        turn = self._take_turn()
+        turn = next(self._turns)
         if self._rank:
             self._store.set(f"{turn}/{self._rank}", json.dumps(asdict(totals)))
             # What rank zero has not read by now, it never will.
@@ -175,7 +171,7 @@ class Exchange:
         """
         if not self._is_alone:
             try:
-                self._take_wish(self._take_turn(), wish)
+                self._take_wish(next(self._turns), wish)
             except Exception as error:
                 # Those who do not share it may time other steps; nobody waits for this one.
                 self._is_alone, n = True, self._agreed
