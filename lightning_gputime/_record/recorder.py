@@ -230,9 +230,14 @@ class Recorder:
         else:
             self.mark(label)
 
+    @property
+    def place_before(self) -> int:
+        """The index of the mark before the last one in the open step, waits not counted."""
+        return self._uninterrupted(len(self._open) - 2)
+
     def rename_before(self, of: str, label: str) -> None:
         """Give the time of the mark before the last one, if it went to `of`, to `label`."""
-        place = self._uninterrupted(len(self._open) - 2)
+        place = self.place_before
         if place >= 0 and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
