@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from statistics import median
 from typing import Any
 
 from lightning_gputime._phases import (
@@ -106,13 +107,6 @@ def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
         noise_ns = _MADS * _deviation(each_ns, middle_ns)
         found[name] = median(device_ms[name]), middle_ns / 1e6, noise_ns / 1e6
     return found
-
-
-def median(values: Iterable[float]) -> float:
-    # Not that of `statistics`, which takes twice as long: this runs every few steps.
-    ordered = sorted(values)
-    n = len(ordered)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 def _deviation(values: Iterable[float], middle: float) -> float:

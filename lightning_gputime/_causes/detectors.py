@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 import torch
 
-from lightning_gputime._causes.attribution import ExcessAttribution, Span, median
+from lightning_gputime._causes.attribution import ExcessAttribution, Span
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     BACKWARD,
