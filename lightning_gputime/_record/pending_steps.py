@@ -43,6 +43,8 @@ class PendingStep:
     untimed: int = 0
     wait_ms: float = 0.0
     finished_ns: int = 0
+    # Whether the last event is this step's alone, and not also the first of the next.
+    owns_end: bool = False
 
 
 @skip_compile
@@ -122,6 +124,16 @@ class PendingSteps:
     def drain(self) -> None:
         """Read the steps that the device has finished, without waiting for the others."""
         self._unless_capturing(self._read_finished)
+
+    def take_back(self, marks: list[Mark]) -> None:
+        """Use the events of an open step that is dropped again."""
+        events = [event for _, event, _ in marks]
+        last = [*self._finished[-1:], *self._pending][-1:]
+        # The first event may be the end of the step before, which is not read yet and needs it.
+        if events and last and last[0].marks[-1][1] is events[0]:
+            last[0].owns_end = True
+            del events[0]
+        self.free.extend(events)
 
     def forget(self) -> list[Any]:
         """Forget all steps that are not read, and all events; return them."""
@@ -210,7 +222,7 @@ class PendingSteps:
                 event.synchronize()
             device_ms = tuple(map(elapsed_ms, events, events[1:]))
         # The last event is also the first of the next step, which still needs it.
-        self.free.extend(events[:-1])
+        self.free.extend(events if step.owns_end else events[:-1])
         return StepRecord(
             step.number,
             _the_same(labels[:-1]),

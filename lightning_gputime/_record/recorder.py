@@ -595,9 +595,10 @@ class Recorder:
         return True
 
     def _drop(self) -> None:
-        # The first event may be the end of a step that is not read yet.
-        self._free.extend(event for _, event, _ in self._open[1:])
+        """Forget the open step, and use its events again."""
+        marks = self._open
         self._forget_open()
+        self.pending.take_back(marks)
 
     def _forget_open(self) -> None:
         self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
