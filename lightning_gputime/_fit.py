@@ -1,4 +1,4 @@
-"""One fit of a trainer, in the words of a session: its epochs, batches and updates."""
+"""One fit of a trainer, as a session needs it: its epochs, batches and updates."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,16 +19,11 @@ _PATIENCE = 100
 
 Action = tuple[str, Callable[[], None]]
 
-NESTED = (
-    "A fit inside a fit has ended the timing of the outer one: give the inner trainer a timer of"
-    " its own."
-)
-
 
 class Fit:
-    """Tell a session where a trainer is, as its callback and its profiler hear of it.
+    """Notify a session of a trainer's epochs, batches and updates, by its callback and profiler.
 
-    `fail` is called with an error of the methods that run in every batch.
+    Errors of the methods that run in every batch go to `fail`.
     """
 
     def __init__(
@@ -55,10 +50,10 @@ class Fit:
     def is_of(self, trainer: object) -> bool:
         return trainer is self._trainer
 
-    # What the callback is told
+    # Called by the callback
 
     def epoch_begins(self) -> None:
-        """Drop whatever an epoch left over: a batch that was skipped, its end, a validation."""
+        """Start an epoch. Drop what the last one left: a skipped batch, its end, a validation."""
         self._in_batch = self._batch.is_open = False
         self._listen_while_off()
         self._books.epoch_turns()
@@ -181,10 +176,10 @@ class Fit:
         self._patience -= 1
         return self._patience < 0
 
-    # What the profiler is told
+    # Called by the profiler
 
     def listen(self, own: type) -> None:
-        """Hear of what the trainer begins, until `remove`. Callbacks of class `own` are ours."""
+        """Listen to the trainer's actions until `remove`. Callbacks of class `own` are ours."""
         trainer, session, fail = self._trainer, self._session, self._fail
         begins = session.recorder.pause_now
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])

@@ -8,9 +8,8 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
@@ -61,22 +60,23 @@ def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
 def mean_log_of(
     trainer: pl.Trainer,
     prefix: str,
-    every_n_steps: int | None = None,
-    *,
-    stage: str = "",
     row: Mapping[str, float],
+    show: Callable[[], object] = do_nothing,
 ) -> MeanLog:
-    """Return what logs means, by default as often as a trainer logs, to where it logs."""
-    if every_n_steps is None:
-        every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
+    """Return what logs means when and where a trainer logs, and then calls `show`."""
+    every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
 
-    def publish(metrics: Mapping[str, float]) -> None:
-        # Where other callbacks find them; in one go: Lightning gathers them anew at each look.
-        trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
+    def log(metrics: Mapping[str, float]) -> None:
+        publish(trainer, metrics)
+        show()
 
-    return MeanLog(
-        prefix, every_n_steps, trainer.loggers, publish, stage=stage, beside=lambda _: row
-    )
+    return MeanLog(prefix, every_n_steps, trainer.loggers, log, beside=lambda _: row)
+
+
+def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Let other callbacks find metrics."""
+    # In one go: Lightning gathers them anew at each look.
+    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
 def step_number(trainer: pl.Trainer) -> int:
@@ -93,14 +93,15 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
 
 
-def show_on_bar(trainer: pl.Trainer, results: Callable[[], Results], times: StepTimes) -> None:
-    """Show how long a step took on the progress bar, and what bounds the training."""
+def show_on_bar(trainer: pl.Trainer, results: Results) -> None:
+    """Show the newest step's time on the progress bar, and what bounds the training."""
     # Not by `log`, which copies each number to the device and back.
     bar: dict[str, Any] = trainer.progress_bar_metrics
-    unit = unit_of(times.step_ms)
-    verdict = results().in_short()
+    if (newest := results.last) is None:
+        return
+    unit, verdict = unit_of(newest.step_ms), results.in_short()
     # One short entry: tqdm's bar takes what it has no room for from the bar itself.
-    took = f"{unit.number(times.step_ms)}{unit.name}"
+    took = f"{unit.number(newest.step_ms)}{unit.name}"
     # The module may log a number under that name.
     name = "step" if isinstance(bar.get("step", ""), str) else "gpu_step"
     bar[name] = f"{took} ({verdict})" if verdict else took

@@ -1,4 +1,4 @@
-"""A timer that follows loops over loaders: they tell it where steps end."""
+"""What timers of loops over loaders share: a step ends where the next batch is asked for."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -32,11 +32,11 @@ class _Seen(Enum):
 
 _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
 
-_IN_TURNS = "several threads train in turn, and a timer times one: give one thread a timer alone."
+_IN_TURNS = "several threads train in turn, and a timer times one. Give one thread a timer alone."
 
 _UNTOLD = (
-    "The last %d updates are in no step: call step() after each, or iterate over steps() itself,"
-    " timer.steps(itertools.cycle(loader)) in place of itertools.cycle(timer.steps(loader))."
+    "The last %d updates are in no step. Call step() after each, or iterate over steps() itself:"
+    " timer.steps(itertools.cycle(loader)), not itertools.cycle(timer.steps(loader))."
 )
 
 _MANY = 20  # Of fewer batches that were passed over nothing is said.
@@ -47,13 +47,13 @@ _UNSEEN = (
 )
 
 _LEFT_OVER = (
-    "A loop ends with %d of %d micro-batches, which are in no step: with"
-    ' accumulate_grad_batches="auto" a step ends with its update, in whichever loop that is.'
+    "A loop ends with %d of %d micro-batches, which are in no step. Pass"
+    ' accumulate_grad_batches="auto": a step then ends with its update, in whichever loop that is.'
 )
 
 
 class Steps(Generic[T]):
-    """A loader whose steps are timed: it is iterated as often as the loader, and has all it has."""
+    """A loader whose loops are timed: iterate over it as often as over the loader."""
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
@@ -81,7 +81,7 @@ class Steps(Generic[T]):
 
 
 class LoopTimer(Timer):
-    """The part that timers of loops over loaders share: a front end says when one starts."""
+    """The part that timers of loops over loaders share; a front end calls `_start_loop`."""
 
     _loop: Loop
     _FIRST = "call attach() first, or use 'with GPUPhaseHooks(...) as timer:'"
@@ -107,7 +107,7 @@ class LoopTimer(Timer):
         self._session.begin()
 
     def remove(self) -> None:
-        """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
+        """Read and log the last steps, then remove all hooks. Safe to call twice."""
         if self._session.is_attached:
             self._leave_loop()
             in_turns = self._session.recorder.was_elsewhere
@@ -118,24 +118,24 @@ class LoopTimer(Timer):
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
-        The time between two calls, such as a validation between epochs, belongs to no step; nor
-        does a call in eval mode without grad, where the model is trained. With "auto", gradients
-        that accumulate go on from one call to the next. A loop that is left (`break`, `islice`,
-        `zip`, `remove`) has a last step if nothing but the end of the body was left to run: no
-        model is called after the last update. That step ends with the update; in inference, with
-        the last call of the model. Steps are counted on from one call to the next, until `attach`.
-        Where the body calls `step`, no further step is ended. Several of them may be read in turn:
-        a step ends where any is asked for a batch after work on the one before.
+        Time between two such loops, such as a validation, belongs to no step. Nor does a loop in
+        eval mode without grad, if the model was trained. Steps are counted through all loops until
+        `attach`. A body that calls `step` ends no further step here.
+
+        A loop that is left (`break`, `islice`, `zip`, `remove`) has a last step if no model was
+        called after its last update. That step ends with the update; in inference, with the last
+        call of the model. Several loaders may be read in turn: a step ends where one of them is
+        asked for a batch after work on the batch before.
 
         Args:
-            iterable: The loader.
+            iterable: Loader, or another iterable of batches.
 
         Returns:
-            What can be iterated as often as the loader, and has its length and attributes.
+            An iterable with the length and the attributes of the loader.
 
         Raises:
             RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
-            TypeError: If it is no loader, but the model, say.
+            TypeError: If it cannot be iterated, or is the model.
         """
         check_loader(iterable)
         return Steps(partial(self._iterate, iterable, iterable), iterable)
@@ -250,7 +250,7 @@ class LoopTimer(Timer):
         """End a step (or a micro-batch). Call it at the end of the loop's body.
 
         Raises:
-            RuntimeError: If the timer was never attached. After `remove` this does nothing.
+            RuntimeError: If the timer was never attached. After `remove` it does nothing.
         """
         session = self._session
         if get_ident() != session.recorder.home:

@@ -1,4 +1,4 @@
-"""The options that all timers share, checked once: they fail at once, with value and fix."""
+"""The options that all timers share: wrong ones fail in the constructor, with value and fix."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ T = TypeVar("T")
 ItemsOption = float | Callable[[Any], float] | None
 FlopsOption = float | Sequence[float] | Literal["count"] | None
 
-_PROBES = "1 of every n steps is probed, and the one after it is not timed; 0 for none"
+_PROBES = "1 of every n steps is probed, and the next one is not timed; 0 for none"
 
 
 class TimerOptions(TypedDict, total=False):
@@ -35,37 +35,36 @@ class TimerOptions(TypedDict, total=False):
 
     Attributes:
         prefix: First part of the logged keys.
-        log: What is logged: "default", "all", or a list of groups. By default "phases" (with the
-            step), "host" (`host_wait_ms`) and "work" (items and FLOPs per second), and what other
-            options ask for: "parts" with `modules`, "memory" with `memory`, "gaps" with
-            `probe_every_n_steps`, "ranks" with `sync_ranks="log"`. Further groups: "comm", "slow",
+        log: Groups of values to log: a list of them, "default" or "all". The default is "phases"
+            (with the step), "host" (`host_wait_ms`) and "work" (items and FLOPs per second). Other
+            options add groups: `modules` "parts", `memory` "memory", `probe_every_n_steps` "gaps",
+            `sync_ranks="log"` "ranks". Further groups are "comm", "slow" and, for `GPUPhaseTimer`,
             "fit". Metrics of `observers` are always logged.
-        warmup_steps: Number of first steps to leave out of the summary.
-        history_size: Number of newest steps that `history` returns and percentiles are taken over.
+        warmup_steps: Number of first steps to exclude from the summary.
+        history_size: Number of newest steps in `history` and in percentiles.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
             as 2, "all", dotted names, patterns such as "layers.*", or a mapping from names to
             modules.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
-        memory: Whether to measure the most memory that is allocated in each phase (in MiB), in 1 of
-            20 steps and the first three. In these steps torch's peak counters are reset: what you
-            read of `torch.cuda.max_memory_allocated` is affected.
-        every_n_steps: Time 1 of every n steps. With "auto" every step is timed where the GPU sets
-            the pace; elsewhere blocks of steps, so that timing takes about 1 % of the time.
-            The first 100 steps, and some in each window between two logs, are always timed. Every
-            step is timed, too, with `annotate`, `probe_every_n_steps`, a log at each step, or
-            `observers` that take steps.
-        probe_every_n_steps: Probe 1 of every n steps to separate launch gaps from GPU work: launch
-            it while a spin kernel keeps the GPU busy; 0 for none. Probed steps, and those after
-            them, are in no other statistics.
+        memory: Whether to measure the peak memory of each phase (in MiB), in the first 3 steps and
+            in 1 of 20 after them. Each of these steps resets torch's peak counters, and so changes
+            what `torch.cuda.max_memory_allocated` returns.
+        every_n_steps: Time 1 of every n steps. "auto" times each step where the GPU sets the pace.
+            Elsewhere it times the first 100 steps, then a block of steps between two logs, so that
+            timing takes about 1 % of the time. It times each step, too, for `annotate`,
+            `probe_every_n_steps`, a log at each step, and `observers` that take steps.
+        probe_every_n_steps: Probe 1 of every n steps (at least 3; 0 for none) to separate launch
+            gaps from GPU work: launch it while a spin kernel keeps the GPU busy. No other statistic
+            includes probed steps, nor those after them.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
-        items: Items per batch: a number, or a function of the batch; by default the first dimension
-            of the batch's first tensor, if its tensors agree in it.
+        items: Items per batch: a number, or a function of the batch. The default is the first
+            dimension of the batch's first tensor, if all its tensors agree in it.
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
             backward); or "count" to count those of the model once, on a copy without memory.
-        observers: What gets the `StepTimes` of each timed step, when it is read: functions, metrics
-            of torchmetrics, and objects with methods of `StepObserver`. These may also get slow
-            steps, and add metrics to the logs and a section to the summary.
+        observers: Functions, metrics of torchmetrics, and objects with methods of `StepObserver`.
+            They get the `StepTimes` of each timed step when it is read; probed steps are left out.
+            Objects may also get slow steps, and add metrics to logs and a section to the summary.
     """
 
     prefix: str
@@ -87,10 +86,10 @@ class AllOptions(TimerOptions, total=False):
     """Also those that only tests and benchmarks use: no signature shows them.
 
     Attributes:
-        _clock: What takes the place of the device's.
+        _clock: Clock to use in place of the device's.
         _lag: Maximum number of ended steps that the GPU may still be running. With 1 a whole step
-            stays queued while the host waits, so that the GPU never idles; with 0 a step's times
-            are there when it ends.
+            stays queued while the host waits, so that the GPU never idles. With 0 a step is read
+            when it ends.
     """
 
     _clock: Clock | None
@@ -133,7 +132,7 @@ class Options:
 
     @property
     def timed_warmup_steps(self) -> int:
-        """How many of the timed steps belong to the warm-up."""
+        """Number of timed steps in the warm-up."""
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
     @property
@@ -255,9 +254,9 @@ def _is_flops(value: Any) -> bool:
 
 # Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {
-    "warmup_steps": (0, "the number of first steps to leave out of the summary"),
-    "history_size": (1, "the number of newest steps to keep"),
-    "every_n_steps": (1, "or 'auto'; 1 of n steps is timed"),
+    "warmup_steps": (0, "number of first steps to exclude from the summary"),
+    "history_size": (1, "number of newest steps to keep"),
+    "every_n_steps": (1, "or 'auto'; 1 of every n steps is timed"),
     "probe_every_n_steps": (0, _PROBES),
 }
 
@@ -273,7 +272,7 @@ _IS_OBSERVERS = (
     "be a list of functions of a StepTimes, metrics or instances with methods of StepObserver"
 )
 _IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
-_IS_PROBES = f"be 0 or 3 or more ({_PROBES})"
+_IS_PROBES = f"be 0 or at least 3 ({_PROBES})"
 _IS_KEY = "be a key such as 'phase_time', without outer '/'"
 
 # Of the other options: the error if a value is not right, and what it must be.

@@ -1,10 +1,10 @@
-"""What all timers are: how a measurement starts and ends."""
+"""What all timers share: a measurement's start and end, and reading it."""
 
 import functools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -37,10 +37,6 @@ from lightning_gputime._saved_runs.environment import (
 from lightning_gputime._saved_runs.saved import Run
 from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 _NO_INSTANCE = (
@@ -48,12 +44,14 @@ _NO_INSTANCE = (
     " Trainer(callbacks=[GPUPhaseTimer()])"
 )
 
+_NESTED = (
+    "A training inside another one has ended the timing of the outer one. Give each trainer a timer"
+    " of its own."
+)
+
 
 def callers() -> Iterator[dict[str, Any]]:
-    """Yield the variables of the functions that call the one that asks, from the inside out.
-
-    Some hooks are not told what their caller has at hand.
-    """
+    """Yield the local variables of all callers, innermost first: some hooks get too few."""
     # Not of who asks: a frame that reads its own variables holds itself, and all callers.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -62,7 +60,7 @@ def callers() -> Iterator[dict[str, Any]]:
 
 
 def never_raises(hook: Hook) -> Hook:
-    """End the timing, and let the training go on, where a hook that a trainer calls fails."""
+    """Decorate a hook that a trainer calls: an error in it ends the timing, not the training."""
 
     @functools.wraps(hook)
     def guarded(self: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -82,14 +80,18 @@ def never_raises(hook: Hook) -> Hook:
 class Timer(Tabular):
     """The part that all timers share.
 
-    A front end calls `_start`, then tells `self._session` where the loop begins and ends its steps,
-    and calls `_finish` or `_abort` at the end. While no session runs, to tell it does nothing.
+    A front end calls `_start`, notifies `self._session` of the loop's steps, and calls `_finish` or
+    `_abort` at the end. While no session runs, notifications do nothing.
     """
 
     _USE = "The timer was never attached."
+    _logs_fit = False  # Whether it knows the wall time of a fit, the group "fit".
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
     def __init__(self, options: Options) -> None:
+        groups = [options.log] if isinstance(options.log, str) else options.log
+        if "fit" in groups and not self._logs_fit:
+            raise ValueError(f"log must not have 'fit' (only GPUPhaseTimer logs it), got {groups}")
         self._options = options
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session = NEVER_ATTACHED
@@ -109,7 +111,6 @@ class Timer(Tabular):
     if not TYPE_CHECKING:  # Else no type checker would miss any attribute.
 
         def __getattr__(self, name: str) -> Any:
-            """Answer for what there is not, as by a trainer that needs a callback of its own."""
             is_hook = name == "setup" or name.startswith("on_")
             missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{missing}: {HOMES}" if is_hook else missing)
@@ -121,13 +122,15 @@ class Timer(Tabular):
         clock: Clock,
         loop: Loop,
         means: MeanLog,
-        bars: Sequence[Callable[[StepTimes], object]] = (),
         **known: Any,
     ) -> None:
         """Start a new measurement, and put the hooks on.
 
         `known` has fields of the `Environment` that the front end knows better; None if not.
         """
+        if self._session.is_attached:
+            self._warn_once(_NESTED)
+            self._detach()
         options = self._options
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
@@ -139,7 +142,7 @@ class Timer(Tabular):
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
-        self._session = Session(options, clock, loop, self._results, means, bars)
+        self._session = Session(options, clock, loop, self._results, means)
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
@@ -156,22 +159,16 @@ class Timer(Tabular):
         return session
 
     def _detach(self) -> None:
-        """End whatever runs, as `_abort` does; a front end may run more than a measurement."""
+        """Abort whatever runs: a front end may run more than a measurement."""
         self._abort()
 
     def _give_up(self, error: Exception) -> None:
-        """End all timing, and say so, after an error in a hook that a trainer calls."""
+        """End all timing with a warning."""
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
 
-    def _keep_evaluation(self, stage: str, step: int, means: Mapping[str, float]) -> None:
-        self._evaluated.append({"stage": stage, "step": step, **means})
-
     def _know_loader(self, loader: object, *, in_data: bool = False) -> None:
-        """Take from a loader what it says of itself, such as the number of items in a batch.
-
-        Its fetches are `data` as a whole if `in_data`, and else a part of that.
-        """
+        """Read a loader's settings, such as the batch size. `in_data`: all `data` is its fetch."""
         self._session.analyzer.set_loader(loader, in_data)
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known)
@@ -179,33 +176,33 @@ class Timer(Tabular):
             self._environment = replace(self._environment, batch_size=known["batch_size"])
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the option `modules`, looked up in a model. Raise ValueError if one is wrong."""
+        """Return the modules that `modules` selects. Raise ValueError where it matches none."""
         return resolve(self._options.modules, model)
 
     # For users
 
     def phase(self, name: str) -> NamedPhase:
-        """Return a context manager: the time of its code belongs to `name`.
+        """Return a context manager that attributes the time of its code to `name`.
 
-        As `lightning_gputime.phase`, for this timer alone.
+        It works as `lightning_gputime.phase`, for this timer alone.
 
         Args:
-            name: A name such as "augment". "forward/body" is a sub-phase: its time is also part of
-                `forward`.
+            name: A name such as "augment". "forward/body" is a sub-phase: `forward` includes it.
 
         Raises:
-            ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or
-                has "<", ">" or control characters.
+            ValueError: If the name or a part of it is empty, or has "<", ">" or control characters.
+                Also if the part before the first "/" is "step", "host_wait", "slow", "slow_excess"
+                or "local".
         """
         return NamedPhase(name, self._session.recorders)
 
     def paused(self) -> NamedPhase:
-        """Return a context manager: the time of its code belongs to no step.
+        """Return a context manager that excludes the time of its code from all steps.
 
-        For a validation or the like inside a loop. What is certainly one is left out without it:
-        calls of the whole model in eval mode without grad, at least two more than in any of the
-        ten steps before, or under `torch.inference_mode`. It may hold a loop over `steps`, too,
-        which is then not timed.
+        Use it for a validation inside a loop. Without it, evaluations are excluded if they are
+        certain: calls of the whole model under `torch.inference_mode`, or calls in eval mode
+        without grad, at least two more than in each of the ten steps before. A loop over `steps`
+        inside it is not timed.
 
         Examples:
             >>> with timer.paused():
@@ -214,24 +211,27 @@ class Timer(Tabular):
         return NamedPhase(EXCLUDED, self._session.recorders)
 
     def flush(self) -> None:
-        """Wait for the steps that have ended and are unread, and read them."""
+        """Wait for the steps that have ended, and read them.
+
+        From another thread it does nothing while the thread of the loop lives.
+        """
         self._session.flush()
 
     @property
     def last_step(self) -> StepTimes | None:
-        """The newest step that the device has finished, or None."""
+        """The newest timed step that the device has finished, or None."""
         return self._read().last
 
     def history(self) -> npt.NDArray[Any]:
-        """Return the newest steps, as a structured array of shape (steps,).
+        """Return the newest timed steps, warm-up included, as a structured array (steps,).
 
-        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds);
-        NaN where a phase did not run. Warm-up steps are included.
+        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds),
+        NaN where a phase did not run. `pandas.DataFrame(timer.history())` makes a DataFrame of it.
         """
         return self._read().history_and_warmup()[0]
 
     def summary(self) -> PhaseSummary:
-        """Return the statistics of the steps read so far, warm-up left out."""
+        """Return the statistics of the steps read so far, without the warm-up."""
         return self._read().summary()
 
     def _table(self) -> Table:
@@ -245,51 +245,37 @@ class Timer(Tabular):
         are never returned. `print` shows each as a sentence.
 
         Args:
-            n: Maximum number of steps; 1,000 are kept.
+            n: Maximum number of steps to return; 1,000 are kept.
 
         Raises:
-            TypeError: If `n` is no integer.
+            TypeError: If `n` is not an integer.
             ValueError: If `n` is below 1.
         """
         n = check_int("n", n, 1, "the number of slow steps to return")
         return self._read().slow.slow_steps(n)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the history as CSV: a row a step, empty where a phase did not run.
+        """Write the history as CSV: a row per step, empty cells where a phase did not run.
 
         Args:
-            path: The file; it is replaced whole.
+            path: The file to write or replace.
 
         Raises:
-            OSError: If it cannot be written. No measurement is lost.
+            OSError: If the file cannot be written.
         """
         files.write(path, files.csv_text(self.history()))
 
-    def to_pandas(self) -> "DataFrame":
-        """Return the history as a `pandas.DataFrame`, with the number of the step as its index.
-
-        Raises:
-            ImportError: If pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_pandas() needs pandas: python -m pip install pandas") from error
-        return pandas.DataFrame.from_records(self.history(), index="step")
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was measured to one file, which `lightning_gputime.load` reads.
+        """Save the run to one JSON file, which `lightning_gputime.load` reads.
 
-        It has the history, the summary, the environment (device, versions, options and the like),
-        and is JSON, some bytes a step and phase. `python -m lightning_gputime` shows it, compares
-        it with others, and makes a page of it.
+        It holds the history, the summary and the environment (device, versions, options). Show and
+        compare such files with `python -m lightning_gputime`.
 
         Args:
-            path: The file, such as "run.json.gz", compressed if it ends in ".gz"; it is replaced
-                whole.
+            path: The file to write or replace, such as "run.json.gz"; ".gz" compresses it.
 
         Raises:
-            OSError: If it cannot be written. No measurement is lost.
+            OSError: If the file cannot be written.
         """
         saved.save(self._run(), path)
 
@@ -311,6 +297,6 @@ class Timer(Tabular):
             messages.warning("The table could not be shown: %r", error)
 
     def _read(self) -> Results:
-        """Read what the device has finished, without a wait; not from another thread."""
+        """Read what the device has finished, without a wait. Another thread reads nothing new."""
         self._session.drain()
         return self._results

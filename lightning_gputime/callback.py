@@ -1,7 +1,6 @@
-"""The timer for Lightning, whose hooks tell it of steps."""
+"""The timer for the Trainer of Lightning."""
 
 import os
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,7 @@ import lightning.pytorch as pl
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
-from lightning_gputime._fit import NESTED, Fit
-from lightning_gputime._messages import messages
+from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
@@ -36,48 +34,39 @@ _NOT_SAVED = (
     " logs and the table are not touched."
 )
 
+# Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
+# kept after the fit may hold the model by them.
 _OF_MODEL = ("log", "log_dict")
-"""Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
-kept after the fit may hold the model by them."""
 
+# The name in the table of each kind of evaluation in keys.
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
-"""For each kind of evaluation, as it is called in keys, its name in the table."""
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
-_MAX_SAVE_RATIO = 100
-"""Saving while training goes on may take a hundredth of the time."""
+_MAX_SAVE_RATIO = 100  # Saving while training goes on may take a hundredth of the time.
 
 
 @takes_options
 class GPUPhaseTimer(Timer, pl.Callback):
-    """Log how long the phases of each training step take, on the device's own clock.
+    """Log the time of each phase of the training steps of Lightning's Trainer, with device events.
 
     A step is one optimizer update: micro-batches whose gradients accumulate are one step. Each
-    boundary between phases is one event on the device, and the host waits for at most one event per
-    step. Each `fit` is a new measurement.
+    boundary between phases is one event; the host waits for at most one event per step. Each `fit`
+    is a new measurement.
 
-    Logged every `trainer.log_every_n_steps` steps, as means over the steps since the last log, to
-    the trainer's loggers and to `trainer.callback_metrics`:
+    Every `trainer.log_every_n_steps` steps the means since the last log go to the trainer's loggers
+    and to `trainer.callback_metrics`. These are `phase_time/data_ms`, `callbacks_ms`, `forward_ms`,
+    `loss_ms`, `backward_ms`, `optimizer_ms` and `other_ms`, their sum `step_ms`, `host_wait_ms`
+    (all in milliseconds), and `items_per_sec`.
 
-    - `phase_time/data_ms`: fetch of the batch, and its copy to the device
-    - `phase_time/callbacks_ms`: callbacks, logging and checkpoints between two batches
-    - `phase_time/forward_ms`: first call of the model to the end of the last one
-    - `phase_time/loss_ms`: from there to zero_grad or backward
-    - `phase_time/backward_ms`: the call of backward
-    - `phase_time/optimizer_ms`: from there to the end of the update
-    - `phase_time/other_ms`: the rest
-    - `phase_time/step_ms`: the sum of these
-    - `phase_time/host_wait_ms`: how long the host waited for the device to finish a step
-    - `phase_time/items_per_sec`: items a second (no time)
-
-    Validation, test and prediction loops are timed apart, and their means logged at their end under
+    Validation, test and prediction have means of their own, logged at their end: the keys are
     `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
 
     Args:
-        prog_bar: Whether to show the newest step's time, and what bounds training, on the bar.
-        print_summary: Whether to print the table of the summary when training ends.
-        save_path: The file that the run is saved to, such as "run.json.gz", see `save`: on rank
-            zero, at the end of epochs and of training, also after an error.
+        prog_bar: Whether to show the newest step's time and the verdict on the progress bar, at
+            each log.
+        print_summary: Whether to print the summary when training ends.
+        save_path: File to save the run to on rank zero, such as "run.json.gz". It is written when
+            training ends, after an error, too, and at ends of epochs (at most 1 % of the time).
         **options: Those of `TimerOptions`.
 
     Raises:
@@ -88,6 +77,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 
+    _logs_fit = True
     _USE = "Nothing was trained: give it to Trainer(callbacks=[...]), and call fit()."
 
     def __init__(
@@ -103,7 +93,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._prog_bar, self._prints_table = prog_bar, print_summary
         self._path = _absolute(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
-        self._evaluations = Evaluations(self._options)
+        self._evaluations = Evaluations(self._options, self._evaluated)
         self._fit: Fit | None = None
         self._has_fitted = False
         # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
@@ -120,10 +110,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Return the statistics of the steps read so far.
 
         Args:
-            stage: "fit" for the steps of training, warm-up left out; "val", "test" or "predict" (or
-                "validation", "prediction") for
-                those of the newest such loop since the last fit began. By default those of the
-                fit, and where there was none those of the newest other loop.
+            stage: "fit" for training, without the warm-up. "val" (or "validation"), "test" or
+                "predict" (or "prediction") for the newest such loop since the last fit started. The
+                default is "fit", or the newest other loop if there was no fit.
 
         Raises:
             ValueError: If there is no such stage.
@@ -160,20 +149,19 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
-        if self._session.is_attached:
-            messages.warning(NESTED)
-        self._detach()
         self._evaluations.results.clear()
         self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
+
+        def show() -> None:
+            if self._prog_bar:
+                _lightning.show_on_bar(trainer, self._results)
+
         self._start(
             _lightning.clock_of(trainer, self._options._clock),
             loop,
-            _lightning.mean_log_of(trainer, self._options.prefix, row=row),
-            [partial(_lightning.show_on_bar, trainer, lambda: self._results)]
-            if self._prog_bar
-            else [],
+            _lightning.mean_log_of(trainer, self._options.prefix, row, show),
             **_lightning.known_of(trainer),
         )
         self._know_loader(trainer.train_dataloader)
@@ -250,23 +238,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._start_evaluation("predict", trainer, pl_module)
 
     def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        options, number = self._options, _lightning.step_number(trainer)
         known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
-            _lightning.clock_of(trainer, options._clock),
+            _lightning.clock_of(trainer, self._options._clock),
             _lightning.evaluation_loop_of(trainer, model),
-            _lightning.mean_log_of(
-                trainer,
-                options.prefix,
-                sys.maxsize,  # Nothing is due before the end.
-                stage=stage,
-                row={"epoch": trainer.current_epoch},
-            ),
-            number=number,
-            keep=partial(self._keep_evaluation, stage, number),
-            # A number is of the batches of training.
-            items=options.items if callable(options.items) else None,
+            _lightning.step_number(trainer),
+            partial(_lightning.publish, trainer),
+            trainer.loggers,
+            row={"epoch": trainer.current_epoch},
             setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **known),
         )
 
@@ -297,7 +277,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._finish()
             self._books.switch_to(REST)
             if self.last_step is not None:
-                log = _lightning.mean_log_of(trainer, self._options.prefix, row=fit.row)
+                log = _lightning.mean_log_of(trainer, self._options.prefix, fit.row)
                 log.groups = self._options.logged_groups
                 log.log_values(self._books.summary().metrics(), self.last_step.step)
             self._show(trainer)
@@ -321,7 +301,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     # The wall time of a fit
 
     def _open_books(self, trainer: pl.Trainer) -> None:
-        """Start to keep those of a trainer, unless they are open."""
+        """Start those of a trainer, unless they are open."""
         if trainer is not self._books_trainer:
             self._close_books()
             clock = self._options._clock
@@ -331,7 +311,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._patches.add(Subscription(trainer, "save_checkpoint", calls))
 
     def _close_books(self) -> None:
-        """End those that are open. Safe to call twice."""
+        """Close those that are open. Safe to call twice."""
         self._books.remove()
         self._patches.remove()
         self._books_trainer = None
@@ -352,7 +332,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._print_table()
 
     def _save_run(self, trainer: pl.Trainer) -> None:
-        """Write the file, if one is wanted and there is a step. Warn once if it cannot be."""
+        """Write the file, if one is wanted and there is a step. Warn once if that fails."""
         if self._path is None or not trainer.is_global_zero:
             return
         if self.last_step is None and not self.summary().probed_steps:
@@ -371,7 +351,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit = None
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        """End what a trainer runs, which may be an evaluation inside another trainer's fit."""
+        """End what a trainer runs: a fit, or an evaluation inside another trainer's fit."""
         for name in _OF_MODEL:
             vars(self).pop(name, None)
         if self._fit is None or self._fit.is_of(trainer):
@@ -381,14 +361,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.evaluation_ends()
 
     def _detach(self) -> None:
-        """End whatever runs, without a wait for the device or other ranks."""
+        """Abort whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
         self._leave_fit()
         self._abort()
 
 
 def _absolute(path: Any) -> str | None:
-    """Return a path from the root: training may change the working folder."""
+    """Return an absolute path: training may change the working folder."""
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):

@@ -1,4 +1,4 @@
-"""The energy of a GPU, as its own counter tells it: joules a step, and items a joule."""
+"""The energy of a GPU by its own counter: joules per step, items per joule."""
 
 import time
 from collections.abc import Mapping
@@ -6,23 +6,23 @@ from typing import Any
 
 import torch
 
-_SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not told.
+_SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not logged.
 
 
 class EnergyMeter:
-    """Measure the energy of a GPU between two logs; give it to a timer as an observer.
+    """Measure the energy of a GPU between two logs; pass it to a timer as an observer.
 
-    It logs `energy_j`, the energy of a step (in joules), `power_w`, the mean power (in watts), and
-    `items_per_j`, the items a joule, where a timer knows items. The counter is read at logs alone,
-    never in a step. It counts all that the GPU runs, evaluation and other processes included, and
-    is no finer than 100 ms: it cannot be split by phase. A step has the mean power of its window.
+    It logs `energy_j`, the energy per step (in joules), and `power_w`, the mean power (in watts).
+    Where the timer knows items it logs `items_per_j`, items per joule. It reads the counter at logs
+    alone. The counter includes all work of the GPU, also evaluations and other processes. It
+    changes every 100 ms, so it cannot be split by phase.
 
     Its source is `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer), by the package
     `nvidia-ml-py`: `pip install "lightning-gputime[energy]"`.
 
     Args:
-        device: The GPU, a number or a `torch.device`; by default torch's current one when
-            measuring begins.
+        device: GPU, as a number or a `torch.device`; by default torch's current one when measuring
+            starts.
 
     Raises:
         ImportError: If `nvidia-ml-py` is not installed.
@@ -50,7 +50,7 @@ class EnergyMeter:
         self._seconds = self._joules = self._of_steps = self._items = 0.0
 
     def attach(self) -> None:
-        """Find the counter of the GPU, and read it."""
+        """Find and read the GPU's counter."""
         self._reset()
         self._nvml.nvmlInit()
         # The number of a device differs where CUDA_VISIBLE_DEVICES hides some.
@@ -60,7 +60,7 @@ class EnergyMeter:
         self._last = self._read()
 
     def _read(self) -> tuple[float, float]:
-        """Return the time (in seconds) and the energy so far (in joules)."""
+        """Return the time (in seconds) and the energy counter (in joules)."""
         joules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
         return time.monotonic(), joules
 
@@ -89,13 +89,13 @@ class EnergyMeter:
         if not self._joules:
             return None
         said = (
-            f"{self._of_steps / self._seconds:.3g} J a step, at"
+            f"{self._of_steps / self._seconds:.3g} J per step, at"
             f" {self._joules / self._seconds:,.0f} W"
         )
-        return f"{said}, {self._items / self._joules:.3g} items a joule" if self._items else said
+        return f"{said}, {self._items / self._joules:.3g} items per joule" if self._items else said
 
     def remove(self) -> None:
-        """Let the counter go. Safe to call twice."""
+        """Release the counter. Safe to call twice."""
         if self._handle is not None:
             self._handle = self._last = None
             self._nvml.nvmlShutdown()

@@ -1,4 +1,4 @@
-"""The timer for a loop with Lightning's Fabric: its hooks and its loaders tell where steps end."""
+"""The timer for a loop with Lightning's Fabric."""
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -19,8 +19,8 @@ from lightning_gputime._timer import callers, never_raises
 T = TypeVar("T")
 
 _NOT_SET_UP = (
-    "No step is timed: Fabric tells of setup() alone. After setup_module() and setup_optimizers()"
-    " call timer.on_after_setup(fabric, model, optimizer)."
+    "No step is timed: Fabric notifies callbacks of setup() alone. After setup_module() and"
+    " setup_optimizers() call timer.on_after_setup(fabric, model, optimizer)."
 )
 
 _RAW = "optimizers must be what fabric.setup_optimizers(...) returns: it tells of updates, got {}"
@@ -34,7 +34,7 @@ _NO_LOOP = Loop(nn.Identity())
 
 @takes_options
 class FabricPhaseTimer(LoopTimer):
-    """Log how long the phases of each training step take, for `Fabric(callbacks=[...])`.
+    """Log the time of each phase of the training steps of a loop with Fabric.
 
     `fabric.setup(model, optimizer)` starts a measurement of all models with trainable weights that
     were set up. After `setup_module` and `setup_optimizers`, of which Fabric does not notify
@@ -90,13 +90,13 @@ class FabricPhaseTimer(LoopTimer):
         Fabric calls it in `setup`. After `setup_module` and `setup_optimizers` call it yourself.
 
         Args:
-            fabric: Who has set it up.
+            fabric: The Fabric that has set it up.
             module: The model, as Fabric returns it.
             *optimizers: The optimizers, as Fabric returns them.
 
         Raises:
             TypeError: If an optimizer is not as Fabric returns it.
-            ValueError: If the model has none of the `modules` of a name or a pattern.
+            ValueError: If a name or pattern of `modules` matches no module of the model.
         """
         for one in optimizers:
             if not isinstance(one, wrappers._FabricOptimizer):
@@ -147,7 +147,7 @@ class FabricPhaseTimer(LoopTimer):
         return super().steps(iterable)
 
     def remove(self) -> None:
-        """Take the hooks off, after the last steps are read and logged. Safe to call twice."""
+        """Read and log the last steps, then remove all hooks. Safe to call twice."""
         super().remove()
         self._forget()
 
@@ -183,7 +183,7 @@ class FabricPhaseTimer(LoopTimer):
 
 
 def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], Any]:
-    """Return what takes the place of `__iter__` of Fabric's loaders."""
+    """Return the replacement of `__iter__` of Fabric's loaders."""
 
     def followed(loader: Any) -> Any:
         items = call(loader)
@@ -196,7 +196,7 @@ def _followed(call: Callable[[Any], Any], timers: list[Any]) -> Callable[[Any], 
 
 
 def _optimizers_of(fabric: Any) -> list[Any]:
-    """Return the optimizers that `fabric.setup` has at hand: its hook is given the model alone."""
+    """Return the optimizers in the call of `fabric.setup`: its hook gets the model alone."""
     for known in callers():
         if known.get("self") is fabric and "optimizers" in known:
             kind = wrappers._FabricOptimizer

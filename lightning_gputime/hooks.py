@@ -1,4 +1,4 @@
-"""The timer for a plain PyTorch loop: a loader or the loop's body tells it where steps end."""
+"""The timer for a plain PyTorch loop."""
 
 import sys
 from collections.abc import Sequence
@@ -28,32 +28,32 @@ from lightning_gputime._results.means import MetricsLogger, check_loggers
 
 @takes_options
 class GPUPhaseHooks(LoopTimer):
-    """Times the phases of each step of a plain PyTorch training loop, on the device's own clock.
+    """Time the phases of each step of a plain PyTorch training loop, with device events.
 
-    While it is attached it has hooks on the model and the optimizers, and replaces what runs
-    torch's autograd engine. Each boundary between phases is one event on the device, and the host
-    waits for at most one event per step. Each `attach` starts a new measurement.
+    While attached, it has hooks on the model and the optimizers, and replaces the function that
+    runs torch's autograd engine. Each boundary between phases is one event; the host waits for at
+    most one event per step. Each `attach` starts a new measurement.
 
     Args:
-        model: The model whose calls are `forward`. For several models, such as a GAN's, give
+        model: Model whose calls are `forward`. For several models, such as a GAN's, pass
             `torch.nn.ModuleList([generator, discriminator])`.
-        optimizers: The optimizers whose updates end `optimizer`: one, several, or none to time
-            inference. DeepSpeed's engine, as the model, has its own.
-        device: The device to time; by default the one that the model's parameters are on.
-        accumulate_grad_batches: How many micro-batches make one optimizer update, and so one step;
-            with "auto" a step ends with the update, and one that is skipped is part of the next.
-            Accelerate's `accumulate` needs no number: its optimizers say which batch is the last.
-        logger: Where the means go: anything with `log_metrics(metrics, step)`, one or several.
-        log_every_n_steps: How many steps are averaged into one log.
-        first_step: The number of the first step after `attach`, where training is resumed. The
-            steps are counted on through all epochs; another `attach` starts here again.
-        wrap_backward: Whether to stand in for what runs torch's autograd engine. Without it, say
-            `with timer.phase("backward")` yourself.
+        optimizers: Optimizers whose updates are `optimizer`: one, a list, or None for inference.
+            DeepSpeed's engine, passed as the model, has its own.
+        device: Device to time; by default that of the model's parameters.
+        accumulate_grad_batches: Number of micro-batches per optimizer update, and so per step. With
+            "auto" a step ends with the update; a skipped one is part of the next step. Accelerate's
+            `accumulate` needs no number.
+        logger: Where the means go: one or several objects with `log_metrics(metrics, step)`.
+        log_every_n_steps: Number of steps averaged into one log.
+        first_step: Number of the first step after `attach`, to resume training. Steps are counted
+            through all epochs; each `attach` starts here again.
+        wrap_backward: Whether to replace the function that runs torch's autograd engine. If not,
+            use `with timer.phase("backward")`.
         **options: Those of `TimerOptions`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value, or the device is not here.
+        ValueError: If an argument has an impossible value, or there is no such device.
 
     Examples:
         >>> with GPUPhaseHooks(model, optimizer) as timer:
@@ -107,7 +107,7 @@ class GPUPhaseHooks(LoopTimer):
         self._first_step = self._step = first_step
 
     def attach(self) -> Self:
-        """Put the hooks on and start a new measurement. Safe to call twice."""
+        """Attach the hooks and start a new measurement. Safe to call twice."""
         if not self._session.is_attached:
             device = self._device or device_of(self._loop.model)
             if self._device is None:

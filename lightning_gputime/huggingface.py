@@ -1,8 +1,7 @@
-"""The timer for the Trainer of Hugging Face's transformers, whose callbacks tell it of steps."""
+"""The timer for the Trainer of Hugging Face's transformers."""
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -27,32 +26,27 @@ from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, callers, never_raises
 
 _NOT_FOUND = (
-    "No Trainer is known, and no step is timed: give TransformersPhaseTimer itself to"
-    " transformers.Trainer(callbacks=[...]), not to a callback that passes its events on."
-)
-
-_NESTED = (
-    "One TransformersPhaseTimer times one training at a time: that of another Trainer, which has"
-    " not ended, is no longer timed. Give each Trainer a TransformersPhaseTimer of its own."
+    "No Trainer is known, and no step is timed. Pass the timer itself:"
+    " transformers.Trainer(callbacks=[TransformersPhaseTimer()]), not a callback that calls it."
 )
 
 
 @takes_options
 class TransformersPhaseTimer(Timer, TrainerCallback):
-    """Reports how long the phases of each training step take, on the device's own clock.
+    """Log the time of each phase of the training steps of transformers' Trainer.
 
-    A step is one optimizer update, with the number that the Trainer gives it. Whenever the Trainer
-    logs `loss`, the means over the steps since the last log stand beside it, for all that
-    `report_to` names and in `trainer.state.log_history`: `phase_time/forward_ms` and so on, as
-    `GPUPhaseTimer` logs. An evaluation inside a training belongs to no step; its own means stand
-    beside `eval_loss` in what is reported: `eval_phase_time/forward_ms`. What is printed, and what
-    `train` and `evaluate` return, have none.
+    A step is one optimizer update, numbered as `global_step`. Whenever the Trainer logs `loss`, it
+    also logs the means since the last log: `phase_time/forward_ms` and so on, as `GPUPhaseTimer`.
+    They go to everything in `report_to`, to `trainer.state.log_history` and to what is printed.
 
-    `data/fetch` is the fetch of all micro-batches of a step, and their copy to the device, which
-    accelerate makes in one; `callbacks` is what callbacks, logging and checkpoints take.
+    An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
+    `eval_phase_time/forward_ms`. What `train` and `evaluate` return has no means.
+
+    `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
+    the time of callbacks, logging and checkpoints.
 
     Args:
-        print_summary: Whether to print the table of the summary when training ends.
+        print_summary: Whether to print the summary when training ends.
         **options: Those of `TimerOptions`.
 
     Raises:
@@ -71,7 +65,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         super().__init__(Options(**options))
         check_bools(print_summary=print_summary)
         self._prints_table = print_summary
-        self._owes_table = False
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._handled: BaseException | None = None
@@ -79,7 +72,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch = Batch(is_open=False)
         self._is_in_step = self._has_fetched = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
-        self._evaluations = Evaluations(self._options)
+        self._evaluations = Evaluations(self._options, self._evaluated)
         self._stage, self._evaluation_means = "", dict[str, float]()
         # Means of steps for the Trainer's next log; its newest log, and the keys added to that.
         self._unlogged = dict[str, float]()
@@ -100,10 +93,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self, args: Any, state: Any, submodules: Mapping[str, nn.Module], known: Mapping[str, Any]
     ) -> None:
         trainer = find_trainer(self)
-        if self._session.is_attached and trainer is not self._trainer:
-            self._warn_once(_NESTED)
-        self._detach()
         if trainer is None:
+            self._detach()
             self._warn_once(_NOT_FOUND)
             return
         self._patch_trainer(trainer)
@@ -113,7 +104,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
         # A loop of one's own may tell of the ends of its steps alone.
         loop = Loop(model, optimizers, submodules=submodules, splits_loss=True)
-        self._batch = loop.batch
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._options._clock or clock_for(args.device, tell=state.is_world_process_zero)
@@ -126,6 +116,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
         )
+        self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader)
         self._session.begin()
@@ -184,14 +175,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._take_back()
         if self._session.is_attached:
             self._finish()
-            self._owes_table = state.is_world_process_zero
-            # It is called once more, when progress bars are gone.
-            self._trainer.callback_handler.callbacks.append(self)
-        else:
-            self._leave()
+            self._leave(prints_table=state.is_world_process_zero)
 
     def _end_run(self, _: Any) -> None:
-        """End the measurement after an error, or where the timer was removed: nothing tells it."""
+        """End the measurement after an error or `remove_callback`: no callback is notified."""
         trainer, error = self._trainer, sys.exception()
         if trainer is None:
             return
@@ -199,11 +186,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if has_failed or self not in trainer.callback_handler.callbacks:
             self._detach()
             is_first = trainer.state.is_world_process_zero
-            self._owes_table |= is_first and isinstance(error, KeyboardInterrupt)
-            self._leave()
+            self._leave(prints_table=is_first and isinstance(error, KeyboardInterrupt))
 
     def _detach(self) -> None:
-        """End whatever runs, without a wait for the device or other ranks."""
+        """Abort whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
         self._is_in_step = self._batch.is_open = False
         self._abort()
@@ -225,7 +211,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._session.recorder.pause_now()
         options, trainer = self._options, self._trainer
         self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
-        number, self._evaluation_means = trainer.state.global_step, {}
+        self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
             # As the Trainer names its own.
@@ -236,11 +222,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             stage,
             options._clock or clock_for(trainer.args.device),
             Loop(trainer.model, wrap_backward=False),
-            # Nothing is due before the end.
-            MeanLog(options.prefix, sys.maxsize, (), publish, stage=stage),
-            number=number,
-            items=options.items,
-            keep=partial(self._keep_evaluation, stage, number),
+            trainer.state.global_step,
+            publish,
         )
         return True
 
@@ -293,7 +276,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     # What is on a Trainer
 
     def _patch_trainer(self, trainer: Any) -> None:
-        """Listen to its methods and its callbacks."""
+        """Patch its methods, and go before all other callbacks."""
         self._leave()
         self._trainer, handler = trainer, trainer.callback_handler
         # Before all others. The Trainer is on its way through the list: those behind do not move.
@@ -322,24 +305,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if hasattr(engine, "generate"):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
-    def _leave(self) -> None:
-        """Take off what is on the Trainer, and print the table, if it is due."""
+    def _leave(self, *, prints_table: bool = False) -> None:
+        """Remove all patches, and print the table if it is wanted."""
         self._patches.remove()
-        trainer, self._trainer, self._handled = self._trainer, None, None
-        if trainer is not None:
-            handler = trainer.callback_handler
-            # At the end of a training it stands behind all others, too.
-            first = [one for one in handler.callbacks if one is self][:1]
-            handler.callbacks = first + [one for one in handler.callbacks if one is not self]
-        if self._owes_table and self._prints_table:
+        self._trainer = self._handled = None
+        if prints_table and self._prints_table:
             self._print_table()
-        self._owes_table = False
 
 
 def find_trainer(callback: TrainerCallback) -> Any:
-    """Return the Trainer that calls a callback, if it is one of its own; else None.
+    """Return the Trainer that calls a callback of its own, else None.
 
-    No callback is told of its Trainer; but that is on the stack, as `self`.
+    No callback gets its Trainer, but that is on the stack, as `self`.
     """
     for known in callers():
         if isinstance(caller := known.get("self"), Trainer):

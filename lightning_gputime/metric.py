@@ -21,21 +21,20 @@ from lightning_gputime._results.ranks import STEP, BatchMeans, RankTotals, compa
 
 
 class PhaseTimeMetric(Metric):
-    """Mean time of each phase, and between which bounds it lies on the ranks.
+    """Mean time of each phase over all ranks, with the smallest and largest mean of a rank.
 
-    It takes the steps that a timer has read: `GPUPhaseTimer(observers=[metric])`.
+    Pass it to a timer: `GPUPhaseTimer(observers=[metric])`.
 
-    Each state has one number for each phase, and is kept apart by rank when it is synchronized:
-    stacked, with shape (ranks, phases). The states stay on the CPU, in their precision, wherever a
-    model that holds the metric is moved: what comes from the host must not make it wait for the
-    device. A checkpoint holds those of the rank that wrote it.
+    Each state has one number per phase. When synchronized, states are stacked: (ranks, phases).
+    They stay on the CPU, in their precision, also if a model that holds the metric is moved: so the
+    host never waits for the device. A checkpoint holds the states of the rank that wrote it.
 
     Args:
-        phases: The phases that are counted. Name your own, and sub-phases, if you want them.
+        phases: Names of the phases to count. Add your own, and sub-phases such as modules.
         kwargs: Those of `torchmetrics.Metric`, such as `sync_on_compute`.
 
     Raises:
-        ValueError: If a name cannot be that of a phase.
+        ValueError: If a name is not usable for a phase.
 
     Examples:
         >>> metric = PhaseTimeMetric()
@@ -66,12 +65,12 @@ class PhaseTimeMetric(Metric):
             self.add_state(state, zeros, dist_reduce_fx=None, persistent=True)
 
     def update(self, times: StepTimes) -> None:
-        """Add a step that a timer has read."""
+        """Add the times of a step."""
         unknown = times.phase_ms.keys() - {*self._names} - self._told
         self._told |= unknown
         if unknown := {name for name in unknown if not of_one_callback(name)}:
             messages.warning(
-                "Phases %s are not counted by the metric: name them, PhaseTimeMetric(phases=%s)",
+                "Phases %s are not counted by the metric. Pass PhaseTimeMetric(phases=%s).",
                 sorted(unknown),
                 [*self._phases, *sorted(unknown)],
             )
@@ -85,13 +84,13 @@ class PhaseTimeMetric(Metric):
         self.counts = self.counts + torch.tensor(counts)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the means of the phases that ran, of `step`, and of `local`, as scalars.
+        """Return the means of the phases that ran, of `step` and of `local`, as scalars.
 
-        `<phase>_ms` is the mean over all steps of all ranks, `<phase>_min_ms` and
-        `<phase>_max_ms` are the least and the greatest of the ranks' means (in milliseconds),
-        `<phase>_slowest_rank` is the rank of the greatest. `local` is the step without its `comm`.
-        `slowest_rank` is the rank whose local time is 5 % of a step or more above the others', and
-        by more than the ranks' noise (see `RankSummary.slowest_rank`), else -1.
+        `<phase>_ms` is the mean over all steps of all ranks. `<phase>_min_ms` and `<phase>_max_ms`
+        are the smallest and the largest mean of a rank (all in milliseconds), and
+        `<phase>_slowest_rank` is the rank of the largest. `local` is the step without its `comm`.
+        `slowest_rank` is the rank whose local time exceeds the others' by 5 % of a step or more
+        and by more than the ranks' noise; else -1. See `RankSummary.slowest_rank`.
         """
         shape = (-1, len(self._names) + 1)
         rows = zip(

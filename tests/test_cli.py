@@ -208,7 +208,7 @@ def test_the_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.split())
     for name in OPTIONS:
         assert f"--timer.{name} " in text
-    assert "What gets the `StepTimes` of each timed step, when it is read" in text
+    assert "They get the `StepTimes` of each timed step when it is read" in text
 
 
 def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:

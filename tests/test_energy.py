@@ -63,7 +63,7 @@ def test_a_step_has_the_mean_power_of_its_window(loop: Loop, counter: Counter) -
         step_ms, items_per_sec = metrics["phase_time/step_ms"], metrics["phase_time/items_per_sec"]
         assert metrics["phase_time/energy_j"] == pytest.approx(WATTS * step_ms / 1e3)
         assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_sec / WATTS)
-    assert "6.25 J a step, at 400 W, 0.16 items a joule" in summary
+    assert "6.25 J per step, at 400 W, 0.16 items per joule" in summary
     # At the start and at each log, never in a step.
     assert (counter.reads, counter.opened, len(logs)) == (5, 0, 4)
 
@@ -86,7 +86,7 @@ def test_without_a_gpu_it_is_said_and_nothing_is_logged(
     monkeypatch.setattr(torch.cuda, "current_device", fail)
     logs, summary = train(loop, 100, log_every_n_steps=50)
     assert not any("power" in name for metrics in logs for name in metrics)
-    assert " J a step" not in summary
+    assert " J per step" not in summary
     assert caplog.text.count("No CUDA GPUs are available") == 1
 
 

@@ -635,7 +635,7 @@ def test_batches_left_over_of_a_number_of_micro_batches_are_told(
                     loop.update()
     assert len(steps(timer)) == 40 // every
     [message] = said(caplog)
-    assert message.startswith("A loop ends with 2 of 4 micro-batches, which are in no step: with")
+    assert message.startswith("A loop ends with 2 of 4 micro-batches, which are in no step. Pass")
 
 
 @pytest.mark.parametrize("eager", [3, 10])

@@ -461,7 +461,10 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
 
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
-    assert caplog.text.count("A fit inside a fit has ended the timing of the outer one") == 1
+    assert (
+        caplog.text.count("A training inside another one has ended the timing of the outer one")
+        == 1
+    )
 
 
 def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:

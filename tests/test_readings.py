@@ -3,6 +3,7 @@ import json
 import math
 from pathlib import Path
 
+import pandas
 import pytest
 from fake_gpu import FakeGPU, raw
 from fake_loop import Loop, hooks
@@ -36,8 +37,8 @@ def test_csv_has_a_row_a_step_and_is_empty_where_a_phase_did_not_run(
     assert [file.name for file in tmp_path.iterdir()] == ["steps.csv"]
 
 
-def test_pandas_gets_the_history_with_the_step_as_index(timer: GPUPhaseHooks) -> None:
-    frame = timer.to_pandas()
+def test_pandas_takes_the_history(timer: GPUPhaseHooks) -> None:
+    frame = pandas.DataFrame(timer.history()).set_index("step")
     assert frame.index.tolist() == [0, 1, 2, 3]
     assert frame["backward_ms"].tolist() == [8.0] * 4
     assert math.isnan(frame["augment_ms"][0])

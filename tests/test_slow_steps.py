@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 from fake_gpu import FakeGPU, work
-from fake_lightning import Loader, Model, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor
 
 from lightning_gputime import (
     Cause,
     GPUPhaseHooks,
-    GPUPhaseTimer,
     SlowStep,
     StepTimes,
-    _lightning,
     phase,
 )
 from lightning_gputime._results.results import Results
@@ -279,19 +276,6 @@ def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loo
     [cause] = slow.causes
     assert (cause.kind, cause.host_ms) == ("callback", 50.0)
     assert cause.detail == "observers"
-
-
-def test_a_progress_bar_that_is_slow_is_not_called_a_function_of_the_users(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow_once(trainer: Any, results: Any, times: StepTimes) -> None:
-        gpu.host_work(50.0 if times.step == SLOW else 0.0)
-
-    monkeypatch.setattr(_lightning, "show_on_bar", slow_once)
-    timer = GPUPhaseTimer(_clock=gpu, prog_bar=True, print_summary=False)
-    trainer(timer).fit(Model(gpu), Loader(gpu, STEPS))
-    [slow] = timer.slow_steps()
-    assert [cause.detail for cause in slow.causes] == ["the progress bar"]
 
 
 def test_an_observer_gets_each_slow_step_once(loop: Loop) -> None:

@@ -1,6 +1,9 @@
 """Timing of evaluation loops: `data`, `forward`, `other`."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
@@ -12,16 +15,16 @@ from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup
-from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.means import MeanLog, MetricsLogger
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._work.work import Items
 
 
 class Evaluations:
-    """The evaluation loops of a trainer, one at a time, apart from its training.
+    """Time the evaluation loops of a trainer, one at a time, apart from its training.
 
-    While none runs, all but `start` do nothing.
+    While none runs, all methods but `start` do nothing. `kept` takes each loop's means, as JSON.
     """
 
     # Of the loop that runs; set by `start`.
@@ -31,14 +34,15 @@ class Evaluations:
     _items: Items
     _number: int
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, kept: deque[dict[str, Any]]) -> None:
+        self._options, self._kept = options, kept
         self._recorder: Recorder | None = None
         self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
-        return {"_options": self._options, "results": self.results, "_recorder": None}
+        kept = {"_options": self._options, "_kept": self._kept, "results": self.results}
+        return {**kept, "_recorder": None}
 
     @property
     def is_running(self) -> bool:
@@ -49,32 +53,39 @@ class Evaluations:
         stage: str,
         clock: Clock,
         loop: Loop,
-        means: MeanLog,
-        *,
         number: int,
-        items: Any,
-        keep: Callable[[Mapping[str, float]], object],
+        publish: Callable[[Mapping[str, float]], None],
+        loggers: Sequence[MetricsLogger] = (),
+        *,
+        row: Mapping[str, float] = MappingProxyType({}),
         setup: TrainingSetup | None = None,
     ) -> None:
-        """Start to time a loop, in place of the one that runs.
-
-        The means are logged under `number`, and nothing of them must be due before the end. All of
-        them, also those that are not logged, go to `keep`.
-        """
+        """Start to time a loop, in place of the one that runs; log its means under `number`."""
         self.abort()
-        results = Results(self._options.history_size, 0, isinstance(clock, HostClock))
+        options = self._options
+
+        def keep(values: Mapping[str, float]) -> None:
+            self._kept.append({"stage": stage, "step": number, **values})
+
+        # Nothing is due before the end.
+        means = MeanLog(
+            options.prefix, sys.maxsize, loggers, publish, stage=stage, beside=lambda _: row
+        )
+        results = Results(options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
-        means.results, means.groups, means.keep = results, self._options.logged_groups, keep
+        means.results, means.groups, means.keep = results, options.logged_groups, keep
 
         def add(steps: list[StepRecord]) -> None:
             sums = Sums(steps)
             means.add(steps, sums)
             results.add(steps, sums)
 
-        self._means, self._number, self._items = means, number, Items(items)
-        recorder = Recorder(clock, lag=self._options._lag, emit=add, batch=BATCH)
+        # A number is of the batches of training.
+        self._items = Items(options.items if callable(options.items) else None)
+        self._means, self._number = means, number
+        recorder = Recorder(clock, lag=options._lag, emit=add, batch=BATCH)
         self._batch = loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
@@ -102,7 +113,7 @@ class Evaluations:
             means.log_means()
 
     def abort(self) -> None:
-        """Take everything off, without a wait for the device. Safe to call twice."""
+        """Remove all hooks, without a wait for the device. Safe to call twice."""
         if self._recorder is not None:
             self._boundaries.remove()
             self._recorder.rest()

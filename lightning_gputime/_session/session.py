@@ -1,7 +1,7 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from threading import Thread, current_thread, get_ident
@@ -25,7 +25,6 @@ from lightning_gputime._phases import (
     EVALUATES,
     OPTIMIZER,
     OTHER,
-    StepTimes,
 )
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
@@ -57,8 +56,7 @@ class Session:
     """What a timer holds while it is attached. Its methods are what a loop tells it.
 
     `begin` decides which thread is timed, and only that one may tell what the loop does. A user may
-    ask from any thread; beside a loop that runs in another one, that reads no steps. `bars` of a
-    front end are called with every step.
+    ask from any thread; beside a loop that runs in another one, that reads no steps.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Session:
         loop: Loop,
         results: Results,
         means: MeanLog,
-        bars: Sequence[Callable[[StepTimes], object]],
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
@@ -83,7 +80,7 @@ class Session:
         self._warmup = options.timed_warmup_steps
         self._tried_update = False
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
-        users = _UserCalls(options.observers, bars, self.analyzer)
+        users = _UserCalls(options.observers, self.analyzer)
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         is_auto = options.every_n_steps == AUTO
         n = 1 if is_auto else int(options.every_n_steps)
@@ -541,23 +538,18 @@ class Session:
 
 
 class _UserCalls:
-    """Call the observers of the user's, and a progress bar, with the steps that were read.
+    """Call the observers of the user's with the steps that were read.
 
     The analyzer notes when the calls run: that may be why a step is slow.
     """
 
-    def __init__(
-        self, observers: Sequence[Any], bars: Sequence[Any], analyzer: SlowStepAnalyzer
-    ) -> None:
-        own = step_calls(observers)
-        self.takes_steps = bool(own)
-        self._on_step = [*own, *bars]
+    def __init__(self, observers: Sequence[Any], analyzer: SlowStepAnalyzer) -> None:
+        self._on_step = step_calls(observers)
+        self.takes_steps = bool(self._on_step)
         self._on_slow_step = methods(observers, "on_slow_step")
-        told = {"observers": own or self._on_slow_step, "the progress bar": bars}
-        self._names = " or ".join(name for name, calls in told.items() if calls)
         self._analyzer = analyzer
-        # Number of steps that may be handed over together: an observer, or the progress bar, shall
-        # have each step as soon as it can be read.
+        # Number of steps that may be handed over together: an observer shall have each step as soon
+        # as it can be read.
         self.batch = 1 if self._on_step else BATCH
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -570,7 +562,7 @@ class _UserCalls:
             call_safely(self._on_step, step.times())
         for one in slow:
             call_safely(self._on_slow_step, one)
-        self._analyzer.end_own_call(self._names)
+        self._analyzer.end_own_call("observers")
         self._analyzer.start_own_call()  # Loggers are next.
 
 
