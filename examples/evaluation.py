@@ -27,7 +27,7 @@ def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> dict[str, Ten
     """Trains and tests; returns the metrics."""
     pl.seed_everything(0)
     train, val, test = torch.utils.data.random_split(digits(), [1200, 297, 300])
-    timer, logger = GPUPhaseTimer(prog_bar=True), TensorBoardLogger(log_dir, name="evaluation")
+    timer, logger = GPUPhaseTimer(), TensorBoardLogger(log_dir, name="evaluation")
     trainer = pl.Trainer(
         max_epochs=max_epochs,
         callbacks=[timer],

@@ -1,6 +1,7 @@
 """All that reaches into Lightning; the only place with its private names."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,12 +9,10 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.table import unit_of
 
 
 def loop_of(
@@ -57,19 +56,10 @@ def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
-def mean_log_of(
-    trainer: pl.Trainer,
-    prefix: str,
-    row: Mapping[str, float],
-    show: Callable[[], object] = do_nothing,
-) -> MeanLog:
-    """Return what logs means when and where a trainer logs, and then calls `show`."""
+def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:
+    """Return what logs means when and where a trainer logs."""
     every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-
-    def log(metrics: Mapping[str, float]) -> None:
-        publish(trainer, metrics)
-        show()
-
+    log = partial(publish, trainer)
     return MeanLog(prefix, every_n_steps, trainer.loggers, log, beside=lambda _: row)
 
 
@@ -91,20 +81,6 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     every: Any = trainer.accumulate_grad_batches
     counts = isinstance(every, int) and every > 0
     return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
-
-
-def show_on_bar(trainer: pl.Trainer, results: Results) -> None:
-    """Show the newest step's time on the progress bar, and what bounds the training."""
-    # Not by `log`, which copies each number to the device and back.
-    bar: dict[str, Any] = trainer.progress_bar_metrics
-    if (newest := results.last) is None:
-        return
-    unit, verdict = unit_of(newest.step_ms), results.in_short()
-    # One short entry: tqdm's bar takes what it has no room for from the bar itself.
-    took = f"{unit.number(newest.step_ms)}{unit.name}"
-    # The module may log a number under that name.
-    name = "step" if isinstance(bar.get("step", ""), str) else "gpu_step"
-    bar[name] = f"{took} ({verdict})" if verdict else took
 
 
 def fetch_action(trainer: pl.Trainer) -> str:

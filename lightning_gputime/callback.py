@@ -62,8 +62,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
 
     Args:
-        prog_bar: Whether to show the newest step's time and the verdict on the progress bar, at
-            each log.
         print_summary: Whether to print the summary when training ends.
         save_path: File to save the run to on rank zero, such as "run.json.gz". It is written when
             training ends, after an error, too, and at ends of epochs (at most 1 % of the time).
@@ -83,14 +81,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def __init__(
         self,
         *,
-        prog_bar: bool = False,
         print_summary: bool = True,
         save_path: str | Path | None = None,
         **options: Unpack[AllOptions],
     ) -> None:
-        check_bools(prog_bar=prog_bar, print_summary=print_summary)
+        check_bools(print_summary=print_summary)
         super().__init__(Options(**options))
-        self._prog_bar, self._prints_table = prog_bar, print_summary
+        self._prints_table = print_summary
         self._path = _absolute(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
         self._evaluations = Evaluations(self._options, self._evaluated)
@@ -153,15 +150,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
-
-        def show() -> None:
-            if self._prog_bar:
-                _lightning.show_on_bar(trainer, self._results)
-
         self._start(
             _lightning.clock_of(trainer, self._options._clock),
             loop,
-            _lightning.mean_log_of(trainer, self._options.prefix, row, show),
+            _lightning.mean_log_of(trainer, self._options.prefix, row),
             **_lightning.known_of(trainer),
         )
         self._know_loader(trainer.train_dataloader)

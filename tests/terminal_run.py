@@ -42,7 +42,7 @@ if __name__ == "__main__":
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[GPUPhaseTimer(prog_bar=True), BARS[bar]()],
+        callbacks=[GPUPhaseTimer(), BARS[bar]()],
     )
     trainer.fit(Net(), DataLoader(data, batch_size=4))
     print("training is over")

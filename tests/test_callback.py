@@ -252,22 +252,6 @@ def test_early_stopping_can_watch_a_phase(gpu: FakeGPU) -> None:
     assert len(timer.history()) == 6
 
 
-@pytest.mark.parametrize("base", [pl.callbacks.TQDMProgressBar, pl.callbacks.RichProgressBar])
-def test_the_progress_bar_shows_the_newest_step_at_each_log(gpu: FakeGPU, base: Any) -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Bar(base):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-            super().on_train_batch_end(trainer, *rest)
-            shown.append(dict(self.get_metrics(trainer, rest[0])))
-
-    timer = GPUPhaseTimer(_clock=gpu, prog_bar=True, _lag=0, warmup_steps=0, print_summary=False)
-    trainer(timer, Bar(), log_every_n_steps=2, enable_progress_bar=True).fit(
-        Model(gpu), Loader(gpu, 3)
-    )
-    assert [one.get("step") for one in shown] == [None, *["15.6ms (GPU-bound)"] * 2]
-
-
 def test_the_table_is_printed_once_when_training_ends(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "log": [("all", "all"), ("[default, slow]", ["default", "slow"])],
     "warmup_steps": [("1", 1)],
     "history_size": [("7", 7)],
-    "prog_bar": [("true", True)],
     "print_summary": [("false", False)],
     "modules": [
         ("1", 1),
@@ -74,7 +73,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 WRONG = {
     **dict.fromkeys(["warmup_steps", "history_size", "every_n_steps"], "often"),
-    **dict.fromkeys(["prog_bar", "print_summary", "annotate", "memory"], "3"),
+    **dict.fromkeys(["print_summary", "annotate", "memory"], "3"),
     **dict.fromkeys(["items", "flops"], "often"),
     **dict.fromkeys(["prefix", "save_path"], "[1]"),
     "probe_every_n_steps": "1.5",

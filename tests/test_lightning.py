@@ -797,21 +797,6 @@ def test_a_fit_after_one_that_raised_is_a_new_measurement(gpu: FakeGPU) -> None:
 # Words
 
 
-def test_the_bar_shows_a_step_of_the_modules_own(gpu: FakeGPU) -> None:
-    class Logs(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            self.log("step", 7.0, prog_bar=True, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    bar = pl.callbacks.TQDMProgressBar()
-    timer = timer_of(gpu, prog_bar=True, _lag=0)
-    runner = trainer(bar, timer, enable_progress_bar=True, max_epochs=3)
-    runner.fit(Logs(gpu), Loader(gpu, 2))
-    shown = bar.get_metrics(runner, runner.lightning_module)
-    assert shown["step"] == 7.0
-    assert shown["gpu_step"] == "15.6ms (GPU-bound)"
-
-
 def test_a_fits_shares_are_logged_in_a_row_of_its_last_epoch(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     trainer(timer_of(gpu, log=["fit"]), logger=logger, max_epochs=2).fit(Model(gpu), Loader(gpu, 3))

@@ -146,7 +146,7 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         (
             GPUPhaseTimer,
             "foo",
-            "GPUPhaseTimer has no option foo: there is prog_bar, print_",
+            "GPUPhaseTimer has no option foo: there is print_",
         ),
         (FabricPhaseTimer, "warmup", "has no option warmup: did you mean warmup_steps?"),
         (FabricPhaseTimer, "model", "has no option model: "),

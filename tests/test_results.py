@@ -254,7 +254,6 @@ def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> No
     summary = results.summary()
     assert summary.verdict == "longest phase: 60% of the step is `backward`"
     assert summary.advice == ("split `backward`, 60% of the step, by module: modules=2",)
-    assert results.in_short() == "backward"
     assert "bound" not in str(summary)
     assert "GPU" not in str(summary)
 

@@ -83,17 +83,6 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     assert sum("40/40" in line for line in lines) >= 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bar", ["tqdm", "rich"])
-def test_the_bars_entry_is_short(bar: str) -> None:
-    lines = on_terminal(bar, True, 120)
-    begin = max(i for i, line in enumerate(lines) if "40/40" in line)
-    entry = " ".join(" ".join(lines[begin:-1]).split())
-    assert re.search(r"step(=|: )[\d.]+(ms|us|s) \(\S+\)", entry)
-    # Rich breaks its entries between words.
-    assert len(lines[begin:-1]) <= (1 if bar == "tqdm" else 2)
-
-
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_columns_are_left_out_in_order_and_no_number_is_ever_cut(width: int, scale: float) -> None:

@@ -81,7 +81,6 @@ class _Observer:
 
 def _with_all_options() -> GPUPhaseTimer:
     return GPUPhaseTimer(
-        prog_bar=True,
         save_path=os.path.join(tempfile.mkdtemp(prefix="foreign-"), "run.json.gz"),
         _lag=0,
         warmup_steps=1,

@@ -172,12 +172,6 @@ class Results:
             memory=memory,
         )
 
-    def in_short(self) -> str:
-        """Return the mean verdict so far in some words, for a progress bar; it costs little."""
-        with self._lock:
-            sums, busy = self.sums.copy(), self._busy.copy()
-        return self._bare_summary(_rows(sums, busy), sums, busy)._judged.in_short
-
     def _bare_summary(self, rows: dict[str, PhaseStats], sums: Sums, busy: Sums) -> PhaseSummary:
         return PhaseSummary(
             step=rows.pop(STEP),

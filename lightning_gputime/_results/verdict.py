@@ -41,10 +41,6 @@ class Verdict:
     def __str__(self) -> str:
         return f"{self.bound}: {self.grounds}" if self.bound else ""
 
-    @property
-    def in_short(self) -> str:
-        return self.phases[0] if self.bound == LONGEST else self.bound
-
 
 def judge(
     rows: Rows, step: PhaseStats, host_wait_ms: float | None, launch_gap_share: float | None
