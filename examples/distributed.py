@@ -8,6 +8,7 @@ On several nodes it is the same script, started by torchrun on each of them.
 import os
 import time
 
+import numpy
 import torch
 import torch.distributed
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def main(steps: int = 50) -> None:
     if rank == 0:
         print(timer.summary())
     # Each rank has its own history.
-    timer.to_csv(f"phase_times_rank{rank}.csv")
+    numpy.save(f"phase_times_rank{rank}.npy", timer.history())
     torch.distributed.destroy_process_group()
 
 

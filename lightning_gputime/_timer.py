@@ -21,7 +21,6 @@ from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_int
 from lightning_gputime._phases import EXCLUDED, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
-from lightning_gputime._results import files
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
@@ -226,7 +225,8 @@ class Timer(Tabular):
         """Return the newest timed steps, warm-up included, as a structured array (steps,).
 
         Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds),
-        NaN where a phase did not run. `pandas.DataFrame(timer.history())` makes a DataFrame of it.
+        NaN where a phase did not run. `pandas.DataFrame(timer.history())` is a DataFrame of it, and
+        `numpy.save(path, timer.history())` saves it alone.
         """
         return self._read().history_and_warmup()[0]
 
@@ -253,17 +253,6 @@ class Timer(Tabular):
         """
         n = check_int("n", n, 1, "the number of slow steps to return")
         return self._read().slow.slow_steps(n)
-
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the history as CSV: a row per step, empty cells where a phase did not run.
-
-        Args:
-            path: The file to write or replace.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        files.write(path, files.csv_text(self.history()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the run to one JSON file, which `lightning_gputime.load` reads.

@@ -779,6 +779,6 @@ def test_the_example_names_the_slow_rank(tmp_path: Path) -> None:
     assert last_line.startswith("rank 1 is ")
     assert last_line.endswith("ms a step slower than the median, in forward")
     assert {path.name for path in tmp_path.iterdir()} == {
-        "phase_times_rank0.csv",
-        "phase_times_rank1.csv",
+        "phase_times_rank0.npy",
+        "phase_times_rank1.npy",
     }

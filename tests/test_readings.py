@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 from pathlib import Path
@@ -24,19 +23,6 @@ def timer(gpu: FakeGPU) -> GPUPhaseHooks:
     return timer
 
 
-def test_csv_has_a_row_a_step_and_is_empty_where_a_phase_did_not_run(
-    timer: GPUPhaseHooks, tmp_path: Path
-) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text("old")
-    timer.to_csv(path)
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
-    assert [row["augment_ms"] for row in rows] == ["", "", "3.0", ""]
-    assert {float(row["forward_ms"]) for row in rows} == {4.0}
-    assert [file.name for file in tmp_path.iterdir()] == ["steps.csv"]
-
-
 def test_pandas_takes_the_history(timer: GPUPhaseHooks) -> None:
     frame = pandas.DataFrame(timer.history()).set_index("step")
     assert frame.index.tolist() == [0, 1, 2, 3]
@@ -49,7 +35,7 @@ def test_a_path_that_cannot_be_written_is_a_clear_error_and_loses_nothing(
 ) -> None:
     path = tmp_path / "missing" / "file"
     with pytest.raises(FileNotFoundError, match=r"cannot be written .*; the times are kept"):
-        timer.to_csv(path)
+        timer.save(path)
     assert len(timer.history()) == 4
 
 

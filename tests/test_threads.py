@@ -28,7 +28,7 @@ def look(timer: GPUPhaseHooks, path: Path) -> None:
     """Reads all that can be read of a timer, and checks that it goes together."""
     timer.flush()
     summary, history = timer.summary(), timer.history()
-    timer.to_csv(path)
+    timer.save(path)
     numbers = history["step"].tolist()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
     assert {row.n for row in summary.rows.values()} <= {summary.steps}

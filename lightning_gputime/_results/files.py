@@ -1,9 +1,7 @@
 """Write files that are there whole or not at all."""
 
-import csv
 import errno
 import glob
-import io
 import math
 import os
 import stat
@@ -13,8 +11,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy.typing as npt
 
 _OLD_S = 3600.0  # No writer takes as long (in seconds).
 
@@ -28,16 +24,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def csv_text(table: npt.NDArray[Any]) -> str:
-    """Return a structured array as CSV: its fields, then a row each; empty where it is NaN."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(table.dtype.names or ())
-    for row in table.tolist():
-        writer.writerow("" if value != value else value for value in row)
-    return text.getvalue()
 
 
 def write(
