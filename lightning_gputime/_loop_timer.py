@@ -16,7 +16,7 @@ from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.means import MeanLog, MetricsLogger
-from lightning_gputime._timer import Timer
+from lightning_gputime._timer import Timer, never_raises
 
 T = TypeVar("T")
 
@@ -154,8 +154,11 @@ class LoopTimer(Timer):
             batch.is_fetched = False
             session = self._session
             if not session.is_off:
-                session.batch_begins()
-                session.work.add_batch(item)
+                try:
+                    session.batch_begins()
+                    session.work.add_batch(item)
+                except Exception as error:
+                    self._give_up(error)
             if self._body is None:
                 self._body = self._step, self._micro_batches
             body = self._body
@@ -165,17 +168,24 @@ class LoopTimer(Timer):
                 if self._body is body:
                     self._leave_body()
                 raise
-            # Of another session, where the body has removed or attached the timer.
-            label = self._session.recorder.label
-            is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
-            if is_usual and seen is not _Seen.NOTHING and self._body is body:
-                self._body = None
-                if body == (self._step, self._micro_batches) and self._session.is_attached:
-                    self.step()
-            else:
-                seen = self._end_odd_body(seen)
+            try:
+                # Of another session, where the body has removed or attached the timer.
+                label = self._session.recorder.label
+                is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
+                if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                    self._body = None
+                    if body == (self._step, self._micro_batches) and self._session.is_attached:
+                        self.step()
+                else:
+                    seen = self._end_odd_body(seen)
+            except Exception as error:
+                self._give_up(error)
             batch.is_fetched = True
         batch.is_fetched = False
+        self._end_loop(seen)
+
+    @never_raises
+    def _end_loop(self, seen: _Seen) -> None:
         if seen is _Seen.AHEAD and self._body is None:
             # The work on the last one is still to come.
             self._body = self._step, self._micro_batches

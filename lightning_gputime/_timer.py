@@ -166,6 +166,7 @@ class Timer(Tabular):
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
         self._detach()
 
+    @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False) -> None:
         """Read a loader's settings, such as the batch size. `in_data`: all `data` is its fetch."""
         self._session.analyzer.set_loader(loader, in_data)

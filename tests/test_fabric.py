@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gputime._options import TimerOptions
+from lightning_gputime._session.session import Session
 from lightning_gputime.fabric import FabricPhaseTimer
 
 LOADER_ITER = _FabricDataLoader.__iter__
@@ -384,6 +385,27 @@ def test_an_evaluation_with_grad_belongs_to_no_step(loop: Loop, timer: FabricPha
         model.train()
     timer.remove()
     assert steps(timer) == [STEP] * 8
+
+
+@pytest.mark.parametrize("name", ["batch_begins", "end_step", "loop_ends"])
+def test_an_error_of_the_timer_ends_the_timing_and_not_the_loop(
+    loop: Loop,
+    timer: FabricPhaseTimer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    before = hooks_of(loop.model)
+    fabric, model, optimizer = new_training(loop, timer)
+    monkeypatch.setattr(Session, name, lambda *_, **__: 1 / 0)
+    trained = 0
+    for x in new_loader(fabric, loop.gpu, 4):
+        train(fabric, loop.gpu, model, optimizer, x)
+        trained += 1
+    assert trained == 4
+    assert caplog.text.count("a hook failed: ZeroDivisionError") == 1
+    assert hooks_of(loop.model) == before
+    assert _FabricDataLoader.__iter__ is LOADER_ITER
 
 
 # Loops that read loaders in ways of their own
