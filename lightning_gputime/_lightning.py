@@ -84,7 +84,7 @@ def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
 
 
 def fetch_action(trainer: pl.Trainer) -> str:
-    """Return the name under which a trainer tells its profiler that it fetches a batch."""
+    """Return the name of the action that fetches a batch."""
     return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
 
@@ -116,7 +116,7 @@ def defines(one: object, hook: str) -> bool:
 def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
     """Return the object and its method by which a trainer waits for other ranks at each batch.
 
-    Since 2.6 it tells them there whether it was asked to end, and reads the answer with `.item()`:
+    Since 2.6 it broadcasts there whether it was asked to end, and reads the answer with `.item()`:
     a collective, and a wait of the host, in every batch.
     """
     owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
@@ -131,7 +131,7 @@ def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
 
 
 def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
-    """Return what `self.optimizers()` gives a training_step with manual optimization."""
+    """Return what `self.optimizers()` returns in a training_step with manual optimization."""
     if model.automatic_optimization:
         return []
     optimizers = model.optimizers()
@@ -143,8 +143,8 @@ def listen_to_actions(
 ) -> Subscription:
     """Call functions, by the name of the action, when a trainer starts certain actions.
 
-    A Trainer tells its profiler of all actions, also where that profiler does nothing, and before
-    it calls any callback: so the order of the callbacks does not matter. Errors go to `fail`.
+    A Trainer notifies its profiler of all actions, even of one that does nothing, before it calls
+    any callback: so the order of the callbacks does not matter. Errors go to `fail`.
     """
     profiler = trainer.profiler
     # Who has put something there since must be called, too.

@@ -46,7 +46,7 @@ class EnergyMeter:
     def _reset(self) -> None:
         self._last: tuple[float, float] | None = None
         self._newest: dict[str, float] = {}
-        # Over all windows: seconds, joules, joules a step and items, each times the seconds.
+        # Over all windows: seconds, joules, and seconds times joules per step; number of items.
         self._seconds = self._joules = self._of_steps = self._items = 0.0
 
     def attach(self) -> None:

@@ -23,7 +23,7 @@ _NOT_SET_UP = (
     " setup_optimizers() call timer.on_after_setup(fabric, model, optimizer)."
 )
 
-_RAW = "optimizers must be what fabric.setup_optimizers(...) returns: it tells of updates, got {}"
+_RAW = "optimizers must be as fabric.setup_optimizers(...) returns them, got {}"
 _MANY = 10  # Updates of each optimizer in one step. A prefetcher has a few at the end of a loop.
 _NO_LOADER = (
     "No step ends here: no loader of fabric.setup_dataloaders() is read. Write `for x in"
@@ -133,7 +133,7 @@ class FabricPhaseTimer(LoopTimer):
 
     @never_raises
     def on_after_optimizer_step(self, **_: Any) -> None:
-        """Warn where no loop tells of steps. Fabric calls it."""
+        """Warn where no loop ends steps. Fabric calls it."""
         if not self._session.was_attached:
             self._warn_once(_NOT_SET_UP)
         elif self._session.updates > _MANY * len(self._optimizers):
@@ -151,7 +151,7 @@ class FabricPhaseTimer(LoopTimer):
         super().remove()
         self._forget()
 
-    # What a loader tells
+    # Loops over loaders
 
     def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
         """Yield the batches of a loader of Fabric's, and end the steps."""

@@ -157,10 +157,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
-        was_told = self._is_in_step
-        if was_told and not self._session.sees_updates:
+        is_known = self._is_in_step
+        if is_known and not self._session.sees_updates:
             self._session.recorder.mark(AFTER_UPDATE)
-        self._is_in_step, self._batch.is_open = False, not was_told
+        self._is_in_step, self._batch.is_open = False, not is_known
         self._session.end_step(state.global_step)
         if self._has_fetched:
             self._session.recorder.mark_instead(DATA, CALLBACKS)
