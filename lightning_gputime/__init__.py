@@ -30,7 +30,6 @@ __all__ = [
     "StepObserver",
     "StepTimes",
     "TimerOptions",
-    "WallTimeBreakdown",
     "compare",
     "load",
     "phase",

@@ -13,7 +13,6 @@ from lightning_gputime._results.slow import SlowStep as SlowStep
 from lightning_gputime._results.stats import PhaseStats as PhaseStats
 from lightning_gputime._results.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._results.table import Section as Section
-from lightning_gputime._results.wall_time import WallTimeBreakdown as WallTimeBreakdown
 from lightning_gputime._saved_runs.compare import Difference as Difference
 from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
 from lightning_gputime._saved_runs.compare import compare as compare

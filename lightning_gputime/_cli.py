@@ -27,26 +27,27 @@ timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.js
 """
 _SHOW = "Print the table of a run again."
 _COMPARE = """\
-Tell which phases take longer after a change, and the step, by how much, and how sure that is. The
-times are those of a typical step (the mean over the middle half of the steps), without the warm-up;
-an error is half of an interval, and all intervals hold together with 95 % confidence.
+Show whether the step and its phases take longer after a change, and by how much. The times are
+those of a typical step (the mean over the middle half of the steps), without the warm-up. An error
+is half of an interval, and all intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
   compare folder_before folder_after folder_other
 
-A folder stands for all runs in it. Of more than two, each is compared with the first. With one run
-a side, what differs between two equal runs (the machine, its temperature, other users) is not seen:
-run each side several times, in turns, as bench does.
+A folder stands for all runs in it. Of more than two, each is compared with the first. One run per
+side does not show how much equal runs differ (the machine, its temperature, other users): run each
+side several times, in turns, as bench does.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
 file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
-exit code: 0; 1 if --fail-above is given and something is slower by more than that for certain, the
-whole interval lying above it; 2 if a file cannot be read, or the runs cannot be compared.
+exit code: 0; 1 if --fail-above is given and the whole interval of a change lies above it; 2 if a
+file cannot be read, or the runs cannot be compared.
 """
 
+_WIDTH = 120  # Of the table of slow steps.
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -112,8 +113,9 @@ def _new_parser() -> argparse.ArgumentParser:
 
 def _add_judgement(parser: argparse.ArgumentParser) -> None:
     above = (
-        "exit with 1 if the step, or a phase that takes 1 %% of it, is slower by more than 2%% for"
-        " certain; PHASE:5%% asks of a phase, step:2%% of the step; may be repeated"
+        "exit with 1 if the whole interval of a change lies above this: of the typical step, of the"
+        " mean step, or of a phase that takes 1 %% of the step; PHASE:5%% is for one phase,"
+        " step:2%% for the step alone; may be repeated"
     )
     parser.add_argument(
         "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above
@@ -138,8 +140,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         _print(_json(run.summary()))
         return GOOD
-    told = [_about(run), *(str(one.get("text", "")) for one in run.slow_steps)]
-    _print(run.summary(), *(f"\n{one}" for one in told if one))
+    slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
+    _print(run.summary(), f"\n{run.about}", *slow)
     return GOOD
 
 
@@ -151,23 +153,23 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
     """Print a comparison, and what lies above a bound; return the exit code."""
-    _print(_json(found) if args.json else found)
-    above = []
+    told, above = [], []
     for one in (found, *found.others):
         about = f"{one.names[1]}: " if found.others else ""
         if args.fail_above and min(one.runs) < 2:
-            print(
-                f"warning: {about}--fail-above was given one run on a side: equal runs may differ"
-                " as much, and fail. Give two a side or more, such as by bench.",
-                file=sys.stderr,
+            told.append(
+                f"warning: {about}--fail-above has one run on a side: equal runs may differ as"
+                " much, and fail. Give two or more per side, as bench does."
             )
         above += [
             f"{about}{name} is slower by more than {100 * bound:g} %."
             for bound, phase in args.fail_above
             for name in ([phase] if phase else ["step", *one.judged])
-            if one.is_above(bound, name)
+            if one.is_above(bound, name)  # Raises where there is no such phase.
         ]
-    print(*above, sep="\n", end="\n" * bool(above), file=sys.stderr)
+    _print(_json(found) if args.json else found)
+    for line in (*told, *above):
+        print(line, file=sys.stderr)
     return ABOVE if above else GOOD
 
 
@@ -204,13 +206,3 @@ def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None
 
 def _json(found: "package.PhaseSummary | package.RunComparison") -> str:
     return json.dumps(found.to_dict(), indent=2, allow_nan=False)
-
-
-def _about(run: "package.Run") -> str:
-    """Return a line on what a run ran on."""
-    on = run.environment
-    device = f"{on.world_size} x {on.device}" if on.world_size > 1 else on.device
-    known = {"torch": on.torch, "batch": on.batch_size, "commit": on.commit[:10]}
-    named = [f"{name} {value}" for name, value in known.items() if value]
-    parts = (device, *named, on.precision, "compiled" if on.compiled else "", on.started)
-    return " · ".join(filter(None, parts))

@@ -93,7 +93,7 @@ LIKELY = {
 }
 
 # Phases have keys such as `forward_ms`; so have these. "slow" begins keys such as `slow/ranks_ms`.
-_RESERVED = ("step", "host_wait", "slow", "slow_excess", "local")
+_RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
 # No line of a table, and no key of a logger, has control characters or ends of lines.
 # What a part of a name must not have, as a part of a regular expression.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"

@@ -232,11 +232,11 @@ class Timer(Tabular):
         return self._read().history_and_warmup()[0]
 
     def summary(self) -> PhaseSummary:
-        """Return the statistics of the steps read so far, without the warm-up."""
+        """Return the statistics of all steps but the warm-up; of that where there are no others."""
         return self._read().summary()
 
     def _table(self) -> Table:
-        return self._read().summary_to_print()._table()
+        return self._read().summary()._table()
 
     def slow_steps(self, n: int = 10) -> list[SlowStep]:
         """Return the slow steps since the warm-up with their causes, the worst first.
@@ -274,14 +274,14 @@ class Timer(Tabular):
         return Run(
             self._environment,
             *results.history_and_warmup(),
-            results.summary_to_print(),
-            slow_steps=[one.to_dict() for one in results.slow.slow_steps(100)],
+            results.summary(),
+            slow_steps=results.slow.slow_steps(100),
             evaluations=[*self._evaluated],
         )
 
     def _print_table(self) -> None:
         try:
-            show(self._read().summary_to_print(), on_stderr=self._prints_on_stderr)
+            show(self._read().summary(), on_stderr=self._prints_on_stderr)
         except Exception as error:
             # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
             messages.warning("The table could not be shown: %r", error)

@@ -26,7 +26,7 @@ from lightning_gputime._saved_runs.environment import (
 
 CORES = 16
 WORKERS = TrainingSetup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
-BY_INDEX = "whole batches by index, as the dataset's tensors are on the device already"
+BY_INDEX = "index whole batches: the dataset's tensors are already on the device"
 CHEAPER = "cheaper transforms, or workers that load ahead"
 
 
@@ -49,18 +49,18 @@ def fetching(**phases: float) -> dict[str, float]:
         (
             WORKERS,
             fetching(),
-            ["more workers (num_workers is 2, of 16 CPU cores)", "cheaper transforms"],
+            ["more workers (num_workers=2; 16 CPU cores per rank)", "cheaper transforms"],
         ),
         (
             replace(WORKERS, num_workers=16),
             fetching(),
-            ["cheaper transforms (num_workers is 16, of 16 CPU cores)"],
+            ["cheaper transforms (num_workers=16; 16 CPU cores per rank)"],
         ),
         (TrainingSetup(has_loader=True), fetching(), [CHEAPER]),
         (
             replace(WORKERS, num_workers=0, is_iterable=True),
             fetching(),
-            ["num_workers=4 (now 0), each with a part of the IterableDataset of its own"],
+            ["num_workers=4 (now 0); give each its own part of the IterableDataset"],
         ),
         (replace(WORKERS, num_workers=0, is_on_device=True), fetching(), [BY_INDEX]),
         (
@@ -86,12 +86,12 @@ def fetching(**phases: float) -> dict[str, float]:
         (
             replace(WORKERS, pin_memory=True),
             {"data/copy": 8.0, "forward": 8.0},
-            ["copy less: smaller types (uint8, bfloat16), which the device converts"],
+            ["copy smaller types (uint8, bfloat16), and convert them on the device"],
         ),
         (
             WORKERS,
             {"callbacks": 2.0, "callbacks/Save.on_train_batch_end": 6.0, "forward": 8.0},
-            ["run `Save.on_train_batch_end` less often, or make it cheaper (6 ms a step)"],
+            ["run `Save.on_train_batch_end` less often, or make it cheaper (6 ms per step)"],
         ),
         # Nothing says which of them it is.
         (WORKERS, {"callbacks": 8.0, "forward": 8.0}, []),
@@ -125,19 +125,19 @@ def test_few_long_fetches_are_advised_against_by_what_is_off() -> None:
             TrainingSetup(precision="32-true", has_bf16=True),
             [
                 'precision="bf16-mixed" (now "32-true")',
-                "split `backward`, 50% of the step, by module: modules=2",
+                "split `backward`, 50 % of the step, by module: modules=2",
             ],
         ),
         (
             TrainingSetup(precision="bf16-mixed", has_bf16=True, unfused="AdamW"),
             [
-                "AdamW(fused=True), as `optimizer` is 25% of the step",
-                "split `backward`, 50% of the step, by module: modules=2",
+                "AdamW(fused=True): `optimizer` is 25 % of the step",
+                "split `backward`, 50 % of the step, by module: modules=2",
             ],
         ),
         (
             TrainingSetup(precision="32-true"),
-            ["split `backward`, 50% of the step, by module: modules=2"],
+            ["split `backward`, 50 % of the step, by module: modules=2"],
         ),
         (TrainingSetup(precision="32-true", has_parts=False), []),
     ],
@@ -158,7 +158,7 @@ def test_where_modules_are_told_the_longest_is_named() -> None:
     phases = {"forward": 4.0, "backward/body": 9.0, "backward/head": 1.0, "backward/comm": 2.0}
     less = "more work between collectives: larger batches, or accumulation under no_sync()"
     found = advice(TrainingSetup(), wait_ms=8.0, **phases)
-    assert found == ("look at `body` in `backward`, 56% of the step", less)
+    assert found == ("look at `body` in `backward`, 56 % of the step", less)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_largest_module_inside_is_named_with_its_class(
     [found] = advice(setup, wait_ms=8.0, forward=4.0, **of_body)
     share = 9.0 if named.endswith("l") else 7.0
     total = 4.0 + 9.0
-    assert found == f"look at `{named}` in `backward`, {share / total:.0%} of the step"
+    assert found == f"look at `{named}` in `backward`, {100 * share / total:.0f} % of the step"
 
 
 def test_launches_are_advised_against_by_batch_compilation_and_graphs() -> None:
@@ -205,7 +205,7 @@ def test_where_the_gaps_are_known_no_probe_is_advised() -> None:
         "---------------------------------------------------------------",
         "48 ms               100.0%",
         "",
-        'Not known: the part at the peak needs flops="count"',
+        'Not measured: work at the peak (set flops="count")',
     ]
 
 
@@ -215,9 +215,9 @@ def test_a_held_up_host_is_told_what_it_should_not_do_where() -> None:
     results = Results(100, 0)
     results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
     [told] = results.summary().advice
-    assert told == "no .item(), prints or copies from unpinned memory in `loss`"
+    assert told == "remove .item(), prints and copies from unpinned memory from `loss`"
     results.setup = TrainingSetup(pin_memory=True)
-    assert results.summary().advice == ("no .item() or prints in `loss`",)
+    assert results.summary().advice == ("remove .item() and prints from `loss`",)
 
 
 def test_a_plain_loop_whose_loader_holds_it_up_is_told_of_workers() -> None:
@@ -278,7 +278,7 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     results.ranks = RankSummary({}, (0, 1), 1, 5.0, "forward")
     # Of the 8 ms they wait 5 for rank 1.
     assert results.summary().advice == (
-        "look at rank 1 first, in `forward`: the others wait for it",
+        "start with rank 1, in `forward`: the other ranks wait for it",
         less,
     )
 
@@ -287,7 +287,7 @@ def test_nothing_is_advised_where_nothing_was_timed_or_only_the_warm_up() -> Non
     results = Results(100, 5)
     assert results.summary().advice == ()
     results.add([raw(0, 0.0, forward=4.0)])
-    assert results.summary_to_print().losses is None
+    assert results.summary().losses is None
 
 
 def loader(**options: Any) -> Any:

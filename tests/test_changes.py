@@ -3,6 +3,7 @@
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fake_gpu import FakeGPU
 from fake_loop import Loop, hooks
 
 import lightning_gputime
-from lightning_gputime._results.changes import LevelRecorder, find_period
+from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
 from lightning_gputime._results.sums import Sums
 
 MADE = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "lasting_changes.py"))
@@ -52,6 +53,21 @@ def test_a_change_that_lasts_is_told_with_its_start(
     assert found.phase_change_ms == pytest.approx(found.change * found.before_ms)
 
 
+@pytest.mark.parametrize(("start", "end"), [(2000, 2800), (1600, 3000), (2500, 3200)])
+@pytest.mark.parametrize("change", [0.125, -0.25])
+def test_a_stretch_in_the_middle_is_said_with_both_ends(
+    start: int, end: int, change: float
+) -> None:
+    steps = np.where((np.arange(N) >= start) & (np.arange(N) < end), 1.0 + change, 1.0)
+    found = find(steps)
+    assert found is not None
+    assert (found.kind, found.since_step, found.until_step) == ("stretch", start, end)
+    assert found.change == pytest.approx(change, rel=0.02)
+    longer = "12.5 % ± 0.0 % longer" if change > 0.0 else "25.0 % ± 0.0 % shorter"
+    steps_from = f"steps were {longer} from step {start:,} to {end:,}"
+    assert str(found) == f"{steps_from}, most of it in `forward`"
+
+
 def test_the_phase_that_grew_is_named_by_its_smallest_part() -> None:
     recorder, sums = LevelRecorder(), Sums()
     for number in range(100):
@@ -67,7 +83,7 @@ def test_the_phase_that_grew_is_named_by_its_smallest_part() -> None:
     assert (found.since_step, found.phase) == (1250, "data/fetch")
     assert (found.before_ms, found.phase_change_ms) == pytest.approx((7.0, 2.5))
     assert str(found) == (
-        "since step 1,250 steps are 28.6% ± 0.0% longer than before, most of it in `data/fetch`"
+        "since step 1,250 steps are 28.6 % ± 0.0 % longer than before, most of it in `data/fetch`"
     )
 
 
@@ -109,19 +125,20 @@ def fetched(gpu: FakeGPU, fetch_ms: Callable[[int], float], n: int) -> Iterator[
         (
             lambda i: 20.0 + 10.0 * i / N,
             lambda i: 0.0,
-            "from step 1,350 on steps get longer, 27.9% ± 0.1% until the end, most of it in `data`",
+            "from step 1,350 on steps get longer, 27.9 % ± 0.1 % until the end, most of it in"
+            " `data`",
         ),
         # What is kept alive from some step on takes time in each that follows.
         (
             lambda i: 10.0,
             lambda i: 5.0 * (i >= 2500),
-            "since step 2,500 steps are 34.2% ± 0.0% longer than before, most of it in `forward`",
+            "since step 2,500 steps are 34.2 % ± 0.0 % longer than before, most of it in `forward`",
         ),
         # As many workers, of which one is slow.
         (
             lambda i: 50.0 if i % 8 == 3 else 10.0,
             lambda i: 0.0,
-            "1 in 8 steps, at regular distances, takes 35.3 ms longer, most of it in `data`",
+            "1 in 8 steps, at regular intervals, takes 35.3 ms longer, most of it in `data`",
         ),
     ],
 )
@@ -149,6 +166,24 @@ def test_a_loop_says_since_when_and_in_which_phase(
     assert {"lasting_change", "slow_period"} - {*summary.to_dict()}
 
 
+def test_a_lasting_change_is_logged_and_notified_once(loop: Loop) -> None:
+    seen = list[LastingChange]()
+    rows = list[dict[str, float]]()
+    observer = SimpleNamespace(on_lasting_change=seen.append)
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: rows.append(metrics))
+    options = {"logger": logger, "log": ["default", "slow"], "log_every_n_steps": 500}
+    with hooks(loop, every_n_steps=1, observers=[observer], **options) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(N))):
+            with timer.phase("forward"):
+                loop.gpu.work(8.0 if number >= 2500 else 4.0)
+            loop.train(x)
+    [change] = seen
+    assert (change.kind, change.since_step, change.phase) == ("jump", 2500, "forward")
+    logged = [one.get("phase_time/lasting_change_ms") for one in rows]
+    assert logged[:5] == [None] * 5
+    assert logged[-1] == pytest.approx(4.0, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("is_long", "every"),
     [
@@ -168,6 +203,6 @@ def test_only_regular_distances_are_a_period(is_long: Callable[[int], bool], eve
     assert (found.every if found else None) == every
     if found:
         assert str(found) == (
-            "1 in 8 steps, at regular distances, takes 10 ms longer, most of it in `data`:"
+            "1 in 8 steps, at regular intervals, takes 10 ms longer, most of it in `data`:"
             " as many as the loader has workers"
         )

@@ -16,7 +16,7 @@ from fake_gpu import raw
 from scipy import signal, stats
 
 import lightning_gputime
-from lightning_gputime import Run, RunComparison, compare
+from lightning_gputime import Cause, Run, RunComparison, SlowStep, compare
 from lightning_gputime._cli import main
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
@@ -63,7 +63,7 @@ def constant(*steps: float, **changes: Any) -> Run:
     return replace(run(n=24), history=history(records), environment=replace(ON, **changes))
 
 
-TWO_RUNS = "; in these 2 runs only: how much equal runs differ is not seen, give two a side or more"
+TWO_RUNS = "; in these 2 runs only: two runs or more per side show how much equal runs differ"
 
 
 # The estimates
@@ -476,8 +476,8 @@ def test_the_console_script_is_the_command_line(
 
 
 ONE_RUN = (
-    "warning: --fail-above was given one run on a side: equal runs may differ as much, and fail."
-    " Give two a side or more, such as by bench."
+    "warning: --fail-above has one run on a side: equal runs may differ as much, and fail. Give two"
+    " or more per side, as bench does."
 )
 # The step is 4.2 % slower, and backward 6.7 %.
 BOUNDS = {
@@ -527,7 +527,9 @@ def test_folders_are_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{folders[1]} 2000 steps of 2 runs, {folders[2]} 2000 steps of 2 runs\n" in out
     assert err == f"{folders[2]}: step is slower by more than 20 %.\n"
     assert main(["compare", *folders[:2], "--fail-above", "lost:2"]) == 2
-    assert "no phase 'lost'; they have step, data, " in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "no phase 'lost'; they have step, data, " in err
+    assert out == ""  # No table that looks like an answer.
     (tmp_path / "none").mkdir()
     assert main(["compare", folders[0], str(tmp_path / "none")]) == 2
     assert f"after must be a run or several, got none in {tmp_path}" in capsys.readouterr().err
@@ -608,8 +610,29 @@ def test_show_prints_the_table_again(
     printed = capsys.readouterr().out
     assert printed.startswith(f"{saved.load(files[0]).summary()}\n")
     assert "H200 · torch 2.13.0 · batch 32" in printed
+    assert "Slow steps" not in printed
     main(["show", files[0], "--json"])
     assert json.loads(capsys.readouterr().out)["steps"] == 1000
+
+
+def test_show_prints_slow_steps_as_one_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    causes = (Cause("ranks", 9.0, 3.0, ""), Cause("off_cpu", 2.0, 1.5, "stopped or blocked"))
+    steps = [SlowStep(7, 20.0, 15.0, "loss", causes, 0.5), SlowStep(9, 18.0, 15.0, "data", (), 3.0)]
+    saved.save(replace(run(1), slow_steps=steps), tmp_path / "run.json.gz")
+    assert main(["show", str(tmp_path / "run.json.gz")]) == 0
+    assert capsys.readouterr().out.splitlines()[-9:] == [
+        "Slow steps in ms",
+        "",
+        " step    time  baseline  excess  most in  excess is",
+        "-" * 80,
+        "    7  20.000    15.000   5.000  loss     3 other ranks, 1.5 off-CPU (stopped or",
+        "                                            blocked), 0.5 unexplained",
+        "    9  18.000    15.000   3.000  data     3 unexplained",
+        "-" * 80,
+        "all 2                     8.000",
+    ]
 
 
 @pytest.mark.slow

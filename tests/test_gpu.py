@@ -433,7 +433,7 @@ def test_a_late_rank_is_named_under_each_strategy_on_two_gpus(
     run(Path(__file__).parent / "gpu_run.py", strategy, tmp_path, "late")
     sentence = (tmp_path / "sentence.txt").read_text()
     assert sentence.startswith("rank 1 is ")
-    assert sentence.endswith("a step slower than the median, in loss")
+    assert sentence.endswith("per step slower than the median of the others, in loss")
 
 
 def test_updates_inside_the_backward_are_optimizer_though_another_thread_runs_them() -> None:

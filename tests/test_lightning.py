@@ -306,9 +306,9 @@ def test_a_callback_that_takes_long_is_named_and_is_no_input(gpu: FakeGPU) -> No
     timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
     trainer(timer, Slow(gpu), logger=logger).fit(Model(gpu), Loader(gpu, 3))
     summary = timer.summary()
-    assert summary.verdict == "callback-bound: 39% of the step is `callbacks`"
+    assert summary.verdict == "callback-bound: 39 % of the step is `callbacks`"
     table = str(summary)
-    advice = "run `Slow.on_train_batch_end` less often, or make it cheaper (10 ms a step)"
+    advice = "run `Slow.on_train_batch_end` less often, or make it cheaper (10 ms per step)"
     assert advice in summary.advice
     assert "callbacks/" not in table
     assert not any("Slow" in key for _, metrics in logger.calls for key in metrics)
@@ -322,9 +322,9 @@ def test_a_checkpoint_of_every_step_is_no_input(gpu: FakeGPU, tmp_path: Path) ->
     save = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     timer = timer_of(gpu, warmup_steps=1)
     trainer(timer, save, enable_checkpointing=True).fit(Saves(gpu), Loader(gpu, 3))
-    assert timer.summary().verdict.startswith("callback-bound: 56%")
+    assert timer.summary().verdict.startswith("callback-bound: 56 %")
     callback = (
-        "run `ModelCheckpoint.on_train_batch_end` less often, or make it cheaper (20 ms a step)"
+        "run `ModelCheckpoint.on_train_batch_end` less often, or make it cheaper (20 ms per step)"
     )
     assert callback in timer.summary().advice
 
@@ -351,7 +351,7 @@ def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
     runner.fit(Model(gpu), Loader(gpu, 3))
     parts = {"data": 33.0, "data/fetch": 1.0, "data/copy": 0.0, "data/comm": 32.0}
     assert between_batches(timer) == [{**parts, "callbacks": 0.0}] * 3
-    assert timer.summary().verdict == "rank-bound: 67% of the step is `data/comm`"
+    assert timer.summary().verdict == "rank-bound: 67 % of the step is `data/comm`"
     assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
 
 
@@ -592,7 +592,8 @@ def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
     assert "Time per step in ms over 1 step, which is warm-up: no other was timed" in printed
     assert "forward     4.000   25.6%" in printed
     assert "bound" not in printed  # A warm-up says nothing about the training.
-    assert timer.summary().steps == 0
+    assert (timer.summary().steps, timer.summary().is_warmup) == (1, True)
+    assert timer.summary().verdict == ""
 
 
 # What others do with a Trainer in the middle of a fit

@@ -100,7 +100,7 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
         log.add([raw(step, forward=1.0)])
     assert [step for step, _ in other.calls] == [0, 1, 2]
     assert [record.message for record in caplog.records] == [
-        "Phase times could not be logged: OSError('disk full')"
+        "Cannot log phase times: OSError('disk full')"
     ]
 
 

@@ -160,14 +160,18 @@ def test_each_loss_of_a_fit_has_the_time_that_was_planted(
         (
             {"callback_ms": 30.0},
             "callbacks",
-            "run `Planted.on_train_batch_end` less often, or make it cheaper (30 ms a step)",
+            "run `Planted.on_train_batch_end` less often, or make it cheaper (30 ms per step)",
         ),
         (
             {"saves": [1, 2, 3, 4, 5]},
             "checkpoints",
             "save less often: every_n_train_steps of ModelCheckpoint",
         ),
-        ({}, "validation", "validate less often, or on fewer batches: limit_val_batches"),
+        (
+            {},
+            "validation",
+            "validate less often, on fewer batches (limit_val_batches), or with fewer callbacks",
+        ),
     ],
 )
 def test_to_take_a_loss_away_brings_what_was_promised(
@@ -354,19 +358,19 @@ def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
     [
         (
             {},
-            "launch gaps need probe_every_n_steps=100; the part at the peak needs flops=\"count\"",
+            "launch gaps (set probe_every_n_steps=100); work at the peak (set flops=\"count\")",
         ),
-        ({"probed_steps": 1}, 'the part at the peak needs flops="count"'),
-        ({"work": WorkSummary(mfu=0.4)}, "launch gaps need probe_every_n_steps=100"),
+        ({"probed_steps": 1}, 'work at the peak (set flops="count")'),
+        ({"work": WorkSummary(mfu=0.4)}, "launch gaps (set probe_every_n_steps=100)"),
         ({"work": WorkSummary(mfu=0.4), "probed_steps": 1}, ""),
         # The option would not help.
         (
             {"probe_failure": "no step can be probed: ..."},
-            'launch gaps, as no step can be probed; the part at the peak needs flops="count"',
+            'launch gaps (no step can be probed); work at the peak (set flops="count")',
         ),
         (
             {"on_host_clock": True},
-            "launch gaps and the part at the peak need an accelerator",
+            "launch gaps and work at the peak, which need an accelerator",
         ),
     ],
 )  # fmt: skip
@@ -375,15 +379,15 @@ def test_what_cannot_be_known_is_one_line_with_what_it_needs(
 ) -> None:
     losses = made(**changes)
     assert losses.unknown == expected
-    lines = [line for line in str(losses).splitlines() if line.startswith("Not known: ")]
-    assert lines == ([f"Not known: {expected}"] if expected else [])
+    lines = [line for line in str(losses).splitlines() if line.startswith("Not measured: ")]
+    assert lines == ([f"Not measured: {expected}"] if expected else [])
 
 
 def test_of_an_evaluation_no_option_is_asked_for() -> None:
     results = Results(10, 0)
     results.add([raw(0, forward=4.0)])
-    assert "Not known" in str(results.summary())
-    assert "Not known" not in str(replace(results.summary(), stage="validation"))
+    assert "Not measured" in str(results.summary())
+    assert "Not measured" not in str(replace(results.summary(), stage="validation"))
 
 
 def test_the_part_at_the_peak_is_that_of_the_steps_in_the_fit() -> None:
@@ -417,7 +421,7 @@ def test_the_table_has_a_line_for_each_loss_with_at_most_and_what_to_do() -> Non
         "-" * 121,
         "12 s                            100.0%",
         "",
-        "Not known: x",
+        "Not measured: x",
     ]
     # In a terminal of 80 columns each piece of advice is still there.
     assert losses._table().text(80).splitlines() == [
@@ -434,7 +438,7 @@ def test_the_table_has_a_line_for_each_loss_with_at_most_and_what_to_do() -> Non
         "-" * 80,
         "12 s                            100.0%",
         "",
-        "Not known: x",
+        "Not measured: x",
     ]
 
 
@@ -474,4 +478,4 @@ def test_the_largest_module_inside_is_named_with_its_class(gpu: FakeGPU) -> None
         _clock=gpu, print_summary=False, warmup_steps=0, modules=("body", "body.*")
     )
     trainer(timer).fit(Body(), Fetches(gpu, 12, 0.0))
-    assert "look at `body.2 Layer` in `backward`, 80% of the step" in timer.summary().advice
+    assert "look at `body.2 Layer` in `backward`, 80 % of the step" in timer.summary().advice

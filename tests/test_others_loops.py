@@ -330,8 +330,10 @@ def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
                 for _ in range(150):
                     ema(torch.ones(1, 2))
     summary = timer.summary()
-    advice = "put what is no step, such as a validation, into `with timer.paused()`"
-    assert f"`data` is long in few steps: {advice}" in summary.advice
+    advice = "put what belongs to no step, such as a validation, into `with timer.paused()`"
+    assert summary.losses is not None
+    [data] = [row for row in summary.losses.rows if row.name == "data"]
+    assert f"`data` is long in few steps: {advice}" in data.advice
     text = str(summary)
     assert text.startswith("uneven: ")
     assert "`data`, most of it in few steps" in text
@@ -482,7 +484,7 @@ def test_a_validation_that_is_not_certain_is_told(loop: Loop) -> None:
             loop.train(x)
             if number % 5 == 0:
                 validate(loop, 6)
-    assert "`other` is long in few steps: put what is no step" in str(timer.summary())
+    assert "`other` is long in few steps: put what belongs to no step" in str(timer.summary())
 
 
 def test_threads_that_train_in_turn_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
@@ -599,7 +601,7 @@ def test_an_evaluation_in_training_mode_is_told(loop: Loop, how: str, grad: bool
             if number % 40 == 0:
                 no_grad_calls(loop, 60, grad=grad)
     assert ms(timer, "forward").count(4.0) == 98
-    advice = "`forward` is long in few steps: put what is no step, such as a validation, into `with"
+    advice = "`forward` is long in few steps: put what belongs to no step, such as a validation"
     assert advice in str(timer.summary())
 
 
@@ -620,7 +622,7 @@ def test_work_between_two_steps_is_told(loop: Loop) -> None:
             timer.step()
             if number % 20 == 0:
                 loop.gpu.work(200.0)
-    assert "`data` is long in few steps: put what is no step" in str(timer.summary())
+    assert "`data` is long in few steps: put what belongs to no step" in str(timer.summary())
 
 
 @pytest.mark.parametrize("every", [1, 10])

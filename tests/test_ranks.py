@@ -83,7 +83,10 @@ def test_the_slow_rank_and_its_phase_are_named(
     assert ranks is not None
     assert ranks.slowest_rank == 1
     assert ranks.behind_median_ms == pytest.approx(3.0)
-    assert ranks.sentence == f"rank 1 is 3 ms a step slower than the median, in {named}"
+    assert (
+        ranks.sentence
+        == f"rank 1 is 3 ms per step slower than the median of the others, in {named}"
+    )
     assert ranks.rows["step"].min_ms == pytest.approx(18.5)
     assert ranks.rows["step"].max_ms == pytest.approx(18.5)
     assert ranks.rows["backward/comm"].min_ms == pytest.approx(0.5)
@@ -120,7 +123,9 @@ def test_a_rank_is_named_from_five_percent_of_the_others_step(
 def test_ranks_that_are_as_slow_are_named_together(late_ms: list[float], named: str) -> None:
     ranks = compare({rank: totals(late="forward", late_ms=ms) for rank, ms in enumerate(late_ms)})
     assert ranks is not None
-    assert ranks.sentence == f"{named} 3 ms a step slower than the median, in forward"
+    assert (
+        ranks.sentence == f"{named} 3 ms per step slower than the median of the others, in forward"
+    )
     assert ranks.slow == tuple(rank for rank, ms in enumerate(late_ms) if ms > 2)
     assert ranks.slowest_rank == late_ms.index(3.0)
 
@@ -242,7 +247,7 @@ def test_a_part_of_data_is_named_where_it_is_most_of_it() -> None:
         assert ranks is not None
         assert ranks.slowest_rank == 1
         assert ranks.phase == phase
-        assert ranks.sentence.endswith(f"slower than the median, in {phase}")
+        assert ranks.sentence.endswith(f"slower than the median of the others, in {phase}")
 
 
 def test_a_phase_that_has_waits_is_named_as_compute() -> None:
@@ -252,7 +257,7 @@ def test_a_phase_that_has_waits_is_named_as_compute() -> None:
     # Of 7 ms of its own.
     ranks = compare({0: rank(), 1: rank(late="forward")})
     assert ranks is not None
-    assert ranks.sentence.endswith("slower than the median, in forward compute")
+    assert ranks.sentence.endswith("slower than the median of the others, in forward compute")
     assert {*ranks.rows} == {*BALANCED, "backward/comm", "forward/comm", "step", "local"}
 
 
@@ -432,7 +437,10 @@ def test_a_thousand_ranks() -> None:
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert ranks is not None
-    assert ranks.sentence == "rank 700 is 3 ms a step slower than the median, in backward compute"
+    assert (
+        ranks.sentence
+        == "rank 700 is 3 ms per step slower than the median of the others, in backward compute"
+    )
     assert len(ranks.ranks) == 1024
     assert peak_bytes < 10_000_000
 
@@ -488,7 +496,7 @@ def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeE
     assert metrics["phase_time/ranks/slowest_rank"] == 1
     summary = timer.summary()
     assert summary.ranks is not None
-    sentence = "rank 1 is 3 ms a step slower than the median, in forward"
+    sentence = "rank 1 is 3 ms per step slower than the median of the others, in forward"
     assert str(summary).endswith(sentence)
     assert sentence in summary._repr_html_()
     assert "4.000 - 7.000 (1)" in str(summary)
@@ -760,7 +768,7 @@ def is_named(case: str, found: dict[str, Any]) -> bool:
         return found["sentence"] == "" and found["logged"] in nobody
     return bool(
         found["sentence"].startswith("rank 1 is ")
-        and found["sentence"].endswith(f"slower than the median, in {LATE_IN[case]}")
+        and found["sentence"].endswith(f"slower than the median of the others, in {LATE_IN[case]}")
         and found["behind_median_ms"] == pytest.approx(30.0, rel=0.25)
         # Rank zero waited meanwhile, but backward/comm is no work of its own. More ranks than there
         # are processors wait for these, too.
@@ -777,7 +785,7 @@ def test_the_example_names_the_slow_rank(tmp_path: Path) -> None:
     printed = run(*torchrun, example, cwd=tmp_path)
     last_line = printed.splitlines()[-1]
     assert last_line.startswith("rank 1 is ")
-    assert last_line.endswith("ms a step slower than the median, in forward")
+    assert last_line.endswith("ms per step slower than the median of the others, in forward")
     assert {path.name for path in tmp_path.iterdir()} == {
         "phase_times_rank0.npy",
         "phase_times_rank1.npy",

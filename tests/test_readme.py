@@ -135,7 +135,7 @@ def test_the_code_blocks_run_in_order(
     assert len(blocks(path, "python")) == n
     run_blocks(path)
     printed = capsys.readouterr().out
-    assert printed.count("warm-up steps left out") == tables
+    assert printed.count("warm-up steps excluded") == tables
     assert text in printed
 
 

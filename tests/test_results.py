@@ -97,11 +97,14 @@ def test_warm_up_steps_are_left_out_and_counted() -> None:
     assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
 
 
-def test_a_run_shorter_than_the_warm_up_has_no_statistics_and_says_so() -> None:
+def test_a_run_shorter_than_the_warm_up_has_the_statistics_of_that_and_says_so() -> None:
     summary = filled(raw(0, forward=1.0), warmup_steps=5).summary()
-    assert (summary.steps, summary.warmup_steps, summary.rows) == (0, 1, {})
-    assert str(summary) == "No step was timed (1 warm-up step left out)."
-    assert math.isnan(summary.step.mean_ms)
+    assert (summary.steps, summary.rows["forward"].mean_ms) == (1, 1.0)
+    assert (summary.is_warmup, summary.losses) == (True, None)
+    assert "over 1 step, which is warm-up: no other was timed" in str(summary)
+    empty = filled().summary()
+    assert (empty.steps, empty.rows, str(empty)) == (0, {}, "No step was timed.")
+    assert math.isnan(empty.step.mean_ms)
     assert json.dumps(summary.to_dict(), allow_nan=False)
 
 
@@ -122,7 +125,8 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
     step = {"other": 0.5, "backward": 5.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
     text = str(filled(raw(0, 1.5, **step)).summary())
     assert text.splitlines() == [
-        "launch-bound: the GPU waited for the host, which waited 1.5 of 130 ms a step for the GPU",
+        "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 1.5 of 130 ms"
+        " per step for the GPU",
         "",
         "of the timed steps   share  without it, at most  what to do",
         "---------------------------------------------------------------",
@@ -133,8 +137,8 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "---------------------------------------------------------------",
         "130 ms              100.0%",
         "",
-        "Not known: launch gaps need probe_every_n_steps=100; the part at the peak needs"
-        ' flops="count"',
+        "Not measured: launch gaps (set probe_every_n_steps=100); work at the peak"
+        ' (set flops="count")',
         "",
         "Time per step in ms over 1 step",
         "",
@@ -158,9 +162,13 @@ def test_numbers_of_the_summary_are_plain_floats() -> None:
 @pytest.mark.parametrize(
     ("host_wait_ms", "data_ms", "verdict"),
     [
-        (2.8, 0.1, "GPU-bound: the host waited 2.8 of 17 ms a step for the GPU"),
-        (0.005, 0.1, "launch-bound: the GPU waited for the host, which waited 0.005 of 17 ms"),
-        (0.0, 7.0, "input-bound: 41% of the step is `data`"),
+        (2.8, 0.1, "GPU-bound: the CPU waits 2.8 of 17 ms per step for the GPU"),
+        (
+            0.005,
+            0.1,
+            "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 0.005 of",
+        ),
+        (0.0, 7.0, "input-bound: 41 % of the step is `data`"),
     ],
 )
 def test_the_verdict_says_what_bounds_the_training_and_why(
@@ -173,11 +181,11 @@ def test_the_verdict_says_what_bounds_the_training_and_why(
 @pytest.mark.parametrize(
     ("phases", "verdict"),
     [
-        ({"data": 9.0, "callbacks": 1.0}, "input-bound: 45% of the step is `data`"),
-        ({"data/fetch": 1.0, "callbacks": 9.0}, "callback-bound: 45% of the step is `callbacks`"),
+        ({"data": 9.0, "callbacks": 1.0}, "input-bound: 45 % of the step is `data`"),
+        ({"data/fetch": 1.0, "callbacks": 9.0}, "callback-bound: 45 % of the step is `callbacks`"),
         (
             {"data/fetch": 1.0, "callbacks": 1.0, "callbacks/comm": 8.0},
-            "rank-bound: 40% of the step is `callbacks/comm`",
+            "rank-bound: 40 % of the step is `callbacks/comm`",
         ),
     ],
 )
@@ -192,8 +200,8 @@ def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
     summary = filled(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)).summary()
     assert summary.verdict == (
-        "mixed: for 6 of 9.1 ms a step the GPU ran behind the host, which worked or waited in"
-        " `loss`"
+        "mixed: the GPU runs behind the CPU for 6 of 9.1 ms per step, but the CPU is busy or"
+        " blocked in `loss`"
     )
 
 
@@ -201,7 +209,7 @@ def test_many_phases_that_each_run_a_little_long_on_the_host_are_not_named() -> 
     device = {"forward": 10.0, **{f"p{i}": 0.1 for i in range(30)}}
     host = {"forward": 1.0, **{f"p{i}": 0.4 for i in range(30)}}
     summary = filled(raw(0, **device)._replace(host_ns=raw(0, **host).host_ns)).summary()
-    assert summary.verdict == "GPU-bound: for 9 of 13 ms a step the GPU ran behind the host"
+    assert summary.verdict == "GPU-bound: the GPU runs behind the CPU for 9 of 13 ms per step"
 
 
 def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> None:
@@ -211,8 +219,8 @@ def test_the_tail_that_is_waited_for_with_lag_zero_is_no_gpu_bound_step() -> Non
 @pytest.mark.parametrize(
     ("busy_ms", "verdict"),
     [
-        (15.68, "GPU-bound: the GPU hardly waited for launches"),
-        (8.0, "launch-bound: the GPU waited for the host, which waited 0.4 of 16 ms a step"),
+        (15.68, "GPU-bound: launch gaps are only 2 % of the step"),
+        (8.0, "launch-bound: the GPU idles while the CPU launches kernels (50 % of the step)"),
     ],
 )
 def test_where_the_host_hardly_waits_the_probed_steps_tell_whether_the_gpu_idles(
@@ -242,9 +250,9 @@ def test_one_long_fetch_makes_no_training_input_bound() -> None:
         return results.summary().verdict
 
     assert verdict(1).startswith("launch-bound")
-    assert verdict(2) == "input-bound: 65% of the step is `data`"
+    assert verdict(2) == "input-bound: 65 % of the step is `data`"
     # Between two steps of an ordinary loop other code may run, such as a validation.
-    few = "uneven: 65% of the step is `data`, most of it in few steps"
+    few = "uneven: 65 % of the step is `data`, most of it in few steps"
     assert verdict(2, has_loader=False) == few
 
 
@@ -252,8 +260,8 @@ def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> No
     results = Results(10, 0, on_host_clock=True)
     results.add([raw(0, forward=2.0, backward=6.0, optimizer=2.0)])
     summary = results.summary()
-    assert summary.verdict == "longest phase: 60% of the step is `backward`"
-    assert summary.advice == ("split `backward`, 60% of the step, by module: modules=2",)
+    assert summary.verdict == "longest phase: 60 % of the step is `backward`"
+    assert summary.advice == ("split `backward`, 60 % of the step, by module: modules=2",)
     assert "bound" not in str(summary)
     assert "GPU" not in str(summary)
 

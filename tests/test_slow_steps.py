@@ -212,10 +212,10 @@ def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
     assert [str(slow) for slow in timer.slow_steps()] == [
-        "step 30: +58.8 ms over the usual 15.6, of it 58.8 garbage collection (generation 2);"
-        " most of it in `loss`",
-        "step 20: +18.8 ms over the usual 15.6, of it 18.8 garbage collection (generation 2);"
-        " most of it in `loss`",
+        "step 30 took 74.4 ms (baseline 15.6 ms): +58.8 ms, of it 58.8 garbage collection"
+        " (generation 2); most of it in `loss`",
+        "step 20 took 34.4 ms (baseline 15.6 ms): +18.8 ms, of it 18.8 garbage collection"
+        " (generation 2); most of it in `loss`",
     ]
     assert [slow.step for slow in timer.slow_steps(1)] == [30]
 
@@ -229,10 +229,10 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
     assert summary.slow.share == pytest.approx(77.5 / all_ms)
     assert summary.slow.cause_shares == {"garbage collection": pytest.approx(18.75 / all_ms)}
     assert str(summary).splitlines()[-3:] == [
-        "2 of 60 steps were slow and cost 7.6% of the time: garbage collection 1.8%,"
-        " unexplained 5.8%",
+        "2 of 60 steps were slow; their excess is 7.6 % of the time, of it 24 % garbage collection,"
+        " 76 % unexplained",
         "",
-        "the worst: step 30: +58.8 ms over the usual 15.6, of it 58.8 unexplained;"
+        "slowest: step 30 took 74.4 ms (baseline 15.6 ms): +58.8 ms, of it 58.8 unexplained;"
         " most of it in `loss`",
     ]
     assert summary.to_dict()["slow"]["n"] == 2
@@ -303,7 +303,7 @@ def test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more(
     assert len(timer.slow_steps()) == 2
     assert [record.getMessage() for record in caplog.records] == [
         "test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more.<locals>.fails"
-        " is called no more, because it failed: ValueError('full disk')"
+        " failed, and is no longer called: ValueError('full disk')"
     ]
 
 

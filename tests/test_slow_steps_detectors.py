@@ -128,7 +128,7 @@ def test_a_stop_is_preemption_where_the_host_has_nothing_to_wait_for(
     scheduler.stopped, scheduler.waits = 50 * MS, waits
     bench.step(SLOW, {phase: 50.0}, {phase: 50.0})
     [slow] = bench.found
-    cause = Cause("off_cpu", 50.0, 50.0, "stopped, or blocked")
+    cause = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
     assert slow.causes == ((cause,) if is_told else ())
 
 
@@ -216,7 +216,7 @@ def test_steps_that_are_not_timed_are_no_long_turn_of_the_scheduler(gpu: FakeGPU
     scheduler.stopped, scheduler.waits = scheduler.stopped + 50 * MS, scheduler.waits + 1
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
-    assert slow.causes == (Cause("off_cpu", 50.0, 50.0, "stopped, or blocked"),)
+    assert slow.causes == (Cause("off_cpu", 50.0, 50.0, "stopped or blocked"),)
 
 
 def test_a_short_time_off_the_processor_is_not_told(gpu: FakeGPU) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 SCRIPT = Path(__file__).parent / "ddp_run.py"
 
 COMPARED: tuple[str | None, dict[str, float]] = (
-    "rank 1 is 3 ms a step slower than the median, in data/fetch",
+    "rank 1 is 3 ms per step slower than the median of the others, in data/fetch",
     {
         "phase_time/ranks/data_min_ms": 1.0,
         "phase_time/ranks/data_max_ms": 4.0,

@@ -152,7 +152,7 @@ def test_the_unit_goes_by_the_size_of_the_step(ms: float, title: str, cell: str,
     assert f"\n{title} over 1 step" in text
     assert f" {cell} " in text
     assert duration(ms) == told
-    assert f"of {told} a step" in text
+    assert f"of {told} per step" in text
     assert results.summary().step.mean_ms == pytest.approx(ms)
 
 

@@ -1,4 +1,4 @@
-"""The command `bench`: it runs two commands in turns until their difference is certain."""
+"""The command `bench`: run two commands in turns until the answer is certain."""
 
 import argparse
 import shlex
@@ -25,7 +25,7 @@ _LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the chance i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", help="a command, with options as behind run")
     parser.add_argument("after", help="the other")
-    parser.add_argument("--turns", type=int, default=12, help="at most so many runs of each (12)")
+    parser.add_argument("--turns", type=int, default=12, help="maximum number of runs of each (12)")
     parser.add_argument("-o", "--out", help="a new folder for the runs (a temporary one)")
 
 
@@ -48,6 +48,10 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             side = [*commands][i]
             groups[i].append(folder / side / f"{turn:03}.json.gz")
             _run(commands[side], groups[i][-1])
+            if turn == 1 and i == 0:
+                alone = compare_groups([groups[0], groups[0]])
+                for bound in args.fail_above:
+                    alone.is_above(*bound)  # Raises where there is no such phase.
         found = compare_groups(groups, allow_mismatch=args.allow_mismatch, looks=len(looks))
         _tell(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]

@@ -206,7 +206,7 @@ class Preemption:
         elif off_ms >= _LEAST_OFF_CPU_MS * waits:
             # Not where threads take turns, nor where the host may wait for something.
             at_work = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-            attribute_excess("stopped, or blocked", lambda name: name.partition("/")[0] in at_work)
+            attribute_excess("stopped or blocked", lambda name: name.partition("/")[0] in at_work)
 
 
 def _off_cpu(

@@ -20,8 +20,9 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._results import verdict
 from lightning_gputime._results.losses import Loss, Losses
+from lightning_gputime._results.slow import UNEXPLAINED
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import duration
+from lightning_gputime._results.table import duration, percent
 from lightning_gputime._results.wall_time import (
     CHECKPOINTS,
     FIRST_STEP,
@@ -39,7 +40,7 @@ GPU_WORK, CPU_WORK = "GPU work", "CPU work"
 
 _WORTH_IT = 0.05  # From this fraction of the wall clock on, an entry is worth an advice.
 _LONG = 0.1  # From this fraction of the step on, a phase is.
-_PAUSE = "put what is no step, such as a validation, into `with timer.paused()`"
+_PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
@@ -60,7 +61,7 @@ class TrainingSetup:
     prefetch_factor: int | None = None
     cores: int | None = None  # Per rank.
     batch_size: int | None = None
-    precision: str = ""  # Such as "32-true", where a trainer tells.
+    precision: str = ""  # Such as "32-true", if a trainer shows it.
     has_bf16: bool = False  # The device multiplies bfloat16 faster than float32.
     compiled: bool = False  # At least a part of the model, by torch.
     unfused: str = ""  # The class of the optimizers that could be fused, and are not.
@@ -85,9 +86,9 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
     without_saves = 1.0 - of_step.pop(CHECKPOINTS)
     # The first step is a step, too: what it takes longer than the others is lost.
     first_s = spent_s.get(FIRST_STEP, 0.0)
-    usual_s = min(without_saves * summary.step.mean_ms / 1e3, first_s)
-    spent_s[FIRST_STEP] = first_s - usual_s
-    steps_s = (steps_s + usual_s) / without_saves
+    steady_s = min(without_saves * summary.step.mean_ms / 1e3, first_s)
+    spent_s[FIRST_STEP] = first_s - steady_s
+    steps_s = (steps_s + steady_s) / without_saves
     spent_s |= {name: share * steps_s for name, share in of_step.items()}
     wall_s = sum(spent_s.values())
     rows = {
@@ -149,11 +150,11 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
 
 def _unknown(summary: PhaseSummary) -> str:
     if summary.on_host_clock:
-        return "launch gaps and the part at the peak need an accelerator"
-    why = ", as no step can be probed" if summary.probe_failure else " need probe_every_n_steps=100"
+        return "launch gaps and work at the peak, which need an accelerator"
+    how = "no step can be probed" if summary.probe_failure else "set probe_every_n_steps=100"
     needs = {
-        f"launch gaps{why}": summary.probed_steps,
-        'the part at the peak needs flops="count"': summary.mfu is not None,
+        f"launch gaps ({how})": summary.probed_steps,
+        'work at the peak (set flops="count")': summary.mfu is not None,
     }
     return "; ".join(name for name, is_said in needs.items() if not is_said)
 
@@ -167,7 +168,8 @@ def _advise(
 
 
 def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
-    yield from _leave_out(summary, setup)
+    if summary.slow is None:
+        yield from _leave_out(summary, OTHER, FORWARD)
     bound = summary._judged.bound
     if bound == verdict.LAUNCH and summary.launch_gap_share is None:
         yield from _launch_less(summary, setup)
@@ -182,14 +184,15 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield from _look_inside(summary, setup)
 
 
-def _leave_out(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
+def _leave_out(summary: PhaseSummary, *names: str) -> Advice:
     if summary.step.n < _ENOUGH or BACKWARD not in summary.rows:
         return
     # Longer batches are longer in backward, too.
     least = _LONG + max(_excess(summary, BACKWARD), 0.0)
-    knows_fetch = setup.has_loader or FETCH in summary.rows
-    for name in (OTHER, FORWARD) if knows_fetch else (DATA, OTHER, FORWARD):
-        if _excess(summary, name) >= least:
+    for name in names:
+        lost = summary.slow.lost_shares.get(name, {}) if summary.slow is not None else {}
+        known = sum(share for cause, share in lost.items() if cause != UNEXPLAINED)
+        if _excess(summary, name) - known >= least:
             yield f"`{name}` is long in few steps: {_PAUSE}"
 
 
@@ -202,9 +205,11 @@ def _excess(summary: PhaseSummary, name: str) -> float:
 
 
 def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
+    if not setup.has_loader and FETCH not in summary.rows:
+        yield from _leave_out(summary, DATA)
     if setup.is_on_device:
         # Workers cannot use the device that the training process has begun to use.
-        yield "whole batches by index, as the dataset's tensors are on the device already"
+        yield "index whole batches: the dataset's tensors are already on the device"
         return
     if summary.is_uneven:
         yield _ITERATE
@@ -213,8 +218,8 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
     is_uneven = fetches is not None and fetches.is_uneven
-    apart = ", each with a part of the IterableDataset of its own" if setup.is_iterable else ""
-    now = f"num_workers is {workers}{'' if cores is None else f', of {cores} CPU cores'}"
+    apart = "; give each its own part of the IterableDataset" if setup.is_iterable else ""
+    now = f"num_workers={workers}{'' if cores is None else f'; {cores} CPU cores per rank'}"
     if workers is None:
         # Without parts nothing says that it is the loader.
         if not setup.has_loader and FETCH not in summary.rows:
@@ -228,9 +233,9 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     else:
         yield f"cheaper transforms ({now})"
     if workers and is_uneven and setup.persistent_workers is False:
-        yield "persistent_workers=True (now False), as few fetches take most of the time"
+        yield "persistent_workers=True (now False): few fetches take most of the time"
     if workers and is_uneven and ahead:
-        yield f"prefetch_factor={2 * ahead} (now {ahead}), as fetches are uneven"
+        yield f"prefetch_factor={2 * ahead} (now {ahead}): fetch times vary"
 
 
 def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
@@ -239,19 +244,20 @@ def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if setup.pin_memory is False:
         yield "pin_memory=True (now False)"
     elif summary._judged.bound == verdict.COPIES:
-        yield "copy less: smaller types (uint8, bfloat16), which the device converts"
+        yield "copy smaller types (uint8, bfloat16), and convert them on the device"
 
 
 def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     name, share = verdict.longest_callback(summary.rows)
     if name:
         took = duration(share * summary.step.mean_ms)
-        yield f"run `{name}` less often, or make it cheaper ({took} a step)"
+        yield f"run `{name}` less often, or make it cheaper ({took} per step)"
 
 
 def _meet_the_rank(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     if (ranks := summary.ranks) is not None:
-        yield f"look at rank {ranks.slowest_rank} first, in `{ranks.phase}`: the others wait for it"
+        others = "the other ranks wait for it"
+        yield f"start with rank {ranks.slowest_rank}, in `{ranks.phase}`: {others}"
 
 
 def _communicate_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
@@ -271,16 +277,16 @@ def _look_inside(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         part = max(inner, key=lambda name: _share(summary, name))
         name = part.rpartition("/")[2]
         module = f"{name} {setup.classes.get(name, '')}".rstrip()
-        yield f"look at `{module}` in `{longest}`, {_share(summary, part):.0%} of the step"
+        yield f"look at `{module}` in `{longest}`, {percent(_share(summary, part))} of the step"
     if not parts and longest in (FORWARD, BACKWARD) and setup.has_parts:
         share = _share(summary, longest)
-        yield f"split `{longest}`, {share:.0%} of the step, by module: modules=2"
+        yield f"split `{longest}`, {percent(share)} of the step, by module: modules=2"
 
 
 def _fuse(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     share = _share(summary, OPTIMIZER)
     if setup.unfused and share >= _LONG:
-        yield f"{setup.unfused}(fused=True), as `optimizer` is {share:.0%} of the step"
+        yield f"{setup.unfused}(fused=True): `optimizer` is {percent(share)} of the step"
 
 
 def _launch_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
@@ -301,8 +307,8 @@ def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         else:
             others.append(f"`{name}`")
     if others:
-        copies = " or prints" if setup.pin_memory else ", prints or copies from unpinned memory"
-        yield f"no .item(){copies} in {', '.join(others)}"
+        copies = " and prints" if setup.pin_memory else ", prints and copies from unpinned memory"
+        yield f"remove .item(){copies} from {', '.join(others)}"
 
 
 def _share(summary: PhaseSummary, name: str) -> float:
@@ -321,10 +327,14 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
     GAPS: _launch_less,
-    VALIDATION: ("validate less often, or on fewer batches: limit_val_batches",),
+    # Callbacks around its steps may take most of it.
+    VALIDATION: (
+        "validate less often, on fewer batches (limit_val_batches), or with fewer callbacks",
+    ),
     CHECKPOINTS: ("save less often: every_n_train_steps of ModelCheckpoint",),
+    f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
     f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
-    f"{SLOW}off-CPU": ("fewer workers and threads than CPU cores",),
+    f"{SLOW}off-CPU": ("use fewer workers and threads than CPU cores",),
 }

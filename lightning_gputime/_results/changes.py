@@ -1,5 +1,6 @@
 """Lasting changes: since when steps take longer, or shorter, than at the start."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ Floats = npt.NDArray[np.float64]
 _BLOCK_STEPS = 25
 _MOST_BLOCKS = 256
 _FEWEST_BLOCKS = 24
+_FIND_EVERY = 32  # Blocks: to find a change takes milliseconds.
 _MOST_PHASES = 64  # Of more, only whole phases are kept.
 # What is left out of a run: GPUs and loaders settle in the first minutes, at most in a third of it.
 _SETTLING_MS, _SETTLING_SHARE = 180e3, 1 / 3
@@ -29,18 +31,22 @@ _LEAST_ERRORS, _LEAST_CHANGE, _LEAST_ORDERED = 5.0, 0.02, 0.85
 # Long steps take longer than as many medians. Of the distances between them, of which there are at
 # least as many, this fraction are multiples of one.
 _LONG, _FEWEST_LONG, _REGULAR = 1.2, 10, 0.9
+# What a stretch leaves unexplained, as a fraction of what the best jump or trend leaves, is less.
+_LEFT_BY_STRETCH = 0.5
 # A part of a phase is named in its place from this fraction of the phase's change on.
 _MOST_OF_IT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LastingChange:
-    """A change of the step's length that lasted until the end of the run.
+    """A change of the step's length that lasted for long, or until the end of the run.
 
     Attributes:
-        kind: "jump" where the length has two levels, "trend" where it grows or shrinks steadily.
-        since_step: The number of the first step after the jump, or of the trend.
-        change: By how much steps are longer at the end, as a fraction of those before.
+        kind: "jump" where the length has two levels, "trend" where it grows or shrinks steadily,
+            "stretch" where it was another in the middle of the run.
+        since_step: The number of the first step after the jump, or of the trend or stretch.
+        until_step: The number of the first step after the stretch; else None.
+        change: By how much steps are longer then, as a fraction of those before.
         error: Half the width of the 95 % interval of `change`.
         before_ms: The mean step before (in milliseconds).
         phase: The phase that changed most in the same direction.
@@ -54,11 +60,15 @@ class LastingChange:
     before_ms: float
     phase: str
     phase_change_ms: float
+    until_step: int | None = None
 
     def __str__(self) -> str:
         longer = "longer" if self.change > 0 else "shorter"
-        size = f"{abs(self.change):.1%} ± {self.error:.1%}"
+        size = f"{100 * abs(self.change):.1f} % ± {100 * self.error:.1f} %"
         where = f"most of it in `{self.phase}`"
+        if self.until_step is not None:
+            steps = f"from step {self.since_step:,} to {self.until_step:,}"
+            return f"steps were {size} {longer} {steps}, {where}"
         if self.kind == "jump":
             return f"since step {self.since_step:,} steps are {size} {longer} than before, {where}"
         return f"from step {self.since_step:,} on steps get {longer}, {size} until the end, {where}"
@@ -83,7 +93,7 @@ class SlowPeriod:
     def __str__(self) -> str:
         longer = f"{duration(self.excess_ms)} longer, most of it in `{self.phase}`"
         workers = ": as many as the loader has workers" * (self.every == self.workers)
-        return f"1 in {self.every} steps, at regular distances, takes {longer}{workers}"
+        return f"1 in {self.every} steps, at regular intervals, takes {longer}{workers}"
 
 
 _device_ms = attrgetter("device_ms")
@@ -99,11 +109,11 @@ class LevelRecorder:
         # that of the step is named "".
         self._totals: list[tuple[int, int, dict[str, float]]] = []
 
-    def note(self, number: int, sums: Sums) -> None:
-        """Note the sums over all steps, of which the newest has this number."""
+    def note(self, number: int, sums: Sums) -> bool:
+        """Note the sums over all steps, the newest of this number; return whether to `find`."""
         n = sums.step.n
         if n < self._next:
-            return
+            return False
         names: Collection[str] = sums.phases
         if len(names) > _MOST_PHASES:
             names = [name for name in names if "/" not in name]
@@ -116,6 +126,7 @@ class LevelRecorder:
         if len(self._totals) > 2 * _MOST_BLOCKS:
             del self._totals[1::2]
             self._every *= 2
+        return len(self._totals) % _FIND_EVERY == 0
 
     def find(self) -> LastingChange | None:
         """Return the change of the step's length that lasts; None if there is none.
@@ -130,10 +141,11 @@ class LevelRecorder:
         ended_ms = np.cumsum(step_ms * np.diff(n))
         settling = int(np.searchsorted(ended_ms, _SETTLING_MS))
         first = min(settling, int(len(step_ms) * _SETTLING_SHARE))
-        fitted = _fit(step_ms[first:])
+        fitted = _fit(step_ms, first)
         if fitted is None:
             return None
-        start, shape, before_ms, change_ms, error_ms = fitted
+        first, shape, before_ms, change_ms, error_ms = fitted
+        start, end = _span(shape)
         parts = {
             name: _slope(_without_outliers(_means(totals, n, name)[first:]), shape)
             for name in totals[-1][2]
@@ -141,13 +153,14 @@ class LevelRecorder:
         }
         phase = most_changed(parts, change_ms)
         return LastingChange(
-            kind="trend" if _is_trend(shape) else "jump",
+            kind="trend" if _is_trend(shape) else "stretch" if end < len(shape) else "jump",
             since_step=totals[first + start][0] + 1,
             change=change_ms / before_ms,
             error=1.96 * error_ms / before_ms,
             before_ms=before_ms,
             phase=phase,
             phase_change_ms=parts.get(phase, 0.0),
+            until_step=totals[first + end][0] + 1 if end < len(shape) else None,
         )
 
 
@@ -193,59 +206,90 @@ def most_changed(parts: Mapping[str, float], change_ms: float, found: str = "") 
         found = max(inside, key=along.__getitem__)
 
 
-def _fit(blocks_ms: Floats) -> tuple[int, Floats, float, float, float] | None:
-    """Fit each jump and each trend to the means of blocks; return the best if it is certain.
+def _fit(blocks_ms: Floats, settled: int) -> tuple[int, Floats, float, float, float] | None:
+    """Fit jumps, trends and stretches to the means of blocks; return the best if it is certain.
 
     Returns:
-        The block with which it starts, its shape (0 before, 1 at the end), the level before, the
-        change and its standard error (in milliseconds).
+        The first block that it is fitted to, its shape from there on (1 where all of the change
+        is), the level before, the change and its standard error (in milliseconds).
     """
-    n = len(blocks_ms)
-    values = _without_outliers(blocks_ms)
-    starts, shapes = _shapes(n)
-    centered = shapes - shapes.mean(axis=1, keepdims=True)
-    squares = (centered * centered).sum(axis=1)
-    products = centered @ values
-    best = int(np.argmax(products**2 / squares))
-    change = products[best] / squares[best]
+    values, later = _without_outliers(blocks_ms), _without_outliers(blocks_ms[settled:])
+    n, block = len(values), np.arange(len(values))
+    fewest = _fewest(n)
+    shape, _ = _best(later, _shapes(len(later)))
+    # A stretch in the middle starts or ends where the best jump is, and may start early.
+    jumps = block[fewest : n - fewest + 1]
+    jump = _best(values, (block >= jumps[:, None]).astype(float))[0].argmax()
+    pairs = np.array([*((one, jump) for one in block), *((jump, one) for one in jumps)])
+    is_one = (pairs[:, 0] >= _SHORTEST_LEVEL) & (pairs[:, 1] - pairs[:, 0] >= fewest)
+    if is_one.any():
+        starts, ends = pairs[is_one].T[..., None]
+        stretch, left_ms2 = _best(values, ((block >= starts) & (block < ends)).astype(float))
+        _, left_by_shape_ms2 = _best(values, np.append(np.zeros(settled), shape)[None])
+        certain = _if_certain(values, stretch)
+        if left_ms2 < _LEFT_BY_STRETCH * left_by_shape_ms2 and certain is not None:
+            return 0, stretch, *certain
+    certain = _if_certain(later, shape)
+    return None if certain is None else (settled, shape, *certain)
+
+
+def _best(values: Floats, shapes: Floats) -> tuple[Floats, float]:
+    """Return the shape that explains most of the squares of values, and what it leaves of them."""
+    centered, all_ms2 = shapes - shapes.mean(axis=1, keepdims=True), ((values - values.mean()) ** 2)
+    explained = (centered @ values) ** 2 / (centered * centered).sum(axis=1)
+    best = int(np.argmax(explained))
+    return shapes[best], float(all_ms2.sum() - explained[best])
+
+
+def _if_certain(values: Floats, shape: Floats) -> tuple[float, float, float] | None:
+    """Return the level before, the change and its error; None where the change is not certain."""
+    n, centered = len(values), shape - shape.mean()
+    squares = float(centered @ centered)
+    change = float(centered @ values) / squares
     if change == 0.0:
         return None
-    shape, start = shapes[best], int(starts[best])
-    before = values.mean() - change * shape.mean()
+    before = float(values.mean()) - change * float(shape.mean())
     left = values - before - change * shape
     of_left = float(left @ left)
     # Steps in a row are alike: of noise with this correlation the mean varies by more. The second
     # term is its bias in short runs.
     correlation = float(left[1:] @ left[:-1]) / of_left if of_left else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
-    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation) / squares[best]
+    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation) / squares
     # The start was chosen, too.
-    error = np.sqrt(variance) * (1.0 + 6.0 / n)
-    earlier, later = values[:start], values[start:]
+    error = math.sqrt(variance) * (1.0 + 6.0 / n)
+    earlier, later = values[shape == 0.0], values[shape == 1.0]
     if _is_trend(shape):
-        earlier, later = values[: max(start, n // 3)], values[-(n // 3) :]
+        earlier, later = values[: max(_span(shape)[0], n // 3)], values[-(n // 3) :]
     ordered = np.mean(np.sign(change) * (later[:, None] - earlier) > 0.0)
-    is_certain = (
-        abs(change) >= max(_LEAST_ERRORS * error, _LEAST_CHANGE * before)
-        and ordered >= _LEAST_ORDERED
-    )
-    return (start, shape, float(before), float(change), float(error)) if is_certain else None
+    least = max(_LEAST_ERRORS * error, _LEAST_CHANGE * before)
+    is_certain = abs(change) >= least and ordered >= _LEAST_ORDERED
+    return (before, change, error) if is_certain else None
+
+
+def _fewest(n: int) -> int:
+    return max(_SHORTEST_LEVEL, int(n * _LEAST_PART))
 
 
 def _is_trend(shape: Floats) -> bool:
-    return bool(shape[-2] < 1.0)
+    return bool(((shape > 0.0) & (shape < 1.0)).any())
+
+
+def _span(shape: Floats) -> tuple[int, int]:
+    """Return the first block of a change, and the one after the last."""
+    changed = np.flatnonzero(shape)
+    # A trend starts where it is still zero.
+    return int(changed[0]) - _is_trend(shape), int(changed[-1]) + 1
 
 
 @lru_cache(maxsize=4)
-def _shapes(n: int) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the starts and shapes of all jumps and trends that `n` blocks may have."""
-    fewest = max(_SHORTEST_LEVEL, int(n * _LEAST_PART))
-    block = np.arange(n)
+def _shapes(n: int) -> Floats:
+    """Return the shapes of all jumps and trends that `n` blocks may have."""
+    fewest, block = _fewest(n), np.arange(n)
     jumps = np.arange(fewest, n - fewest + 1)
     trends = np.array([0, *range(fewest, n - 2 * fewest + 1)])
     risen = np.clip(block - trends[:, None], 0, None) / (n - 1 - trends[:, None])
-    shapes = np.vstack([(block >= jumps[:, None]).astype(float), risen])
-    return np.concatenate([jumps, trends]), shapes
+    return np.vstack([(block >= jumps[:, None]).astype(float), risen])
 
 
 def _without_outliers(values: Floats) -> Floats:

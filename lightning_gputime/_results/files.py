@@ -48,7 +48,7 @@ def write(
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        message = f"{target} cannot be written ({error.strerror}){kept}"
+        message = f"Cannot write {target} ({error.strerror}){kept}"
         raise type(error)(error.errno, message) from error
 
 

@@ -78,7 +78,6 @@ class History(np.ndarray[Any, Any]):
 
 
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return columns of one length as a structured array."""
     dtype = [(name, column.dtype) for name, column in columns.items()]
     whole = np.empty(len(columns["step"]), np.dtype(dtype))
     for name, column in columns.items():

@@ -44,11 +44,11 @@ class Losses(Tabular):
         rows: The losses, the dearest first.
         work: The work that is left: of the GPU, or of the CPU where there is none.
         wall_s: The time that they are shares of (in seconds): that of the whole fit, where a
-            trainer tells it; else that of the steps that were timed.
+            trainer shows it; else that of the steps that were timed.
         is_fit: Which of both it is.
         peak_share: Fraction of the wall clock that the model's FLOPs take at the peak of the GPU,
             which is MFU over the fit. None where FLOPs are not known.
-        unknown: What this run cannot tell, and what it needs for it.
+        unknown: What this run has not measured, and what it needs for it.
     """
 
     rows: tuple[Loss, ...]
@@ -80,7 +80,7 @@ class Losses(Tabular):
         of = "of the fit" if self.is_fit else "of the timed steps"
         lines = [(of, "share", _AT_MOST, _WHAT_TO_DO), *body]
         lines.append((duration(1e3 * self.wall_s), "100.0%", "", ""))
-        below = [f"Not known: {self.unknown}"] if self.unknown else []
+        below = [f"Not measured: {self.unknown}"] if self.unknown else []
         return Table("", lines, below, left=(0, 3), drops=(_AT_MOST, _WHAT_TO_DO))
 
     def _gain(self, row: Loss) -> str:

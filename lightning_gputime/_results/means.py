@@ -30,7 +30,7 @@ _GROUPS = (
     (re.compile(r".+_peak_mib$"), "memory"),
     (re.compile(r"items_per_sec$|(for|back)ward_tflops$|[mh]fu$"), "work"),
     (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
-    (re.compile(r"slow(_excess_ms$|/)"), "slow"),
+    (re.compile(r"slow(_excess_ms$|/)|lasting_change_ms$"), "slow"),
     (re.compile(r"ranks/"), "ranks"),
     (re.compile(r"fit/"), "fit"),
     (re.compile(rf".+/{COMM}_ms$"), "comm"),
@@ -146,6 +146,8 @@ class MeanLog:
                 if results.newest_probed is not None and not results.probe_failure:
                     means |= _busy_means(means, results.newest_probed.times())
                 means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
+                if (change := results.lasting_change) is not None:
+                    means["lasting_change"] = change.change * change.before_ms
                 beside = results.throughput.metrics(sums)
                 if results.peaks is not None:
                     beside |= results.peaks.metrics(self.newest, keep=only_publish)
@@ -196,7 +198,7 @@ class MeanLog:
             call()
         except Exception as error:  # As of one whose server is away: training goes on.
             if not self._failed:
-                messages.warning("Phase times could not be logged: %r", error)
+                messages.warning("Cannot log phase times: %r", error)
             self._failed = True
 
 

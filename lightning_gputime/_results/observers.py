@@ -1,4 +1,4 @@
-"""What is told of the steps of a loop: results, logs, ranks, causes, observers of the user's."""
+"""What gets the steps of a loop: results, logs, ranks, causes, observers of the user's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepTimes, is_metric
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.changes import LastingChange
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import Section
@@ -26,12 +27,10 @@ class ReadSteps:
 
     @property
     def measured(self) -> Sequence[StepRecord]:
-        """Those that are no warm-up."""
         return self.records[self.warmup :] if self.warmup else self.records
 
     @property
     def sums(self) -> Sums:
-        """The sums over all of them."""
         if self._sums is None:
             self._sums = Sums(self.records)
         return self._sums
@@ -63,6 +62,9 @@ class StepObserver(Protocol):
 
     def on_slow_step(self, step: SlowStep) -> None:
         """Take a step that took much longer than those before it, with its causes."""
+
+    def on_lasting_change(self, change: LastingChange) -> None:
+        """Take the change of the steps' length, once it has lasted for a sixth of the run."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return what is logged beside the means since the last log, by name without prefix.
@@ -150,5 +152,5 @@ def call_safely(calls: list[Callable[..., Any]], *args: Any) -> None:
             call(*args)
         except Exception as error:
             name = getattr(getattr(call, "func", call), "__qualname__", type(call).__name__)
-            messages.warning("%s is called no more, because it failed: %r", name, error)
+            messages.warning("%s failed, and is no longer called: %r", name, error)
             calls.remove(call)

@@ -38,7 +38,6 @@ class RankTotals:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return self.phases.get(STEP, (0.0, 0))[1]
 
     @property
@@ -68,7 +67,6 @@ class BatchMeans:
         self._deviation_ms: float | None = None  # Until a block is added.
 
     def add(self, steps: Iterable[StepRecord]) -> None:
-        """Add the next steps."""
         for step in steps:
             self.take(sum(map(step.device_ms.__getitem__, _own_marks(step.labels))))
 
@@ -114,7 +112,6 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
-    """Return the totals of a rank's steps."""
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},
@@ -134,7 +131,7 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
     return RankTotals(phases, now.deviation_ms)
 
 
-# What is told of all ranks
+# The comparison of all ranks
 
 # A rank is named if it is slower than the others by this fraction of their step.
 _MIN_BEHIND = 0.05
@@ -191,7 +188,6 @@ class RankSummary:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is printed."""
         return (self.sentence,)
 
     def metrics(self) -> dict[str, float]:
@@ -228,7 +224,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     where = f"{phase} compute" if has_waits else phase
     nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
     slow = tuple(one for one in totals if is_slow and own_ms[one][LOCAL] >= nearer_ms)
-    behind = f"{duration(local_ms)} a step slower than the median, in {where}"
+    behind = f"{duration(local_ms)} per step slower than the median of the others, in {where}"
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),

@@ -15,14 +15,14 @@ from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, StepTimes, in_order
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.changes import LevelRecorder, find_period
+from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
 from lightning_gputime._results.history import (
     MIN_PACKED_MARKS,
     history,
     pack,
     unpack,
 )
-from lightning_gputime._results.observers import ReadSteps, sections_of
+from lightning_gputime._results.observers import ReadSteps, call_safely, methods, sections_of
 from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
@@ -57,6 +57,7 @@ class Results:
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
         self._levels = LevelRecorder()
+        self.lasting_change: LastingChange | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
         self.ranks: RankSummary | None = None  # As they were last compared.
@@ -95,10 +96,14 @@ class Results:
         return [*map(unpack, newest)], max(self._warmup_steps - (seen - len(newest)), 0)
 
     def steps_read(self, steps: ReadSteps) -> None:
-        self.add(steps.records, steps.sums)
+        if self.add(steps.records, steps.sums):
+            before, self.lasting_change = self.lasting_change, self._levels.find()
+            if before is None and self.lasting_change is not None:
+                calls = methods(self.observers, "on_lasting_change")
+                call_safely(calls, self.lasting_change)
 
-    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> None:
-        """Take the next steps, with the sums over them if they are known."""
+    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
+        """Take the next steps, with their sums if known. Return whether to look for a change."""
         with self._lock:
             many = MIN_PACKED_MARKS
             self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
@@ -107,7 +112,7 @@ class Results:
             if warmup:
                 self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
-            self._levels.note(self._newest[-1].number, self.sums)
+            return self._levels.note(self._newest[-1].number, self.sums)
 
     def add_probed(self, step: StepRecord) -> None:
         """Take the work alone of a step that was probed; it is in no other statistics."""
@@ -116,15 +121,17 @@ class Results:
             self._busy.merge(Sums([step]))
 
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        """Return the timers' `history`, and how many of its first steps are warm-up."""
         newest, warmup = self._copy()
         return history(newest), warmup
 
     def summary(self) -> PhaseSummary:
+        """Return the statistics of all steps but the warm-up; of that where there are no others."""
         with self._lock:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
+        if steps and not sums.step.n:
+            return replace(self._summary_of(steps, Sums(steps), Sums()), is_warmup=True)
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
             lasting_change=self._levels.find(),
@@ -134,13 +141,6 @@ class Results:
             hint="" if seen else self._hint,
         )
         return replace(summary, losses=find_losses(summary, self.setup))
-
-    def summary_to_print(self) -> PhaseSummary:
-        """Return the summary, or that of the warm-up where there was nothing else."""
-        newest, _ = self._copy()
-        if self.sums.step.n or not newest:
-            return self.summary()
-        return replace(self._summary_of(newest, Sums(newest), Sums()), is_warmup=True)
 
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)

@@ -1,11 +1,11 @@
-"""Steps that took much longer than the usual one, why they did, and what they cost a run."""
+"""Steps that took much longer than the baseline, why they did, and what they cost a run."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from lightning_gputime._results.table import unit_of
+from lightning_gputime._results.table import percent, unit_of
 
 CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"
@@ -37,7 +37,7 @@ class Cause:
             "dataloader", "callback" (or a logger, or a phase that was named by hand) or "ranks" (a
             wait for others).
         host_ms: How long it held up the host (in milliseconds).
-        exposed_ms: How much of that the device had to wait (in milliseconds): what the host's lead
+        exposed_ms: How much of that the device had to wait (in milliseconds): what run-ahead
             did not hide.
         detail: More, for a person.
     """
@@ -78,29 +78,29 @@ class SlowStep:
     phase_excess_ms: float = 0.0
     lost_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return nested dicts, ready for JSON, with the names of the causes and the sentence."""
-        causes = [{**asdict(cause), "name": cause.name} for cause in self.causes]
-        return {**asdict(self), "causes": causes, "text": str(self)}
-
     @property
     def excess_ms(self) -> float:
-        """How much longer than usual it took (in milliseconds)."""
+        """How much longer than the baseline it took (in milliseconds)."""
         return self.step_ms - self.baseline_ms
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
+        """What its excess is made of, the largest part first."""
         unit, grounds = unit_of(self.baseline_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
             grounds.append(f"{unit.number(cause.exposed_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
             grounds.append(f"{unit.number(self.unexplained_ms)} unexplained")
+        return ", ".join(grounds)
+
+    def __str__(self) -> str:
+        unit = unit_of(self.baseline_ms)
         here_ms = self.phase_excess_ms
         where = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.number(here_ms)} of it"
         return (
-            f"step {self.step}: +{unit.of(self.excess_ms)} over the usual"
-            f" {unit.number(self.baseline_ms)}, of it {', '.join(grounds)};"
-            f" {where} in `{self.phase}`"
+            f"step {self.step} took {unit.of(self.step_ms)} (baseline {unit.of(self.baseline_ms)}):"
+            f" +{unit.of(self.excess_ms)}, of it {self.why}; {where} in `{self.phase}`"
         )
 
 
@@ -120,15 +120,14 @@ class SlowSummary:
     @property
     def sentences(self) -> tuple[str, ...]:
         """What a person should know: what they cost, and the worst."""
-        known = self.cause_shares.items()
-        shares = [f"{name} {share:.1%}" for name, share in known if share >= 0.0005]
-        if not shares or self.unexplained_share >= 0.0005:
-            shares.append(f"unexplained {self.unexplained_share:.1%}")
-        was = "was" if self.n == 1 else "were"
+        # Of the excess, not of the time: the losses have that, without what is `data` anyway.
+        shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
+        known = [f"{percent(one / self.share)} {name}" for name, one in shares.items() if one > 0]
+        was, its = ("was", "its") if self.n == 1 else ("were", "their")
         return (
-            f"{self.n:,} of {self.steps:,} steps {was} slow and cost {self.share:.1%} of the time:"
-            f" {', '.join(shares)}",
-            f"the worst: {self.worst}",
+            f"{self.n:,} of {self.steps:,} steps {was} slow; {its} excess is"
+            f" {percent(self.share)} of the time, of it {', '.join(known)}",
+            f"slowest: {self.worst}",
         )
 
 

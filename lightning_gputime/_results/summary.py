@@ -13,7 +13,7 @@ from lightning_gputime._results.losses import Losses
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
-from lightning_gputime._results.table import Section, Table, Tabular, unit_of
+from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
 from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.verdict import (
     INPUT,
@@ -59,7 +59,7 @@ class PhaseSummary(Tabular):
         slow: What slow steps cost; None where none was slow.
         lasting_change: Since when steps take longer, or shorter, than before; None if they do not.
         slow_period: Of the history: at which regular distance steps are longer; None if at none.
-        wall_time: Where the whole of a fit went, where a trainer tells it.
+        wall_time: What the wall clock of a fit went to: `entries_s` (in seconds); else None.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
         is_uneven: Whether few steps hold most of `data`, and no loader is known, so that it may be
@@ -118,7 +118,7 @@ class PhaseSummary(Tabular):
     @property
     def _judged(self) -> Verdict:
         """What bounds the training."""
-        if not self.steps or not self.step.mean_ms:
+        if self.is_warmup or not self.steps or not self.step.mean_ms:
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
         found = judge(self.rows, self.step, host_wait_ms, self.launch_gap_share)
@@ -166,9 +166,9 @@ class PhaseSummary(Tabular):
 
     def _title(self) -> str:
         n = self.warmup_steps
-        left_out = f" ({n} warm-up step{'s' * (n != 1)} left out)" if n else ""
+        excluded = f" ({n} warm-up step{'s' * (n != 1)} excluded)" if n else ""
         if not self.steps:
-            return f"No step was timed{left_out}. {self.hint}".rstrip()
+            return f"No step was timed{excluded}. {self.hint}".rstrip()
         unit = unit_of(self.step.mean_ms).name
         of = f"Time per {self.stage} step" if self.stage else "Time per step"
         over = f"{of} in {unit} over {self.steps} step{'s' * (self.steps != 1)}"
@@ -178,7 +178,7 @@ class PhaseSummary(Tabular):
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
             skipped = f"; {self.skipped_updates} have no update"
-        return f"{over}{left_out}{skipped}"
+        return f"{over}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
         names, titles, rows = zip(*table_rows(self.rows), (STEP, STEP, self.step), strict=True)
@@ -224,15 +224,15 @@ class PhaseSummary(Tabular):
             # As many as fit a window between two logs, of which each has a timed step.
             fewer = "; a larger log_every_n_steps times fewer" if cost > n * _DEAR else ""
             yield (
-                f"timed 1 in {n} steps: timing each would take {cost:.0%} of a step of"
+                f"timed 1 in {n} steps: timing every step would take {percent(cost)} of a step of"
                 f" {step}{fewer}"
             )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)
         if self.each_timed_for and is_dear and not self.on_host_clock:
             yield (
-                f"each step is timed because of {self.each_timed_for}: that takes the host about"
-                f" {unit.of(timing_ms)} of {step}; leave it out to time fewer"
+                f"every step is timed because of {self.each_timed_for}: this takes the CPU about"
+                f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
         yield from map(str, filter(None, (self.lasting_change, self.slow_period)))
         for later in (self.slow, self.ranks):

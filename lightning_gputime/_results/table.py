@@ -53,6 +53,11 @@ def duration(ms: float) -> str:
     return unit_of(abs(ms)).of(ms)
 
 
+def percent(share: float) -> str:
+    """Return a fraction in a sentence, in two digits where it is small."""
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """What an observer adds to a summary: to its table, to the page and to the saved run.
@@ -94,7 +99,6 @@ class Table:
         return "\n\n".join(filter(None, [*lead, title, grid, *below]))
 
     def html(self) -> str:
-        """Return it as HTML."""
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
@@ -165,7 +169,6 @@ class Tabular:
         return self._table().text()
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
         return self._table().html()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

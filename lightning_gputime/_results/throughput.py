@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import BACKWARD, FORWARD
 from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.table import percent
 
 
 @dataclass(slots=True)
@@ -69,16 +70,12 @@ class WorkSummary:
         n, mfu, hfu = self.items_per_sec, self.mfu, self.hfu
         if n is not None:
             amount = f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
-            yield f"{amount} items a second (items: {self.items_by})"
+            yield f"{amount} items per second, counted by {self.items_by}"
         if self.tflops is not None and (mfu is None or self.peak_tflops is None):
             yield f"{self.tflops:.3g} TFLOP/s of the model's work"
         elif mfu is not None:
-            wrong = ", which cannot be: FLOPs or precision are not those of this training"
-            again = f"; with what is computed again {_percent(hfu)}" if hfu and hfu > mfu else ""
+            wrong = ", which is impossible: check flops and the precision"
+            again = f"; HFU {percent(hfu)} (includes recomputation)" if hfu and hfu > mfu else ""
             peak = f"{self.peak_tflops:.4g} dense {self.precision} TFLOP/s"
-            yield f"MFU {_percent(mfu)} (of {peak}){wrong if mfu > 1 else ''}{again}"
+            yield f"MFU {percent(mfu)} (of {peak}){wrong if mfu > 1 else ''}{again}"
         yield self.note
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

@@ -14,7 +14,7 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.table import unit_of
+from lightning_gputime._results.table import percent, unit_of
 
 Rows = Mapping[str, PhaseStats]
 
@@ -66,7 +66,7 @@ def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:
     share = shares.get(name, 0.0)
     if share < _HELD_UP or _is_of_one_step(rows[name], step):
         return None
-    return Verdict(_HOLDS_UP[name], f"{share:.0%} of the step is `{name}`", (name,))
+    return Verdict(_HOLDS_UP[name], f"{percent(share)} of the step is `{name}`", (name,))
 
 
 def _is_of_one_step(row: PhaseStats, step: PhaseStats) -> bool:
@@ -83,17 +83,17 @@ def _held_up_by_ranks(rows: Rows) -> Verdict | None:
     if share < _HELD_UP:
         return None
     most = max(waits, key=waits.__getitem__)
-    grounds = f"{share:.0%} of the step is waits, most of it `{most}`"
+    grounds = f"exposed communication takes {percent(share)} of the step, most of it in `{most}`"
     return Verdict(COMMUNICATION, grounds, (most,))
 
 
 def _longest(rows: Rows) -> Verdict:
-    """Name the longest phase, which is all that a clock of the host tells."""
+    """Name the longest phase, which is all that the host's clock shows."""
     shares = {name: row.share for name, row in rows.items() if "/" not in name}
     name = max(shares, key=shares.__getitem__, default="")
     if not name:
         return Verdict()
-    return Verdict(LONGEST, f"{shares[name]:.0%} of the step is `{name}`", (name,))
+    return Verdict(LONGEST, f"{percent(shares[name])} of the step is `{name}`", (name,))
 
 
 def _pace(
@@ -101,11 +101,11 @@ def _pace(
 ) -> Verdict:
     """Return whether the device or its host sets the pace."""
     unit = unit_of(step.mean_ms)
-    whole = f"{unit.of(step.mean_ms)} a step"
-    waited = f"waited {unit.number(host_wait_ms)} of {whole}"
+    whole = f"{unit.of(step.mean_ms)} per step"
+    waits = f"the CPU waits {unit.number(host_wait_ms)} of {whole} for the GPU"
     of_gpu = _longest(rows).phases
     if host_wait_ms >= 0.1 * step.mean_ms:
-        return Verdict(GPU, f"the host {waited} for the GPU", of_gpu)
+        return Verdict(GPU, waits, of_gpu)
     # What the device takes longer for than the host is queued behind the host. Where the host
     # takes longer, it works (a fetch) or waits inside the step (a copy, `.item()`).
     behind = {
@@ -115,16 +115,20 @@ def _pace(
     }
     ahead = sum(ms for ms in behind.values() if ms > 0)
     if ahead >= 0.2 * step.mean_ms:
-        grounds = f"for {unit.number(ahead)} of {whole} the GPU ran behind the host"
+        grounds = f"the GPU runs behind the CPU for {unit.number(ahead)} of {whole}"
         late = [name for name, ms in behind.items() if -ms >= 0.05 * step.mean_ms]
         if not late:
             return Verdict(GPU, grounds, of_gpu)
         parts = tuple(_part(name, rows) for name in late)
         named = ", ".join(f"`{part}`" for part in parts)
-        return Verdict(MIXED, f"{grounds}, which worked or waited in {named}", parts)
-    if launch_gap_share is not None and launch_gap_share < MANY_GAPS:
-        return Verdict(GPU, "the GPU hardly waited for launches", of_gpu)
-    return Verdict(LAUNCH, f"the GPU waited for the host, which {waited} for the GPU")
+        return Verdict(MIXED, f"{grounds}, but the CPU is busy or blocked in {named}", parts)
+    idles = "the GPU idles while the CPU launches kernels"
+    if launch_gap_share is None:
+        return Verdict(LAUNCH, f"{idles}; {waits}")
+    share = f"{percent(launch_gap_share)} of the step"
+    if launch_gap_share < MANY_GAPS:
+        return Verdict(GPU, f"launch gaps are only {share}", of_gpu)
+    return Verdict(LAUNCH, f"{idles} ({share})")
 
 
 def _part(name: str, rows: Rows) -> str:

@@ -80,7 +80,6 @@ class WallTimeRecorder:
         self.steps_go_on()
 
     def epoch_turns(self) -> None:
-        """Call where an epoch has ended, or begins."""
         if self.has_stepped:
             self.switch_to(EPOCH_ENDS)
 

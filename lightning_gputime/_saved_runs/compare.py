@@ -147,7 +147,7 @@ class RunComparison(Tabular):
         if min(self.runs) > 1:
             return claim
         only = f"in these {sum(self.runs)} runs only"
-        return f"{claim}; {only}: how much equal runs differ is not seen, give two a side or more"
+        return f"{claim}; {only}: two runs or more per side show how much equal runs differ"
 
     def _most(self, name: str) -> str:
         """Return the name of a phase, with the part that is most of its change."""
@@ -156,7 +156,7 @@ class RunComparison(Tabular):
         return name if part == name else f"{name} ({part})"
 
     def is_above(self, bound: float, phase: str = "") -> bool:
-        """Return whether it is certainly slower by more than a fraction of the time before.
+        """Return whether it is significantly slower by more than a fraction of the time before.
 
         Args:
             bound: Such as 0.02 for 2 %. The whole interval must lie above it.
@@ -168,7 +168,7 @@ class RunComparison(Tabular):
         return any(one.is_above(bound) for one in asked)
 
     def is_below(self, bound: float, phase: str = "") -> bool:
-        """Return whether all that `is_above` asks of, but the mean, lies certainly below."""
+        """Return whether all that `is_above` asks of, but the mean, lies significantly below."""
         return all(one.relative_change + one.relative_error < bound for one in self._asked(phase))
 
     def _asked(self, phase: str) -> list[Difference]:
@@ -268,7 +268,7 @@ def compare_groups(
         if len(run.measured) < statistics.MIN_STEPS:
             raise ValueError(
                 f"{run.name or 'a run'} has {len(run.measured)} steps after its warm-up; at least"
-                f" {statistics.MIN_STEPS} are needed to tell a difference from noise"
+                f" {statistics.MIN_STEPS} are needed to separate a difference from noise"
             )
     # In the order of the files: the user's own phases have no other.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))

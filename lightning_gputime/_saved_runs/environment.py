@@ -50,7 +50,7 @@ class Environment:
         accumulate_grad_batches: How many batches make a step, where that is known.
         commit: The commit of git in which the program lies, where there is one.
         started: When the measurement began (UTC, ISO 8601).
-        options: Those of the timer that are numbers, strings or switches.
+        options: Those of the timer that are no defaults, if numbers, strings or switches.
     """
 
     device: str = ""
@@ -79,7 +79,7 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     try:
         found = _found(loop, options)
     except Exception as error:
-        messages.warning("What the run runs on could not be found: %r", error)
+        messages.warning("Cannot describe the environment of the run: %r", error)
         found = {}
     # No loop has so many micro-batches: an update ends a step there, after any number of them.
     told = {key: one for key, one in known.items() if one not in (None, sys.maxsize)}
@@ -110,10 +110,12 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 
 
 def _options_to_save(options: Options) -> dict[str, Any]:
-    """Return the options that JSON has a type for."""
-    found = {}
+    """Return the options that are no defaults, if JSON has a type for them."""
+    found, defaults = {}, Options()
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
+        if value == getattr(defaults, name):
+            continue
         is_several = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
         value = [*value] if is_several else value
         parts = value if isinstance(value, list) else [value]
@@ -146,7 +148,7 @@ def _commit() -> str:
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> TrainingSetup:
     """Return what advice needs, as far as it is known before a loader is seen.
 
-    The precision counts only if a trainer told it: that of the parameters shows no autocast.
+    The precision counts only if a trainer shows it: that of the parameters shows no autocast.
     """
     is_cuda = environment.device_type == "cuda"
     try:
@@ -160,7 +162,7 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
             classes={name: type(one).__name__ for name, one in loop.submodules.items()},
         )
     except Exception as error:
-        messages.warning("How the training is set up could not be found: %r", error)
+        messages.warning("Cannot find out how the training is set up: %r", error)
         return TrainingSetup()
 
 

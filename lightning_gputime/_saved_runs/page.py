@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from typing import Any
 
@@ -35,7 +35,7 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
     return template.render(
-        title=" and ".join(run.name or "run" for run in runs),
+        title=" and ".join(run.about or "run" for run in runs),
         verdict=Markup(marked(verdict)),
         sentences=[Markup(marked(one)) for one in sentences if one],
         sections=[*_sections(runs, comparison)],
@@ -74,11 +74,10 @@ def _sections(
     found = {
         "Before and after": [versus],
         "Phases over steps": [_steps(run, limit_ms, len(runs) > 1) for run in runs],
-        "How long the steps took": [_distribution(runs)],
-        "Phases": [_scrolled(run.summary()._repr_html_()) for run in runs],
+        "Where the time went": [_losses(run) for run in runs],
+        "Phases": [_phases(run, len(runs) > 1) for run in runs],
         "Slowest steps": [_slow(run) for run in runs],
         "Evaluation": [_evaluations(run.evaluations) for run in runs],
-        "Where the time went": [_losses(run) for run in runs],
         "Environment": [_environment(run) for run in runs],
     }
     return ((heading, bodies) for heading, bodies in found.items() if any(bodies))
@@ -110,7 +109,7 @@ def _axis_limit_ms(runs: Sequence[Run]) -> float:
 def _steps(run: Run, limit_ms: float, named: bool) -> str:
     if not len(run.history):
         return ""
-    heading = Markup("<h3>{}</h3>").format(run.name) if named else ""
+    heading = _heading(run.name) if named else ""
     chart = heading + _drawn(phases_over_steps(run, limit_ms))
     n, every = len(run.history), thin_out(run.history)[1]
     each = f"each point is the mean of {every} steps, and the line is the longest of them."
@@ -150,23 +149,6 @@ def phases_over_steps(run: Run, limit_ms: float) -> Any:
     return figure
 
 
-def _distribution(runs: Sequence[Run]) -> str:
-    """Return how often a step took how long, of one run or two."""
-    times = [run.measured["step_ms"] for run in runs if len(run.measured)]
-    # A figure with nothing in it is warned of.
-    if not times:
-        return ""
-    figure = _new_figure("time per step (ms)", "part of the steps", "xpan,reset")
-    low, high = np.quantile(np.concatenate(times), (0.001, 0.99))
-    edges = np.linspace(low, high + 1e-6, 81)
-    for ms, name, fill in zip(times, ("before", "after"), ("#0072B2", "#D55E00"), strict=False):
-        share = np.histogram(ms, edges)[0] / len(ms)
-        style = {"fill_color": fill, "fill_alpha": 0.6, "line_color": None}
-        style |= {"legend_label": name} if len(times) > 1 else {}
-        figure.quad(top=share, bottom=0, left=edges[:-1], right=edges[1:], **style)
-    return _drawn(figure) + _note("Without the warm-up, and without the slowest percent.")
-
-
 def _new_figure(x: str, y: str, tools: str) -> Any:
     wide = {"height": 320, "sizing_mode": "stretch_width", "toolbar_location": "above"}
     figure = _bokeh().plotting.figure(tools=tools, x_axis_label=x, y_axis_label=y, **wide)
@@ -179,9 +161,16 @@ def _drawn(figure: Any) -> str:
     return Markup("".join(_bokeh().embed.components(figure, wrap_script=True)))
 
 
+def _phases(run: Run, named: bool) -> str:
+    # The verdict stands at the top, the losses have a section.
+    table = _scrolled(replace(run._table(), above=None).html())
+    return _heading(f"{run.name}: {run.summary().verdict}") + table if named else table
+
+
 def _slow(run: Run) -> str:
-    rows = [(str(one.get("step", "")), str(one.get("text", ""))) for one in run.slow_steps]
-    return _table(("step", "why"), rows[:_MAX_ROWS], left=(1,))
+    if not run.slow_steps:
+        return ""
+    return _scrolled(replace(run, slow_steps=run.slow_steps[:_MAX_ROWS]).slow_table.html())
 
 
 def _evaluations(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -202,15 +191,18 @@ def _losses(run: Run) -> str:
         start, end = end, end + row.share
         bar = "░" * round(_MAX_BAR * start)
         bar += "█" * (round(_MAX_BAR * end) - len(bar))
-        rows.append((row.name, duration(1e3 * row.share * losses.wall_s), f"{row.share:.1%}", bar))
-    return _table(("", "time", "share", ""), rows, left=(3,))
+        took, advice = duration(1e3 * row.share * losses.wall_s), "; ".join(row.advice)
+        rows.append((row.name, took, f"{row.share:.1%}", bar, advice))
+    return _table(("", "time", "share", "", "what to do"), rows, left=(3, 4))
 
 
 def _environment(run: Run) -> str:
     found = asdict(run.environment)
     found |= {f"option {name}": value for name, value in found.pop("options").items()}
     rows = [(name, str(value)) for name, value in found.items() if value not in ("", None, [])]
-    return Markup('<div class="text">{}</div>').format(_table(("", ""), rows, left=(1,)))
+    table = _table(("", ""), rows, left=(1,))
+    folded = '<details class="text"><summary>{}</summary>{}</details>'
+    return Markup(folded).format(run.about or "run", table)
 
 
 def _table(
@@ -222,6 +214,10 @@ def _table(
 def _scrolled(table: str) -> str:
     """Return HTML that a narrow screen can scroll."""
     return Markup(f'<div class="wide">{table}</div>')
+
+
+def _heading(text: str) -> str:
+    return Markup("<h3>{}</h3>").format(Markup(marked(text)))
 
 
 def _note(text: str) -> str:

@@ -18,9 +18,9 @@ from lightning_gputime._messages import Named
 from lightning_gputime._results import files
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import History, list_phases, structured
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Table, Tabular
-from lightning_gputime._results.wall_time import WallTimeBreakdown
+from lightning_gputime._results.table import Table, Tabular, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
@@ -43,7 +43,7 @@ class Run(Tabular):
         environment: What it ran on.
         history: The newest steps, see the timers' `history`; to 0.0001 ms.
         warmup_steps: How many of the first steps of the history are warm-up.
-        slow_steps: The slowest steps with their causes, each a JSON object.
+        slow_steps: The slowest steps with their causes.
         evaluations: The means of each evaluation, each a JSON object.
         name: What it is called, such as its file.
     """
@@ -52,7 +52,7 @@ class Run(Tabular):
     history: npt.NDArray[Any]
     warmup_steps: int
     _summary: PhaseSummary
-    slow_steps: Sequence[Mapping[str, Any]] = ()
+    slow_steps: Sequence[SlowStep] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
     name: str = ""
 
@@ -64,9 +64,27 @@ class Run(Tabular):
         return self._summary._table()
 
     @property
-    def wall_time(self) -> WallTimeBreakdown | None:
-        """Where the whole fit went; None where no trainer told."""
-        return self._summary.wall_time
+    def about(self) -> str:
+        """What it is, and what it ran on, in a line."""
+        on = self.environment
+        device = f"{on.world_size} x {on.device}" if on.world_size > 1 else on.device
+        known = {"torch": on.torch, "batch": on.batch_size, "commit": on.commit[:10]}
+        named = [f"{name} {value}" for name, value in known.items() if value]
+        compiled = "compiled" if on.compiled else ""
+        parts = (self.name, device, *named, on.precision, compiled, on.started)
+        return " · ".join(filter(None, parts))
+
+    @property
+    def slow_table(self) -> Table:
+        """The slow steps, the largest excess first."""
+        unit, steps = unit_of(self._summary.step.mean_ms), self.slow_steps
+        lines = [("step", "time", "baseline", "excess", "most in", "excess is")]
+        for one in steps:
+            took, baseline, excess = map(unit.cell, (one.step_ms, one.baseline_ms, one.excess_ms))
+            lines.append((str(one.step), took, baseline, excess, one.phase, one.why))
+        excess_ms = sum(one.excess_ms for one in steps)
+        lines.append((f"all {len(steps)}", "", "", unit.cell(excess_ms), "", ""))
+        return Table(f"Slow steps in {unit.name}", lines, (), left=(4, 5))
 
     @property
     def measured(self) -> npt.NDArray[Any]:
@@ -82,7 +100,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "environment": asdict(run.environment),
         "warmup_steps": run.warmup_steps,
         "summary": run.summary().to_dict(),
-        "slow_steps": run.slow_steps,
+        "slow_steps": [asdict(one) for one in run.slow_steps],
         "evaluations": run.evaluations,
     }
     # The history is nearly all of the file, and its numbers are plain already.

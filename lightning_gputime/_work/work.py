@@ -24,7 +24,7 @@ from lightning_gputime._work.flops import (
 )
 from lightning_gputime._work.peaks import dtype_of, dtype_of_call, fill_in_peak, precision_of
 
-FIRST_DIMENSION = "first dimension of the batch's first tensor"
+FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
@@ -226,9 +226,9 @@ class Items:
     @property
     def source(self) -> str:
         if self._function is not None:
-            return "as items= says"
+            return "the function items="
         known = self.fixed == self.fixed
-        return f"{self.fixed:g} a batch, as items= says" if known else FIRST_DIMENSION
+        return f"items={self.fixed:g}" if known else FIRST_DIMENSION
 
     def _of_first(self, batch: Any) -> float:
         if type(batch) is self._kind:
