@@ -193,6 +193,8 @@ def _losses(run: Run) -> str:
         bar += "█" * (round(_MAX_BAR * end) - len(bar))
         took, advice = duration(1e3 * row.share * losses.wall_s), "; ".join(row.advice)
         rows.append((row.name, took, f"{row.share:.1%}", bar, advice))
+    if (peak := losses.peak_share) is not None:
+        rows.append(("  at the peak", duration(1e3 * peak * losses.wall_s), f"{peak:.1%}", "", ""))
     return _table(("", "time", "share", "", "what to do"), rows, left=(3, 4))
 
 
