@@ -195,6 +195,6 @@ def told(timer: Timer) -> Told:
     ranks = summary.ranks
     return {
         "totals": totals_of(timer._results.sums).phases,
-        "slowest": ranks.slowest_rank if ranks is not None else None,
+        "slowest_rank": ranks.slowest_rank if ranks is not None else None,
         "sentence": ranks.sentence if ranks is not None else "",
     }
