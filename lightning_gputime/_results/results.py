@@ -57,6 +57,7 @@ class Results:
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
         self._levels = LevelRecorder()
+        self.finds_changes = False  # Also while training goes on, not in the summary alone.
         self.lasting_change: LastingChange | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
@@ -96,7 +97,8 @@ class Results:
         return [*map(unpack, newest)], max(self._warmup_steps - (seen - len(newest)), 0)
 
     def steps_read(self, steps: ReadSteps) -> None:
-        if self.add(steps.records, steps.sums):
+        # It takes milliseconds: only where somebody listens.
+        if self.add(steps.records, steps.sums) and self.finds_changes:
             before, self.lasting_change = self.lasting_change, self._levels.find()
             if before is None and self.lasting_change is not None:
                 calls = methods(self.observers, "on_lasting_change")

@@ -140,6 +140,8 @@ class Session:
         self._calls = methods(observers, "steps_read")
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
         results.observers = options.observers
+        listeners = methods(options.observers, "on_lasting_change")
+        results.finds_changes = bool(listeners) or "slow" in options.logged_groups
         self.analyzer.attach()
         call_safely(methods(options.observers, "attach"))
         lifetimes.attached(self)
