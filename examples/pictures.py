@@ -4,8 +4,8 @@
     python examples/pictures.py [DIRECTORY]
 
 It needs Chromium and a terminal of Linux or macOS. Where Chromium is missing, as on many machines
-with a GPU, it keeps the run and what was printed. Copy the directory, and start it again where
-Chromium is: what the directory holds is not made anew.
+with a GPU, it keeps the run. Copy the directory, and start it again where Chromium is: a run that
+is there is not measured again. The terminals show what `lightning-gputime show` prints of it.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from tutorial import train
 from lightning_gputime import GPUPhaseTimer, StepTimes, load
 
 EXAMPLES = Path(__file__).resolve().parent
-RUN, PRINTED = "run.json.gz", "printed.ansi"
-"""What is measured, and what stands on the terminal at the end."""
-HERO_COLUMNS, ROWS = 100, 1000
+RUN = "run.json.gz"
+TERMINALS = {"hero": 100, "terminal_80": 80, "terminal_120": 120}
+ROWS = 1000
 ENVIRONMENT = " · torch "
-IMPORTS = f"import runpy, sys; sys.argv.pop(0); sys.path.insert(0, {str(EXAMPLES)!r})"
-TRAIN = "from pictures import measure; measure(sys.argv[1])"
-SHOW = "runpy.run_module('lightning_gputime', run_name='__main__')"
+SHOW = (
+    "import runpy, sys; sys.argv.pop(0); runpy.run_module('lightning_gputime', run_name='__main__')"
+)
 COLOURS = {"default": "#e6e6e6", "magenta": "#d2a8ff", "cyan": "#76e3ea", "green": "#7ee787"}
 VERDICT = re.compile(r"(longest phase|mixed|[\w-]+-bound): ")
 NOTEBOOK = (
@@ -161,22 +161,17 @@ def main(directory: str = "pictures") -> None:
     """Takes all pictures that the machine can take."""
     folder = Path(directory).resolve()
     folder.mkdir(exist_ok=True)
-    printed = folder / PRINTED
-    if not printed.exists():
-        printed.write_bytes(record(f"{IMPORTS}; {TRAIN}", [str(folder)], HERO_COLUMNS))
+    if not (folder / RUN).exists():
+        measure(str(folder))
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print(f"{folder} has the run. Its pictures need Chromium: start this again where it is.")
         return
 
-    def take(name: str, written: bytes, columns: int) -> None:
-        picture = folder / f"{name}.png"
-        photograph(browser, page(written, columns), picture, round(8.43 * columns) + 28)
-
-    take("hero", printed.read_bytes(), HERO_COLUMNS)
-    for columns in (80, 120):
-        shown = record(f"{IMPORTS}; {SHOW}", ["show", str(folder / RUN)], columns)
-        take(f"terminal_{columns}", shown, columns)
+    for name, columns in TERMINALS.items():
+        shown = record(SHOW, ["show", str(folder / RUN)], columns)
+        width = round(8.43 * columns) + 28
+        photograph(browser, page(shown, columns), folder / f"{name}.png", width)
     photograph(browser, notebook(folder), folder / "notebook.png", 900)
 
 
