@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_gputime._api import *
     from lightning_gputime.callback import GPUPhaseTimer
+    from lightning_gputime.fabric import FabricPhaseTimer as FabricPhaseTimer
+    from lightning_gputime.huggingface import TransformersPhaseTimer as TransformersPhaseTimer
     from lightning_gputime.metric import PhaseTimeMetric
 
 __all__ = [
@@ -37,16 +39,21 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
-"""Names whose modules import Lightning or torchmetrics, which a plain loop needs not."""
+_HEAVY = {
+    "GPUPhaseTimer": "callback",
+    "PhaseTimeMetric": "metric",
+    "FabricPhaseTimer": "fabric",
+    "TransformersPhaseTimer": "huggingface",
+}
+"""Names whose modules import packages that a plain loop needs not, and may not have."""
 
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds. Who asks for no name, such as the command line, needs it not.
-    if name not in __all__:
+    if name not in __all__ and name not in _HEAVY:
         from lightning_gputime._messages import suggest
 
-        fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
+        fix = "" if name.startswith("_") else f": {suggest(name, [*__all__, *_HEAVY])}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
     module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
     found = globals()[name] = getattr(module, name)

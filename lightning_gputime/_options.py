@@ -129,6 +129,10 @@ class Options:
             if not is_right(value):
                 raise error(f"{name} must {what}, got {format_value(value)}")
         _check_modules(self.modules)
+        for group, option in _MEASURED_BY.items():
+            groups = [self.log] if isinstance(self.log, str) else self.log
+            if group in groups and not getattr(self, option):
+                raise ValueError(f"log={group!r} needs {option}, which is not set")
 
     @property
     def timed_warmup_steps(self) -> int:
@@ -251,6 +255,9 @@ def _is_flops(value: Any) -> bool:
         return len(value) == 2 and all(map(_is_amount, value))
     return value is None or value == "count" or _is_amount(value)
 
+
+# Groups of logged values, and the option without which there are none.
+_MEASURED_BY = {"memory": "memory", "gaps": "probe_every_n_steps"}
 
 # Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -119,6 +120,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader)
+            self._results.setup = replace(self._results.setup, loader_prefix="dataloader_")
         self._session.begin()
 
     @never_raises

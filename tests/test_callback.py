@@ -493,6 +493,8 @@ def test_values_are_taken_as_configuration_files_give_them(
             {"log": "phase"},
             "log must be 'default', 'all' or a list of groups: phases, .*'phase'",
         ),
+        ({"log": ["phases", "memory"]}, "log='memory' needs memory, which is not set"),
+        ({"log": "gaps"}, "log='gaps' needs probe_every_n_steps, which is not set"),
         ({"log": ["all", "step"]}, r"log must be .* got \['all', 'step'\]"),
         ({"prefix": ""}, "prefix must be a key .* got ''"),
         ({"prefix": "a/"}, "prefix must be a key .* got 'a/'"),

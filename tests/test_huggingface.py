@@ -1003,6 +1003,7 @@ def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu:
     trainer.train()
     summary = timer.summary()
     assert summary.verdict.startswith("input-bound")
+    assert summary.advice[0].startswith("dataloader_num_workers=")
     assert summary.advice[0].endswith("(now 0)")
 
 

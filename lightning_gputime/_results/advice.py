@@ -59,6 +59,7 @@ class TrainingSetup:
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None
+    loader_prefix: str = ""  # Of the options of the loader, such as that of transformers.
     cores: int | None = None  # Per rank.
     batch_size: int | None = None
     precision: str = ""  # Such as "32-true", if a trainer shows it.
@@ -215,34 +216,35 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield _ITERATE
         return
     workers, cores, ahead = setup.num_workers, setup.cores, setup.prefetch_factor
+    prefix = setup.loader_prefix
     # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
     is_uneven = fetches is not None and fetches.is_uneven
     apart = "; give each its own part of the IterableDataset" if setup.is_iterable else ""
-    now = f"num_workers={workers}{'' if cores is None else f'; {cores} CPU cores per rank'}"
+    now = f"{prefix}num_workers={workers}{'' if cores is None else f'; {cores} CPU cores per rank'}"
     if workers is None:
         # Without parts nothing says that it is the loader.
         if not setup.has_loader and FETCH not in summary.rows:
             yield _ITERATE
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
-        yield f"num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
+        yield f"{prefix}num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
     elif cores is None or workers < cores:
         yield f"more workers ({now}){apart}"
         yield "cheaper transforms"
     else:
         yield f"cheaper transforms ({now})"
     if workers and is_uneven and setup.persistent_workers is False:
-        yield "persistent_workers=True (now False): few fetches take most of the time"
+        yield f"{prefix}persistent_workers=True (now False): few fetches take most of the time"
     if workers and is_uneven and ahead:
-        yield f"prefetch_factor={2 * ahead} (now {ahead}): fetch times vary"
+        yield f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): fetch times vary"
 
 
 def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if summary.on_host_clock:
         return  # Nothing is copied to a device.
     if setup.pin_memory is False:
-        yield "pin_memory=True (now False)"
+        yield f"{setup.loader_prefix}pin_memory=True (now False)"
     elif summary._judged.bound == verdict.COPIES:
         yield "copy smaller types (uint8, bfloat16), and convert them on the device"
 
@@ -336,5 +338,5 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
     f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
-    f"{SLOW}off-CPU": ("use fewer workers and threads than CPU cores",),
+    f"{SLOW}off-CPU": ("use fewer workers, threads and other processes than CPU cores",),
 }

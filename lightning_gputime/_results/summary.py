@@ -177,7 +177,9 @@ class PhaseSummary(Tabular):
             return f"{over}, which {are} warm-up: no other was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
-            skipped = f"; {self.skipped_updates} have no update"
+            skipped = (
+                f"; {self.skipped_updates} of all {self.steps + self.warmup_steps} have no update"
+            )
         return f"{over}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
