@@ -273,7 +273,7 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     said = str(longer.summary())
     assert "timed 1 in " in said
     assert "log_every_n_steps" not in said
-    assert "timing each would take" in str(longer.summary())
+    assert "timing every step would take" in str(longer.summary())
 
 
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
@@ -305,7 +305,7 @@ def test_where_somebody_looks_at_each_step_all_are_timed_and_it_is_said(
 ) -> None:
     timer = train(DearGPU(20.0), 400, **options)
     assert len(timer.history()) == 400
-    said = f"each step is timed because of {who}: that takes the host about 0.14 ms of 2.14 ms"
+    said = f"every step is timed because of {who}: this takes the CPU about 0.14 ms of 2.14 ms"
     assert said in str(timer.summary())
     # Nothing is lost where the host waits for the GPU, in long steps, and where a number is given.
     others = ({"host_ms": 1.0, "device_ms": 4.0}, {"host_ms": 60.0}, {"every_n_steps": 1})
