@@ -327,7 +327,7 @@ SLOW = SlowSummary(
     steps=120,
     share=0.012,
     cause_shares={"the loader": 0.005, CALLBACK.partition("/")[2]: 0.002, "off-CPU": 0.002},
-    unexplained_share=0.004,
+    unexplained_share=0.003,
     worst=SlowStep(50, 48.0, 30.4, "callbacks", (), 0.0),
 )
 JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
