@@ -17,6 +17,14 @@ from lightning_gputime._session.session import Session
 # The first update of all is waited for during this many batches that should end a step.
 _PATIENCE = 100
 
+# Hooks inside a step, after whose callbacks a trainer calls that of the module.
+_INSIDE_STEP = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
 Action = tuple[str, Callable[[], None]]
 
 
@@ -46,6 +54,7 @@ class Fit:
         self._attachments = Attachments()
         self._listens_while_off = False
         self._patience: float = _PATIENCE
+        self._callback = ""  # The phase of the callback that was called last inside a step.
 
     def is_of(self, trainer: object) -> bool:
         return trainer is self._trainer
@@ -189,7 +198,8 @@ class Fit:
             # Where gradients accumulate none are cleared before a validation.
             ("on_validation_model_zero_grad", begins),
         ):
-            calls[_lightning.module_action(trainer, self._model, hook)] = call
+            action = _lightning.module_action(trainer, self._model, hook)
+            calls[action] = partial(self._leave_callback, call) if action in calls else call
         self._attachments.add(_lightning.listen_to_actions(trainer, calls, fail))
         validation = trainer.fit_loop.epoch_loop.val_loop
         self._attachments.add(_lightning.call_at_start(validation, "run", begins))
@@ -236,18 +246,21 @@ class Fit:
 
     def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
         others = [one for one in self._trainer.callbacks if not isinstance(one, own)]
-        for hook, then in (
-            ("on_train_batch_start", self._callbacks_have_begun),
-            ("on_train_batch_end", partial(self._session.recorder.mark, CALLBACKS)),
-        ):
+        ends: dict[str, Callable[[], None]] = {
+            "on_train_batch_start": self._callbacks_have_begun,
+            "on_train_batch_end": partial(self._session.recorder.mark, CALLBACKS),
+            **dict.fromkeys(_INSIDE_STEP, self._leave_callback),
+        }
+        for hook, end in ends.items():
             at_work = [one for one in others if _lightning.defines(one, hook)]
             for one in at_work:
                 # A part of a name has no "/".
                 label = f"{CALLBACKS}/{type(one).__name__.replace('/', '_')}.{hook}"
-                yield _lightning.callback_action(one, hook), partial(self._callback_begins, label)
+                begins = self._enter_callback if hook in _INSIDE_STEP else self._callback_begins
+                yield _lightning.callback_action(one, hook), partial(begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.
-                yield _lightning.module_action(self._trainer, self._model, hook), then
+                yield _lightning.module_action(self._trainer, self._model, hook), end
         for one in others:
             # So that callbacks before ours find the means, too.
             yield _lightning.callback_action(one, "on_train_epoch_end"), self._session.publish
@@ -255,6 +268,15 @@ class Fit:
     def _callback_begins(self, label: str) -> None:
         self._batch.is_open = False
         self._session.recorder.mark(label)
+
+    def _enter_callback(self, label: str) -> None:
+        self._leave_callback()
+        self._callback = label
+        self._session.recorder.enter_phase(label)
+
+    def _leave_callback(self, then: Callable[[], object] = bool) -> None:
+        self._session.recorder.leave_phase(self._callback)
+        then()
 
     def _callbacks_have_begun(self) -> None:
         if self._in_batch:

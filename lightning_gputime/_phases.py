@@ -190,8 +190,9 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
             following = BACKWARD if phase == LOSS else GRAD
         elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
-        elif top_level in BETWEEN_BATCHES:
-            following = None  # What follows is another micro-batch.
+        elif top_level == DATA or label == CALLBACKS:
+            # What follows is another micro-batch. One callback may be inside this one.
+            following = None
     return phases[::-1]
 
 

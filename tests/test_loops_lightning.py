@@ -340,11 +340,22 @@ def test_an_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
     assert steps(fit(gpu, Schedules(gpu), max_epochs=2)) == [STEP_MS] * 6
 
 
+INSIDE = {
+    "on_before_zero_grad": 1.0,
+    "on_before_backward": 32.0,
+    "on_after_backward": 64.0,
+    "on_before_optimizer_step": 128.0,
+}
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
     class Works(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             gpu.work(16.0)
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            gpu.work(1.0)
 
         def on_before_backward(self, *_: Any) -> None:
             gpu.work(32.0)
@@ -361,15 +372,12 @@ def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) ->
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
     callbacks = [Works(), timer] if first else [timer, Works()]
     trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
-    before = {
-        **STEP_MS,
-        "other": 32.125,  # zero_grad begins `other`, before on_before_backward
-        "optimizer": 194.0,
-        "backward": 8.0,
-    }
     # What is before ours in the list ends before the step does, the rest is the next step's.
-    took = [272.0 if first else 16.0, 272.0, 272.0]
-    assert steps(timer) == [{**before, "callbacks": ms} for ms in took]
+    took = [497.0 if first else 241.0, 497.0, 497.0]
+    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
+    history = timer.history()
+    for hook, ms in INSIDE.items():
+        assert history[f"callbacks/Works.{hook}_ms"].tolist() == [ms] * 3
 
 
 @pytest.mark.parametrize(
