@@ -69,7 +69,7 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     lines = on_terminal(bar, with_rich, columns)
     first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
     # On a busy machine there is more advice, and it takes more lines.
-    verdict = r"(longest phase|input-bound|callback-bound): \d+% of the step"
+    verdict = r"(longest phase|input-bound|callback-bound): \d+ % of the step"
     assert any(re.match(verdict, line) for line in lines[:first])
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
