@@ -66,6 +66,9 @@ for _ in range(30):
     weight.square().mean().backward()
     optimizer.step()
 """
+ACCUMULATES = PLAIN.replace("optimizer.step()", "optimizer.step() if number % 2 else None").replace(
+    "for _ in range(30)", "for number in range(60)"
+)
 NO_UPDATE = "import torch"
 ONE_UPDATE = PLAIN.replace("range(30)", "range(1)")
 OWN_TIMER = "from lightning_gputime import GPUPhaseHooks\n" + PLAIN.replace(
@@ -311,6 +314,7 @@ def test_a_script_ends_as_without(
     ("script", "steps", "told"),
     [
         pytest.param(PLAIN, 28, "trains Sequential: a step is one update of its SGD", id="plain"),
+        pytest.param(ACCUMULATES, 28, "One update has 2 calls of backward: what", id="accumulates"),
         pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 28, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by an optimizer of torch's was seen", id="no update"),

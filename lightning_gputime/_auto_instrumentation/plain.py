@@ -26,6 +26,11 @@ _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
     " timer.step() at the end of its body."
 )
+_MICRO_BATCHES = (
+    "One update has %d calls of backward: what lies between them, such as the fetch of a batch,"
+    " counts for `other`. If gradients accumulate, write a GPUPhaseHooks with steps(loader) and"
+    ' accumulate_grad_batches="auto" into the script.'
+)
 _MAX_UPDATES = 50  # The loop is over when others have updated so often since its last update.
 
 
@@ -95,6 +100,9 @@ class PlainLoop:
     def _step_ends(self, *_: Any) -> None:
         self._updates = 1
         if self._timer is not None and self._optimizer is None:
+            labels = [label for label, *_ in self._timer._session.recorder._open]
+            if (calls := labels.count("backward")) > 1:
+                self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         elif self._timer is not None:
             # The step in which the timer was attached has no beginning.
