@@ -57,6 +57,6 @@ def test_a_rank_that_is_left_alone_says_so_once(
 ) -> None:
     assert [agreements[1].agree(7) for _ in range(5)] == [1] * 5
     assert len(caplog.messages) == 1
-    assert "agree no more" in caplog.text
+    assert "no longer agree" in caplog.text
     assert "On this one all are: give" in caplog.text
     assert "or this one sync_ranks=False" in caplog.text

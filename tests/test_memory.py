@@ -287,7 +287,7 @@ def test_an_error_of_the_counters_is_said_once_and_the_times_go_on(
         memory.error = RuntimeError("no counters any more")
 
     timer = Training(gpu, memory).run(60, {1: fail})
-    assert caplog.text.count("Memory is measured no more") == 1
+    assert caplog.text.count("Memory is no longer measured") == 1
     assert above(summary(timer).peak_mib) == FIRST_STEP
     assert summary(timer).steps == 1
     assert len(steps(timer)) == 60

@@ -342,7 +342,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
     # Those that were being explained are lost; the next ones have no cause.
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [record] = caplog.records
-    assert record.getMessage().startswith("Why steps are slow is not said any more: TypeError(")
+    assert record.getMessage().startswith("Why steps are slow is no longer said: TypeError(")
 
 
 def test_slow_steps_are_in_a_copy_of_the_timers_results(loop: Loop) -> None:

@@ -170,7 +170,7 @@ class SlowStepAnalyzer:
         return slow
 
     def _give_up(self, error: Exception) -> None:
-        self._warn_once("Why steps are slow is not said any more: %r", error)
+        self._warn_once("Why steps are slow is no longer said: %r", error)
         self.remove()
         # Slow steps are still found, and unexplained.
         self.detectors = []

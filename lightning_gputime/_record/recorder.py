@@ -554,7 +554,7 @@ class Recorder:
             except Exception as error:
                 self._sample_mark = None
                 self._keep_samples(None)
-                self.warn_once("Memory is measured no more: %r", error)
+                self.warn_once("Memory is no longer measured: %r", error)
 
     def _keep_samples(self, samples: list[tuple[int, int]] | None) -> None:
         self._samples = samples

@@ -39,7 +39,7 @@ class ReadSteps:
 class StepObserver(Protocol):
     """What `observers=` takes beside functions and metrics. Every method is optional.
 
-    They are called in the training thread. One that raises is called no more, and a warning says
+    They are called in the training thread. One that raises is no longer called, and a warning says
     so; but `metrics` and `summary` are asked again.
 
     Examples:

@@ -39,7 +39,7 @@ _ABSENT = (
     " the same timers, attached in the same order, and as many steps."
 )
 _ALONE = (
-    "The ranks agree no more on which steps are timed. On this one %s: give all of them the same"
+    "The ranks no longer agree on which steps are timed. On this one %s: give all of them the same"
     " timer, or this one sync_ranks=False. %r"
 )
 
