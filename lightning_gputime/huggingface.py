@@ -174,7 +174,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._take_back()
         if self._session.is_attached:
             self._finish()
             self._leave(prints_table=state.is_world_process_zero)
@@ -204,7 +203,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         return True
 
     def _end_evaluate(self, _: Any) -> None:
-        self._take_back()
         if self._batch.is_open:
             # A callback has evaluated inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
@@ -265,12 +263,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._added = logs, [*added]
             logs.update(added)
 
-    @never_raises
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """Remove the means from the newest log, which a Trainer may return or decide by."""
+    def _end_log(self, _: Any) -> None:
+        # A Trainer may return what it has logged, or decide by it.
         (logs, added), self._added = self._added, ({}, [])
         for key in added:
             logs.pop(key, None)
@@ -294,6 +288,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
+            "log": Calls(lambda *_, **__: True, self._end_log),
             "_calculate_rewards": phase(REWARD),  # Of TRL's Trainers.
             runs: run,
             "_evaluate": run,

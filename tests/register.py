@@ -109,7 +109,7 @@ REGISTER = (
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "transformers' Trainer: `_run_epoch`, `evaluate`, five inner methods, `on_epoch_begin` of"
+        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, five inner methods, `on_epoch_begin` of"
         " its callback handler; TRL: `_calculate_rewards`, `generate` of vLLM",
         OBJECT,
         frozenset(
@@ -122,6 +122,7 @@ REGISTER = (
                 "on_epoch_begin",
                 "evaluation_loop",
                 "get_batch_samples",
+                "log",
                 "prediction_step",
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }

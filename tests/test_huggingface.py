@@ -369,6 +369,7 @@ PATCHED = {
     "evaluate",
     "evaluation_loop",
     "get_batch_samples",
+    "log",
     "prediction_step",
 }
 """What is replaced on a Trainer while it trains."""
