@@ -130,8 +130,7 @@ class Options:
                 raise error(f"{name} must {what}, got {format_value(value)}")
         _check_modules(self.modules)
         for group, option in _MEASURED_BY.items():
-            groups = [self.log] if isinstance(self.log, str) else self.log
-            if group in groups and not getattr(self, option):
+            if group in self.asked_groups and not getattr(self, option):
                 raise ValueError(f"log={group!r} needs {option}, which is not set")
 
     @property
@@ -140,19 +139,22 @@ class Options:
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
     @property
+    def asked_groups(self) -> list[str]:
+        """What `log` names: groups, "default" or "all"."""
+        return [self.log] if isinstance(self.log, str) else [*self.log]
+
+    @property
     def logged_groups(self) -> frozenset[str]:
         """Groups of the values that are logged, see `GROUPS`."""
-        wanted = {self.log} if isinstance(self.log, str) else {*self.log}
+        wanted = {*self.asked_groups}
         if "all" in wanted:
             return frozenset(GROUPS)
         if "default" in wanted:
-            asked = {
-                "parts": self.modules,
-                "memory": self.memory,
-                "gaps": self.probe_every_n_steps,
-                "ranks": self.sync_ranks == "log",
-            }
-            wanted |= {"phases", "host", "work"} | {one for one, is_it in asked.items() if is_it}
+            by_option = {**_MEASURED_BY, "parts": "modules"}
+            wanted |= {group for group, option in by_option.items() if getattr(self, option)}
+            wanted |= {"phases", "host", "work"}
+            if self.sync_ranks == "log":
+                wanted.add("ranks")
         return frozenset(wanted)
 
 

@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
@@ -18,7 +17,7 @@ from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import HOMES, WarnOnce, messages
-from lightning_gputime._options import AUTO, Options, check_int
+from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._phases import EXCLUDED, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._results.means import MeanLog
@@ -34,6 +33,7 @@ from lightning_gputime._saved_runs.environment import (
     setup_of,
 )
 from lightning_gputime._saved_runs.saved import Run
+from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -87,17 +87,19 @@ class Timer(Tabular):
     _logs_fit = False  # Whether it knows the wall time of a fit, the group "fit".
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
-    def __init__(self, options: Options) -> None:
-        groups = [options.log] if isinstance(options.log, str) else options.log
-        if "fit" in groups and not self._logs_fit:
-            raise ValueError(f"log must not have 'fit' (only GPUPhaseTimer logs it), got {groups}")
-        self._options = options
+    def __init__(self, options: Options, *, print_summary: bool = False) -> None:
+        check_bools(print_summary=print_summary)
+        if "fit" in options.asked_groups and not self._logs_fit:
+            raise ValueError(
+                f"log must not have 'fit' (only GPUPhaseTimer logs it), got {options.asked_groups}"
+            )
+        self._options, self._prints_table = options, print_summary
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session = NEVER_ATTACHED
         self._patches = Attachments()  # What is on the objects of a trainer.
         self._warn_once = WarnOnce()
         self._environment = Environment()
-        self._evaluated: deque[dict[str, Any]] = deque(maxlen=1000)  # JSON objects.
+        self._evaluations = Evaluations(options)
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -137,7 +139,7 @@ class Timer(Tabular):
         self._results = Results(
             options.history_size, options.timed_warmup_steps, on_host, hint=hint
         )
-        self._evaluated.clear()
+        self._evaluations.means.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
@@ -158,7 +160,8 @@ class Timer(Tabular):
         return session
 
     def _detach(self) -> None:
-        """Abort whatever runs: a front end may run more than a measurement."""
+        """Abort whatever runs, without a wait for the device or other ranks."""
+        self._evaluations.abort()
         self._abort()
 
     def _give_up(self, error: Exception) -> None:
@@ -167,11 +170,17 @@ class Timer(Tabular):
         self._detach()
 
     @never_raises
-    def _know_loader(self, loader: object, *, in_data: bool = False) -> None:
-        """Read a loader's settings, such as the batch size. `in_data`: all `data` is its fetch."""
+    def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
+        """Read a loader's settings, such as the batch size.
+
+        Args:
+            loader: The loader.
+            in_data: Whether all `data` is its fetch.
+            prefix: What stands before the names of its settings, as in transformers.
+        """
         self._session.analyzer.set_loader(loader, in_data)
         known = known_of_loader(loader)
-        self._results.setup = replace(self._results.setup, **known)
+        self._results.setup = replace(self._results.setup, **known, loader_prefix=prefix)
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
 
@@ -276,7 +285,7 @@ class Timer(Tabular):
             *results.history_and_warmup(),
             results.summary(),
             slow_steps=results.slow.slow_steps(100),
-            evaluations=[*self._evaluated],
+            evaluations=[*self._evaluations.means],
         )
 
     def _print_table(self) -> None:

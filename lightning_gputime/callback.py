@@ -13,7 +13,7 @@ from lightning_gputime import _lightning
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import Fit
-from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
+from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
@@ -26,7 +26,6 @@ from lightning_gputime._results.wall_time import (
     WallTimeRecorder,
 )
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
-from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, never_raises
 
 _NOT_SAVED = (
@@ -85,12 +84,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         save_path: str | Path | None = None,
         **options: Unpack[AllOptions],
     ) -> None:
-        check_bools(print_summary=print_summary)
-        super().__init__(Options(**options))
-        self._prints_table = print_summary
+        super().__init__(Options(**options), print_summary=print_summary)
         self._path = _absolute(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
-        self._evaluations = Evaluations(self._options, self._evaluated)
         self._fit: Fit | None = None
         self._has_fitted = False
         # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
@@ -353,10 +349,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.evaluation_ends()
 
     def _detach(self) -> None:
-        """Abort whatever runs, without a wait for the device or other ranks."""
-        self._evaluations.abort()
         self._leave_fit()
-        self._abort()
+        super()._detach()
 
 
 def _absolute(path: Any) -> str | None:

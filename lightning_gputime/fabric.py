@@ -178,7 +178,7 @@ class FabricPhaseTimer(LoopTimer):
         self._patches.remove()
 
     def _detach(self) -> None:
-        self._abort()
+        super()._detach()
         self._forget()
 
 

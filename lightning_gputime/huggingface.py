@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -19,11 +18,10 @@ except ImportError as error:
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription
-from lightning_gputime._options import AllOptions, Options, check_bools, takes_options
+from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._timer import Timer, callers, never_raises
 
 _NOT_FOUND = (
@@ -63,9 +61,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     )
 
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
-        super().__init__(Options(**options))
-        check_bools(print_summary=print_summary)
-        self._prints_table = print_summary
+        super().__init__(Options(**options), print_summary=print_summary)
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._handled: BaseException | None = None
@@ -73,7 +69,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch = Batch(is_open=False)
         self._is_in_step = self._has_fetched = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
-        self._evaluations = Evaluations(self._options, self._evaluated)
         self._stage, self._evaluation_means = "", dict[str, float]()
         # Means of steps for the Trainer's next log; its newest log, and the keys added to that.
         self._unlogged = dict[str, float]()
@@ -119,8 +114,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         )
         self._batch = loop.batch
         if loader is not None:
-            self._know_loader(loader)
-            self._results.setup = replace(self._results.setup, loader_prefix="dataloader_")
+            self._know_loader(loader, prefix="dataloader_")
         self._session.begin()
 
     @never_raises
@@ -190,10 +184,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._leave(prints_table=is_first and isinstance(error, KeyboardInterrupt))
 
     def _detach(self) -> None:
-        """Abort whatever runs, without a wait for the device or other ranks."""
-        self._evaluations.abort()
         self._is_in_step = self._batch.is_open = False
-        self._abort()
+        super()._detach()
 
     # Evaluations
 

@@ -109,8 +109,8 @@ REGISTER = (
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, five inner methods, `on_epoch_begin` of"
-        " its callback handler; TRL: `_calculate_rewards`, `generate` of vLLM",
+        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, five inner methods,"
+        " `on_epoch_begin` of its callback handler; TRL: `_calculate_rewards`, `generate` of vLLM",
         OBJECT,
         frozenset(
             {

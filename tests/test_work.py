@@ -278,7 +278,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
     assert logged["phase_time/items_per_sec"] == 1000 / STEP
     val_ms = logged["phase_time/val/step_ms"]
     assert logged["phase_time/val/items_per_sec"] == pytest.approx(3000 / val_ms)
-    assert timer._evaluated[0]["items_per_sec"] == logged["phase_time/val/items_per_sec"]
+    assert timer._evaluations.means[0]["items_per_sec"] == logged["phase_time/val/items_per_sec"]
 
 
 def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:

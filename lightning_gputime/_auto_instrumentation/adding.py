@@ -74,9 +74,10 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
     try:
         if hasattr(timer, "remove"):
             timer.remove()
-        if prints and timer.last_step is not None:
+        has_steps = timer.last_step is not None
+        if has_steps and prints:
             timer._print_table()
-        if path is not None and timer.last_step is not None:
+        if has_steps and path is not None:
             timer.save(_unused(path))
     except Exception as error:
         messages.warning("The table could not be shown, or the run not be saved: %r", error)

@@ -24,7 +24,7 @@ from lightning_gputime._work.work import Items
 class Evaluations:
     """Time the evaluation loops of a trainer, one at a time, apart from its training.
 
-    While none runs, all methods but `start` do nothing. `kept` takes each loop's means, as JSON.
+    While none runs, all methods but `start` do nothing.
     """
 
     # Of the loop that runs; set by `start`.
@@ -34,14 +34,15 @@ class Evaluations:
     _items: Items
     _number: int
 
-    def __init__(self, options: Options, kept: deque[dict[str, Any]]) -> None:
-        self._options, self._kept = options, kept
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._recorder: Recorder | None = None
+        self.means: deque[dict[str, Any]] = deque(maxlen=1000)  # Of each loop, as JSON objects.
         self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
-        kept = {"_options": self._options, "_kept": self._kept, "results": self.results}
+        kept = {"_options": self._options, "means": self.means, "results": self.results}
         return {**kept, "_recorder": None}
 
     @property
@@ -65,7 +66,7 @@ class Evaluations:
         options = self._options
 
         def keep(values: Mapping[str, float]) -> None:
-            self._kept.append({"stage": stage, "step": number, **values})
+            self.means.append({"stage": stage, "step": number, **values})
 
         # Nothing is due before the end.
         means = MeanLog(
