@@ -189,20 +189,17 @@ class Fit:
 
     def listen(self, own: type) -> None:
         """Listen to the trainer's actions until `remove`. Callbacks of class `own` are ours."""
-        trainer, session, fail = self._trainer, self._session, self._fail
-        begins = session.recorder.pause_now
+        trainer, session = self._trainer, self._session
+        pause, action_of = session.recorder.pause_now, partial(_lightning.module_action, trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
-        for hook, call in (
-            # Not by the callback's hook of that name, for which a Trainer takes 2 us.
-            ("on_before_optimizer_step", session.update_begins),
-            # Where gradients accumulate none are cleared before a validation.
-            ("on_validation_model_zero_grad", begins),
-        ):
-            action = _lightning.module_action(trainer, self._model, hook)
-            calls[action] = partial(self._leave_callback, call) if action in calls else call
-        self._attachments.add(_lightning.listen_to_actions(trainer, calls, fail))
+        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
+        update = action_of(self._model, "on_before_optimizer_step")
+        calls[update] = self._end_callbacks_of_update if update in calls else session.update_begins
+        # Where gradients accumulate none are cleared before a validation.
+        calls[action_of(self._model, "on_validation_model_zero_grad")] = pause
+        self._attachments.add(_lightning.listen_to_actions(trainer, calls, self._fail))
         validation = trainer.fit_loop.epoch_loop.val_loop
-        self._attachments.add(_lightning.call_at_start(validation, "run", begins))
+        self._attachments.add(_lightning.call_at_start(validation, "run", pause))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(trainer):
             wait = partial(session.recorder.mark, WAIT)
@@ -274,9 +271,12 @@ class Fit:
         self._callback = label
         self._session.recorder.enter_phase(label)
 
-    def _leave_callback(self, then: Callable[[], object] = bool) -> None:
+    def _leave_callback(self) -> None:
         self._session.recorder.leave_phase(self._callback)
-        then()
+
+    def _end_callbacks_of_update(self) -> None:
+        self._leave_callback()
+        self._session.update_begins()
 
     def _callbacks_have_begun(self) -> None:
         if self._in_batch:

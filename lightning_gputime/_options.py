@@ -65,6 +65,10 @@ class TimerOptions(TypedDict, total=False):
         observers: Functions, metrics of torchmetrics, and objects with methods of `StepObserver`.
             They get the `StepTimes` of each timed step when it is read; probed steps are left out.
             Objects may also get slow steps, and add metrics to logs and a section to the summary.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has an impossible value.
     """
 
     prefix: str

@@ -66,10 +66,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             training ends, after an error, too, and at ends of epochs (at most 1 % of the time).
         **options: Those of `TimerOptions`.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value.
-
     Examples:
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
@@ -88,7 +84,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._path = _absolute(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
         self._fit: Fit | None = None
-        self._has_fitted = False
         # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
         self._books = WallTimeRecorder(None)
         self._books_trainer: pl.Trainer | None = None
@@ -111,7 +106,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             ValueError: If there is no such stage.
         """
         newest = next(reversed(self._evaluations.results), "")
-        stage = stage or ("" if self._has_fitted else newest) or "fit"
+        stage = stage or (newest if self._results.books is None else "") or "fit"
         stage = _STAGES_BY_NAME.get(stage, stage)
         if stage == "fit":
             return super().summary()
@@ -143,7 +138,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         self._evaluations.results.clear()
-        self._has_fitted = True
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
         self._start(
@@ -276,15 +270,18 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.is_of(trainer)
-        self._leave(trainer)
+        self.teardown(trainer, pl_module, "fit")
         if was_training and isinstance(exception, KeyboardInterrupt):
             self._show(trainer)
-        self._end_fit(trainer)
 
     @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
-        self._end_fit(trainer)
+        if trainer is self._books_trainer:
+            self._close_books()
+            # Else nothing was trained, and a file of before is worth more.
+            if self._books is self._results.books:
+                self._save_run(trainer)
 
     # The wall time of a fit
 
@@ -304,14 +301,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._patches.remove()
         self._books_trainer = None
 
-    def _end_fit(self, trainer: pl.Trainer) -> None:
-        """Save the run of a trainer whose books are open, and close them."""
-        if trainer is self._books_trainer:
-            self._close_books()
-            # Else nothing was trained, and a file of before is worth more.
-            if self._books is self._results.books:
-                self._save_run(trainer)
-
     # What a fit leaves behind, on rank zero
 
     def _show(self, trainer: pl.Trainer) -> None:
@@ -330,8 +319,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self.save(self._path)
         except Exception as error:
             self._warn_once(_NOT_SAVED, error)
-
-    # The end
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

@@ -50,10 +50,6 @@ class FabricPhaseTimer(LoopTimer):
         log_every_n_steps: Number of steps averaged into one log.
         **options: Those of `TimerOptions`.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value.
-
     Examples:
         >>> timer = FabricPhaseTimer()
         >>> fabric = Fabric(callbacks=[timer])

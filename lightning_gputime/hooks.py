@@ -39,7 +39,7 @@ class GPUPhaseHooks(LoopTimer):
             `torch.nn.ModuleList([generator, discriminator])`.
         optimizers: Optimizers whose updates are `optimizer`: one, a list, or None for inference.
             DeepSpeed's engine, passed as the model, has its own.
-        device: Device to time; by default that of the model's parameters.
+        device: Device to time, which must exist; by default that of the model's parameters.
         accumulate_grad_batches: Number of micro-batches per optimizer update, and so per step. With
             "auto" a step ends with the update; a skipped one is part of the next step. Accelerate's
             `accumulate` needs no number.
@@ -50,10 +50,6 @@ class GPUPhaseHooks(LoopTimer):
         wrap_backward: Whether to replace the function that runs torch's autograd engine. If not,
             use `with timer.phase("backward")`.
         **options: Those of `TimerOptions`.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value, or there is no such device.
 
     Examples:
         >>> with GPUPhaseHooks(model, optimizer) as timer:

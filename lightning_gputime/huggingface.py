@@ -48,10 +48,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         print_summary: Whether to print the summary when training ends.
         **options: Those of `TimerOptions`.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value.
-
     Examples:
         >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
     """
