@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._results.history import list_phases
+from lightning_gputime._results.stats import largest_part
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import duration
 
@@ -33,8 +34,6 @@ _LEAST_ERRORS, _LEAST_CHANGE, _LEAST_ORDERED = 5.0, 0.02, 0.85
 _LONG, _FEWEST_LONG, _REGULAR = 1.2, 10, 0.9
 # What a stretch leaves unexplained, as a fraction of what the best jump or trend leaves, is less.
 _LEFT_BY_STRETCH = 0.5
-# A part of a phase is named in its place from this fraction of the phase's change on.
-_MOST_OF_IT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class LevelRecorder:
             for name in totals[-1][2]
             if name
         }
-        phase = most_changed(parts, change_ms)
+        phase = largest_part(parts, sign=change_ms)
         return LastingChange(
             kind="trend" if _is_trend(shape) else "stretch" if end < len(shape) else "jump",
             since_step=totals[first + start][0] + 1,
@@ -181,7 +180,7 @@ def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeri
         for ms in [np.nan_to_num(times[f"{name}_ms"])]
     }
     all_ms = float(np.mean(step_ms[is_long]) - np.mean(step_ms[~is_long]))
-    return SlowPeriod(every, all_ms, most_changed(excess_ms, all_ms), workers)
+    return SlowPeriod(every, all_ms, largest_part(excess_ms), workers)
 
 
 def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
@@ -193,17 +192,6 @@ def _slope(values: Floats, shape: Floats) -> float:
     """Return by how much values change where the shape goes from 0 to 1, by least squares."""
     centered = shape - shape.mean()
     return float(centered @ values / (centered @ centered))
-
-
-def most_changed(parts: Mapping[str, float], change_ms: float, found: str = "") -> str:
-    """Return the phase that changed most in a direction, or the part of it (or of one) that did."""
-    along = {name: ms if change_ms > 0.0 else -ms for name, ms in parts.items()}
-    while True:
-        least = _MOST_OF_IT * along.get(found, 0.0)
-        inside = [one for one in along if one.rpartition("/")[0] == found and along[one] > least]
-        if not inside:
-            return found
-        found = max(inside, key=along.__getitem__)
 
 
 def _fit(blocks_ms: Floats, settled: int) -> tuple[int, Floats, float, float, float] | None:

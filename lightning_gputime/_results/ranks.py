@@ -16,11 +16,13 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._results.stats import largest_part
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import duration
 
 STEP = "step"
 LOCAL = "local"
+_IN_DATA = f"{DATA}/"
 
 # Sums of phases and of "step" (in milliseconds), each with the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
@@ -204,7 +206,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     totals = {rank: one for rank, one in sorted(totals.items()) if one.steps}
     if not totals:
         return None
-    own_ms = {rank: _own_ms(one) for rank, one in totals.items()}
+    phases = {rank: _with_local(one) for rank, one in totals.items()}
+    own_ms = {rank: _own_ms(one) for rank, one in phases.items()}
     rank = max(own_ms, key=lambda one: own_ms[one][LOCAL])
     # Of two ranks, the slow one would be half of a median that it is part of.
     others = [one for one in totals if one != rank] or [rank]
@@ -219,7 +222,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         totals[rank].error_ms, statistics.median(totals[one].error_ms for one in others)
     )
     is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
-    phase, rows = _phase_behind(behind_median_ms), _rows(totals)
+    phase, rows = largest_part(behind_median_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
     nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
@@ -236,11 +239,12 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     )
 
 
-def _own_ms(totals: RankTotals) -> dict[str, float]:
+def _own_ms(phases: PhaseTotals) -> dict[str, float]:
     """Return the time per step of each top-level phase and part of `data`, without waits."""
     # Over all steps, also where a phase ran in some: so they add up to the local time.
-    ms = {name: total_ms / totals.steps for name, (total_ms, _) in _with_local(totals).items()}
-    own_ms = {name: of for name, of in ms.items() if "/" not in name or _is_in_data(name)}
+    steps = phases[STEP][1]
+    ms = {name: total_ms / steps for name, (total_ms, _) in phases.items()}
+    own_ms = {name: of for name, of in ms.items() if "/" not in name or name.startswith(_IN_DATA)}
     for name in filter(is_wait, ms):
         own_ms.pop(name, None)
         own_ms[name.partition("/")[0]] -= ms[name]
@@ -256,22 +260,6 @@ def _with_local(totals: RankTotals) -> PhaseTotals:
     return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}
 
 
-def _is_in_data(name: str) -> bool:
-    return name.startswith(f"{DATA}/")
-
-
-def _phase_behind(behind_median_ms: Mapping[str, float]) -> str:
-    """Return the phase in which most is lost; of `data` the part, if that is known."""
-    top_level = [name for name in behind_median_ms if "/" not in name]
-    phase = max(top_level, key=behind_median_ms.__getitem__, default="")
-    if phase != DATA:
-        return phase
-    part = max(
-        filter(_is_in_data, behind_median_ms), key=behind_median_ms.__getitem__, default=DATA
-    )
-    return part if 2 * behind_median_ms[part] >= behind_median_ms[DATA] else DATA
-
-
 def _named(slow: tuple[int, ...]) -> str:
     if len(slow) == 1:
         return f"rank {slow[0]} is"
@@ -279,8 +267,7 @@ def _named(slow: tuple[int, ...]) -> str:
     return f"ranks {', '.join(map(str, slow[:_MAX_NAMED]))}{more} are up to"
 
 
-def _rows(totals: Mapping[int, RankTotals]) -> dict[str, RankStats]:
-    phases = {rank: _with_local(one) for rank, one in totals.items()}
+def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
     # In the order of the first rank.
     names = dict.fromkeys(name for one in phases.values() for name in one)
     own = in_order([name for name in names if name not in (STEP, LOCAL)])

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
 from typing import Any
@@ -147,67 +147,63 @@ class Results:
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)
         memory = self.peaks.summary() if self.peaks is not None else None
-        peaks_mib = {**memory.peak_mib} if memory is not None else {}
-        if peaks_mib:
-            peaks_mib[STEP] = max(peaks_mib.values())
-        rows, tflops = _rows(sums, busy), tflops_of_phases(sums)
-        times_ms = {name: times[name] for name in times.dtype.names or ()}
-        for name, row in rows.items():
-            p50_ms, p95_ms = _percentiles(times_ms.get(f"{name}_ms", ()))
-            peak_mib, phase_tflops = peaks_mib.get(name), tflops.get(name)
-            rows[name] = replace(
-                row, p50_ms=p50_ms, p95_ms=p95_ms, peak_mib=peak_mib, tflops=phase_tflops
-            )
-        summary = self._bare_summary(rows, sums, busy)
-        return replace(
-            summary,
+        rows = _rows(sums, busy, times, {} if memory is None else memory.peak_mib)
+        n, step = sums.step.n, rows.pop(STEP)
+        return PhaseSummary(
+            rows=Named(rows),
+            step=step,
+            steps=n,
+            warmup_steps=0,
+            host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
+            on_host_clock=self.on_host_clock,
+            probed_steps=busy.step.n,
             probe_failure=self.probe_failure,
             timed_every_n_steps=self.timed_every_n_steps,
             timing_share=self.timing_share,
             each_timed_for=self.each_timed_for,
-            sections=sections_of(self.observers),
+            slow=self.slow.summary(n, sums.step.device_ms),
             slow_period=find_period(times, self.setup.num_workers),
-            slow=self.slow.summary(summary.steps, sums.step.device_ms),
-            work=self.throughput.summary(sums),
             wall_time=self.books.summary() if self.books is not None else None,
             memory=memory,
-        )
-
-    def _bare_summary(self, rows: dict[str, PhaseStats], sums: Sums, busy: Sums) -> PhaseSummary:
-        return PhaseSummary(
-            step=rows.pop(STEP),
-            rows=Named(rows),
-            steps=sums.step.n,
-            warmup_steps=0,
-            host_wait_mean_ms=sums.wait_ms / sums.step.n if sums.step.n else math.nan,
-            on_host_clock=self.on_host_clock,
             is_uneven=not self.setup.has_loader and DATA in rows and rows[DATA].is_uneven,
-            probed_steps=busy.step.n,
+            work=self.throughput.summary(sums),
+            sections=sections_of(self.observers),
         )
 
 
-def _rows(sums: Sums, busy: Sums) -> dict[str, PhaseStats]:
-    """Return the statistics that sums tell, of each phase and of the step."""
+def _rows(
+    sums: Sums, busy: Sums, times: npt.NDArray[Any], peaks_mib: Mapping[str, float]
+) -> dict[str, PhaseStats]:
+    """Return the statistics of each phase, and of the step."""
     phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
     probed = {name: one.mean_ms for name, one in {**busy.phases, STEP: busy.step}.items() if one.n}
-    all_ms = sums.step.device_ms or math.nan
-    return {
-        name: PhaseStats(
+    peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
+    tflops, all_ms = tflops_of_phases(sums), sums.step.device_ms or math.nan
+    rows = {}
+    for name, one in {**phases, STEP: sums.step}.items():
+        column = f"{name}_ms"
+        p50_ms, p95_ms = _percentiles(times[column] if column in (times.dtype.names or ()) else ())
+        rows[name] = PhaseStats(
             n=one.n,
             mean_ms=one.mean_ms,
+            p50_ms=p50_ms,
+            p95_ms=p95_ms,
             max_ms=one.max_ms if one.n else math.nan,
             share=one.device_ms / all_ms,
             host_mean_ms=one.host_ms / one.n if one.n else math.nan,
             gpu_busy_mean_ms=probed.get(name),
+            peak_mib=peaks_mib.get(name),
+            tflops=tflops.get(name),
         )
-        for name, one in {**phases, STEP: sums.step}.items()
-    }
+    return rows
 
 
-def _percentiles(times_ms: npt.ArrayLike) -> list[float]:
+def _percentiles(times_ms: npt.ArrayLike) -> tuple[float, float]:
+    """Return the median and the 95th percentile of the steps in which a phase ran."""
     ran_ms = np.asarray(times_ms)
     ran_ms = ran_ms[np.isfinite(ran_ms)]
-    return (
-        [float(one) for one in np.percentile(ran_ms, (50, 95))] if len(ran_ms) else [math.nan] * 2
-    )
+    if not len(ran_ms):
+        return math.nan, math.nan
+    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95)).tolist()
+    return p50_ms, p95_ms

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
 
+_MOST_OF_IT = 0.5  # A part that is more than this fraction of its phase is named in its place.
 _MAX_MODULES = 10  # The table shows this many modules, or one more if that is all.
 
 
@@ -44,6 +45,20 @@ class PhaseStats:
     def is_uneven(self) -> bool:
         """Whether few steps hold most of it."""
         return self.p50_ms < 0.5 * self.mean_ms
+
+
+def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:
+    """Return the phase with the most time, or the part of it (or of `found`) that is half of it.
+
+    With a negative `sign` that is the one with the least.
+    """
+    along = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
+    while True:
+        least = _MOST_OF_IT * along.get(found, 0.0)
+        inside = [one for one in along if one.rpartition("/")[0] == found and along[one] > least]
+        if not inside:
+            return found
+        found = max(inside, key=along.__getitem__)
 
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:

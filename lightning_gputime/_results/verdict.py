@@ -13,7 +13,7 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.stats import PhaseStats
+from lightning_gputime._results.stats import PhaseStats, largest_part
 from lightning_gputime._results.table import percent, unit_of
 
 Rows = Mapping[str, PhaseStats]
@@ -119,7 +119,10 @@ def _pace(
         late = [name for name, ms in behind.items() if -ms >= 0.05 * step.mean_ms]
         if not late:
             return Verdict(GPU, grounds, of_gpu)
-        parts = tuple(_part(name, rows) for name in late)
+        # Of `data` the part in which the host was for most of it.
+        of_data = {DATA, *_OF_DATA}
+        host_ms = {one: row.n * row.host_mean_ms for one, row in rows.items() if one in of_data}
+        parts = tuple(largest_part(host_ms, name) for name in late)
         named = ", ".join(f"`{part}`" for part in parts)
         return Verdict(MIXED, f"{grounds}, but the CPU is busy or blocked in {named}", parts)
     idles = "the GPU idles while the CPU launches kernels"
@@ -129,14 +132,6 @@ def _pace(
     if launch_gap_share < MANY_GAPS:
         return Verdict(GPU, f"launch gaps are only {share}", of_gpu)
     return Verdict(LAUNCH, f"{idles} ({share})")
-
-
-def _part(name: str, rows: Rows) -> str:
-    """Return the part of `data` in which the host was for most of it; else the name."""
-    parts = [part for part in rows if name == DATA and part in _OF_DATA]
-    took = {part: rows[part].n * rows[part].host_mean_ms for part in parts}
-    most = max(took, key=took.__getitem__, default=name)
-    return most if 2 * took.get(most, 0.0) >= rows[name].n * rows[name].host_mean_ms else name
 
 
 def longest_callback(rows: Rows) -> tuple[str, float]:

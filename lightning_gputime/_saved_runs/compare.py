@@ -11,9 +11,9 @@ import numpy as np
 
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._results.changes import most_changed
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
+from lightning_gputime._results.stats import largest_part
 from lightning_gputime._results.table import Table, Tabular, Unit, unit_of
 from lightning_gputime._saved_runs import statistics
 from lightning_gputime._saved_runs.environment import Environment
@@ -152,7 +152,7 @@ class RunComparison(Tabular):
     def _most(self, name: str) -> str:
         """Return the name of a phase, with the part that is most of its change."""
         parts = {part: row.change_ms for part, row in self.rows.items()}
-        part = most_changed(parts, parts[name], name)
+        part = largest_part(parts, name, sign=parts[name])
         return name if part == name else f"{name} ({part})"
 
     def is_above(self, bound: float, phase: str = "") -> bool:
