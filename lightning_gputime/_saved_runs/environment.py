@@ -1,5 +1,6 @@
 """What a run runs on, and how its training is set up: found without Lightning, at its start."""
 
+import json
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._work.peaks import device_name
 
+_OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
 _MAX_LOADERS = 10  # More side by side are not loaders, but the batches themselves.
 
 
@@ -114,13 +116,10 @@ def _options_to_save(options: Options) -> dict[str, Any]:
     found, defaults = {}, Options()
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
-        if value == getattr(defaults, name):
-            continue
-        is_several = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-        value = [*value] if is_several else value
-        parts = value if isinstance(value, list) else [value]
-        if all(isinstance(one, bool | int | float | str) for one in parts):
-            found[name] = value
+        if value != getattr(defaults, name):
+            named = [*value] if isinstance(value, Mapping) else value
+            with suppress(TypeError):
+                found[name] = json.loads(json.dumps(named))
     return found
 
 
@@ -151,19 +150,15 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
     The precision counts only if a trainer shows it: that of the parameters shows no autocast.
     """
     is_cuda = environment.device_type == "cuda"
-    try:
-        return TrainingSetup(
-            cores=cores_of_rank(environment.world_size),
-            precision=environment.precision if told_precision else "",
-            has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
-            compiled=environment.compiled,
-            unfused=_unfused(loop.optimizers) if is_cuda else "",
-            has_parts=any(True for _ in loop.model.children()),
-            classes={name: type(one).__name__ for name, one in loop.submodules.items()},
-        )
-    except Exception as error:
-        messages.warning("Cannot find out how the training is set up: %r", error)
-        return TrainingSetup()
+    return TrainingSetup(
+        cores=cores_of_rank(environment.world_size),
+        precision=environment.precision if told_precision else "",
+        has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
+        compiled=environment.compiled,
+        unfused=_unfused(loop.optimizers) if is_cuda else "",
+        has_parts=any(True for _ in loop.model.children()),
+        classes={name: type(one).__name__ for name, one in loop.submodules.items()},
+    )
 
 
 def known_of_loader(loader: object) -> dict[str, Any]:
@@ -177,21 +172,14 @@ def known_of_loader(loader: object) -> dict[str, Any]:
         "has_loader": True,
         "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
         "is_on_device": any(one.device.type != "cpu" for one in tensors),
-        **{name: _common(loaders, name, kind) for name, kind in _OF_LOADERS.items()},
+        **{name: _common(loaders, name) for name in _OF_LOADERS},
     }
 
 
-_OF_LOADERS = {
-    **dict.fromkeys(("num_workers", "prefetch_factor", "batch_size"), int),
-    **dict.fromkeys(("pin_memory", "persistent_workers"), bool),
-}
-
-
-def _common(loaders: Sequence[object], name: str, kind: type) -> Any:
-    """Return the attribute that all loaders agree on, if it is of this type; else None."""
-    values = [attribute(one, name) for one in loaders]
-    first = values[0]
-    return first if all(type(one) is kind and one == first for one in values) else None
+def _common(loaders: Sequence[object], name: str) -> Any:
+    """Return the number or switch that all loaders agree on; else None."""
+    first, *others = [attribute(one, name) for one in loaders]
+    return first if isinstance(first, int) and all(one == first for one in others) else None
 
 
 def _dataset(loader: object) -> object:
@@ -218,6 +206,10 @@ def _unfused(optimizers: Sequence[Any]) -> str:
     """Return the class of the first optimizer that could be fused, and is not."""
     for one in optimizers:
         groups = attribute(one, "param_groups")
-        if groups and all("fused" in group and not group["fused"] for group in groups):
+        if isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
             return type(one).__name__
     return ""
+
+
+def _is_unfused(group: object) -> bool:
+    return isinstance(group, dict) and not group.get("fused", True)
