@@ -60,7 +60,7 @@ def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> M
     """Return what logs means when and where a trainer logs."""
     every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
     log = partial(publish, trainer)
-    return MeanLog(prefix, every_n_steps, trainer.loggers, log, beside=lambda _: row)
+    return MeanLog(prefix, every_n_steps, trainer.loggers, log, row=row)
 
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -56,7 +57,8 @@ class MeanLog:
         loggers: Get the means, under keys with their own separator.
         publish: Also gets them, under keys with "/".
         stage: Second part of each key, such as "val"; empty for training.
-        beside: Returns what loggers also get in the row of a step, under keys as they are.
+        row: What loggers also get in the row of a step, under keys as they are.
+        kept: Gets all values of each log, as JSON.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class MeanLog:
         publish: Callable[[Mapping[str, float]], None] | None = None,
         *,
         stage: str = "",
-        beside: Callable[[int], Mapping[str, float]] = lambda step: {},
+        row: Mapping[str, float] = MappingProxyType({}),
+        kept: deque[dict[str, Any]] | None = None,
     ) -> None:
-        self._prefix, self._stage, self._beside = prefix, stage, beside
+        self._prefix, self._stage, self._row, self._kept = prefix, stage, row, kept
         self.every_n_steps = every_n_steps
         self.loggers = loggers
         self._publish = publish
@@ -78,7 +81,6 @@ class MeanLog:
         # What is logged beside the means: slow steps, work, probes, memory and observers of these.
         self.results: Results | None = None
         self.groups: Collection[str] = GROUPS  # Of the values that are logged.
-        self.keep: Callable[[Mapping[str, float]], object] | None = None  # Gets all values.
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.is_owed = False  # Whether a step that is to be logged has finished, and is not read.
@@ -173,8 +175,8 @@ class MeanLog:
 
         They are logged under the number of the step, or of the last log if that is newer.
         """
-        if self.keep is not None:
-            self.keep({**values, **own})
+        if self._kept is not None:
+            self._kept.append({"stage": self._stage, "step": step, **values, **own})
         wanted: dict[str, float] = {}
         for name, value in values.items():
             if group_of(name) in self.groups:
@@ -185,10 +187,9 @@ class MeanLog:
         if not only_publish:
             # Some loggers drop what comes under a number that is behind.
             step = self._logged = max(step, self._logged)
-            beside = self._beside(step)
             # With one call: CSV writes a row a call, W&B counts a step, MLflow sends a request.
             for one in self.loggers:
-                self._try(partial(send, one, self._prefix, self._stage, wanted, step, beside))
+                self._try(partial(send, one, self._prefix, self._stage, wanted, step, self._row))
         if self._publish is not None:
             metrics = {key(self._prefix, self._stage, name): ms for name, ms in wanted.items()}
             self._try(partial(self._publish, metrics))

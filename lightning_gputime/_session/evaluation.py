@@ -16,8 +16,8 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.means import MeanLog, MetricsLogger
+from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
 from lightning_gputime._work.work import Items
 
 
@@ -30,6 +30,7 @@ class Evaluations:
     # Of the loop that runs; set by `start`.
     _boundaries: Boundaries
     _means: MeanLog
+    _results: Results
     _batch: Batch
     _items: Items
     _number: int
@@ -64,35 +65,28 @@ class Evaluations:
         """Start to time a loop, in place of the one that runs; log its means under `number`."""
         self.abort()
         options = self._options
-
-        def keep(values: Mapping[str, float]) -> None:
-            self.means.append({"stage": stage, "step": number, **values})
-
-        # Nothing is due before the end.
-        means = MeanLog(
-            options.prefix, sys.maxsize, loggers, publish, stage=stage, beside=lambda _: row
-        )
-        results = Results(options.history_size, 0, isinstance(clock, HostClock))
+        self._results = results = Results(options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
         self.results.pop(stage, None)
         self.results[stage] = results
-        means.results, means.groups, means.keep = results, options.logged_groups, keep
-
-        def add(steps: list[StepRecord]) -> None:
-            sums = Sums(steps)
-            means.add(steps, sums)
-            results.add(steps, sums)
-
+        # Nothing is due before the end.
+        self._means = means = MeanLog(
+            options.prefix, sys.maxsize, loggers, publish, stage=stage, row=row, kept=self.means
+        )
+        means.results, means.groups = results, options.logged_groups
         # A number is of the batches of training.
         self._items = Items(options.items if callable(options.items) else None)
-        self._means, self._number = means, number
-        recorder = Recorder(clock, lag=options._lag, emit=add, batch=BATCH)
-        self._batch = loop.batch
+        self._number, self._batch = number, loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
-        self._boundaries = Boundaries(recorder, loop)
-        recorder.begin()
-        self._recorder = recorder
+        self._recorder = Recorder(clock, lag=options._lag, emit=self._steps_read, batch=BATCH)
+        self._boundaries = Boundaries(self._recorder, loop)
+        self._recorder.begin()
+
+    def _steps_read(self, records: list[StepRecord]) -> None:
+        steps = ReadSteps(records, warmup=0)
+        self._means.steps_read(steps)
+        self._results.steps_read(steps)
 
     def batch_begins(self, batch: object) -> None:
         if self._recorder is not None:
