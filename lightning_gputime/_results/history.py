@@ -35,7 +35,10 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
     step_ms = np.zeros(len(steps))
     phases: dict[str, npt.NDArray[np.float64]] = {}
     # All steps with the same marks at once, not step by step.
-    for labels, at in _indices_by_labels(steps).items():
+    indices = defaultdict[tuple[str, ...], list[int]](list)
+    for i, step in enumerate(steps):
+        indices[step.labels].append(i)
+    for labels, at in indices.items():
         of_mark = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
         started = set[str]()
         for names, ms in zip(resolve_labels(labels), of_mark.T, strict=True):
@@ -83,10 +86,3 @@ def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
     for name, column in columns.items():
         whole[name] = column
     return whole.view(History)
-
-
-def _indices_by_labels(steps: Sequence[StepRecord]) -> dict[tuple[str, ...], list[int]]:
-    indices: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for i, step in enumerate(steps):
-        indices[step.labels].append(i)
-    return indices

@@ -66,7 +66,6 @@ class BatchMeans:
         self._length = 1
         self._means_ms: list[float] = []
         self._open_ms, self._n_open = 0.0, 0
-        self._deviation_ms: float | None = None  # Until a block is added.
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
@@ -79,7 +78,7 @@ class BatchMeans:
         if self._n_open < self._length:
             return
         self._means_ms.append(self._open_ms / self._length)
-        self._open_ms, self._n_open, self._deviation_ms = 0.0, 0, None
+        self._open_ms, self._n_open = 0.0, 0
         if len(self._means_ms) == _MAX_BLOCKS:
             self._means_ms = _by_twos(self._means_ms)
             self._length *= 2
@@ -91,15 +90,12 @@ class BatchMeans:
         The standard error of the mean over n steps is this, divided by the root of n. It is the
         largest of those by the blocks as they are, by blocks of twice their length, and so on.
         """
-        if self._deviation_ms is not None:
-            return self._deviation_ms
         means, length, largest_ms = self._means_ms, self._length, 0.0
         while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
             own_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
             # The deviation of few blocks may be too small by chance.
             largest_ms = max(largest_ms, own_ms * (1 + 2 / (n - 1)))
             means, length = _by_twos(means), 2 * length
-        self._deviation_ms = largest_ms
         return largest_ms
 
 

@@ -80,20 +80,19 @@ class RankComparer:
         # for the other. Nor where the end of an epoch has compared them since.
         if finished is not None and finished >= self._means.next_due(self._compared):
             early = Sums(step for step in self._recent if step.number > finished)
-            totals = since(self._totals(self._results.sums), self._totals(early))
-            self._compare(totals, finished)
+            self._compare(since(self._totals(), totals_of(early)), finished)
 
     def compare_all(self, newest: int | None) -> None:
         """Compare the ranks in all steps that were read. All ranks must call it."""
         if newest is not None:
             self._compared = newest
-        self._compare(self._totals(self._results.sums))
+        self._compare(self._totals())
 
     def remove(self) -> None:
         self._exchange = None
 
-    def _totals(self, sums: Sums) -> RankTotals:
-        return totals_of(sums, self._local.deviation_ms)
+    def _totals(self) -> RankTotals:
+        return totals_of(self._results.sums, self._local.deviation_ms)
 
     def _compare(self, totals: RankTotals, finished: float = math.inf) -> None:
         if self._exchange is None:
