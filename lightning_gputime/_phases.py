@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -59,6 +59,8 @@ COLOURS = {
     OPTIMIZER: "#009E73",
     OTHER: "#BBBBBB",
 }
+
+_OWN_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Of phases that a user has named.
 
 PHASES = tuple(COLOURS)
 # The sub-phases that any loop may have; modules and a user's own are not known beforehand.
@@ -215,6 +217,12 @@ def in_order(names: Sequence[str]) -> list[str]:
         return tops.index(top), [] if by_name else [seen[part] for part in parts], name
 
     return sorted(names, key=place)
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each phase; the user's own share a few."""
+    own = itertools.cycle(_OWN_COLOURS)
+    return {name: COLOURS.get(name) or next(own) for name in names}
 
 
 def of_one_callback(name: str) -> str:

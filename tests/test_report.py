@@ -1,5 +1,5 @@
+import html
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -51,7 +51,11 @@ def full() -> Run:
         _summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
-            SlowStep(7, 90.5, 15.0, EVIL, (Cause("garbage_collection", 70.25, 70.25, EVIL),), 5.25)
+            SlowStep(
+                *(7, 90.5, 15.0, EVIL, (Cause("garbage_collection", 75.5, 70.25, EVIL),), 5.25),
+                phase_ms={"forward": 80.5, EVIL: 10.0},
+                host_ms={"forward": 85.5, EVIL: 5.0},
+            )
         ],
         evaluations=[{"stage": EVIL, "step": 3, "forward_ms": 2.5}],
     )
@@ -74,6 +78,88 @@ def without_library(text: str) -> str:
     return text.rpartition("</head>\n<body>")[2]
 
 
+def table_rows(body: str, kind: str) -> list[list[str]]:
+    """The texts of the cells of a table, by its class or its caption."""
+    table = re.search(rf'<table class="{kind}">(.*?)</table>', body, re.S) or re.search(
+        rf"<table>\s*<caption>{kind}(.*?)</table>", body, re.S
+    )
+    assert table is not None
+    lines = re.findall(r"<tr.*?</tr>", table[1], re.S)
+    cells = (re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line, re.S) for line in lines)
+    return [[re.sub(r"<[^>]*>", "", cell).strip() for cell in line] for line in cells]
+
+
+def bars(body: str) -> list[tuple[str, float, float]]:
+    """The name of each loss, where its bar begins, and how long it is (in percent)."""
+    found = re.findall(r'<i style="margin-left:([\d.]+)%;width:([\d.]+)%', body)
+    names = [line[0] for line in table_rows(body, "fall")[1:]]
+    return [(name, float(a), float(b)) for name, (a, b) in zip(names, found, strict=True)]
+
+
+@needs_bokeh
+def test_the_losses_are_a_waterfall_to_the_whole() -> None:
+    one = full()
+    losses = one.summary().losses
+    assert losses is not None
+    found = bars(without_library(made(one)))
+    assert len(found) == len(losses.rows) + 1 > 3
+    end = 0.0
+    for (_, start, length), loss in zip(found, (*losses.rows, losses.work), strict=True):
+        assert start == pytest.approx(end, abs=1e-3)
+        assert length == pytest.approx(100 * loss.share, abs=1e-4)
+        end = start + length
+    assert end == pytest.approx(100.0, abs=1e-3)
+
+
+def lane(html: str) -> dict[str, float]:
+    """The names of the bars of a lane, and their lengths in percent."""
+    found = re.findall(r'<i style="width:([\d.]+)%;background:[^"]+" title="(.*?): ', html)
+    return {name: float(length) for length, name in found}
+
+
+@needs_bokeh
+def test_a_slow_step_opens_into_its_lanes_and_causes() -> None:
+    body = without_library(made(full()))
+    [opened] = re.findall(r'<details class="slow">(.*?)</details>', body, re.S)
+    _, *found = opened.split('<div class="lane">')
+    assert [re.findall("<span>(.*?)<", one)[0] for one in found] == ["GPU", "host", "mean"]
+    evil = html.escape(EVIL).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+    assert lane(found[0]) == {"forward": 88.9503, evil: 11.0497}
+    assert lane(found[1]) == {"forward": 94.4751, evil: 5.5249}
+    mean_ms = full().summary().step.mean_ms
+    assert sum(lane(found[2]).values()) == pytest.approx(100 * mean_ms / 90.5, abs=1e-3)
+    causes = re.findall(r"<td.*?>(.*?)</td>", opened)
+    assert causes == [
+        *(f"garbage_collection ({evil})".replace("_", " "), "70.2 ms", "75.5 ms"),
+        *("unexplained", "5.25 ms", ""),
+    ]
+
+
+@needs_bokeh
+def test_a_slow_step_of_an_older_file_says_what_its_lanes_need() -> None:
+    one = full()
+    bare = replace(one.slow_steps[0], phase_ms={}, host_ms={})
+    body = without_library(made(replace(one, slow_steps=[bare] * 12)))
+    assert body.count("no lanes of slow steps: save the run again") == 10
+
+
+@needs_bokeh
+def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> None:
+    results = Results(10, 0)
+    modules = {f"forward/layer {i}": 0.25 for i in range(4)}
+    results.add([raw(0, data=2.0, forward=1.0, **modules, backward=4.0)])
+    body = without_library(
+        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+    )
+    shares = re.findall(r'<td class=" share" style="background-size:(.*?) 70%">(.*?)</td>', body)
+    assert all(length == cell for length, cell in shares)
+    assert [cell for _, cell in shares] == ["25.0%", "25.0%", *["3.1%"] * 4, "50.0%"]
+    groups = re.findall(r"<tbody>(.*?)</tbody>", body, re.S)
+    parts = {re.sub("<.*?>", "", one).split()[0]: one.count('class="part"') for one in groups}
+    assert parts == {"data": 0, "forward": 4, "backward": 0}
+    assert [one.count('<input type="checkbox" checked>') for one in groups] == [0, 1, 0]
+
+
 @needs_bokeh
 def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
     body = without_library(made(full()))
@@ -94,7 +180,7 @@ def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
     verdict = re.search(r'class="verdict">(.*?)</p>', body)
     assert verdict is not None
     assert body.count(verdict[1]) == 1
-    assert re.search(r"<h2>Environment</h2>\s*<div class=\"runs\"><div><details", body)
+    assert re.search(r"<h2>Environment</h2>\s*<div class=\"runs\">\s*<div>\s*<details", body)
     assert re.search(r"<h1>run .* · H200 · torch 2.13.0 · batch 32 · ", body)
 
 
@@ -118,7 +204,9 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
     # Of the time of these steps all was work.
-    assert re.search(r"GPU work</th>.{,40}>3 ms</th>.{,40}>100.0%</th>.{,40}>█{25}<", body)
+    [work] = table_rows(body, "fall")[1:]
+    assert work[:4] == ["GPU work", "3 ms", "100.0%", ""]
+    assert bars(body) == [("GPU work", 0.0, 100.0)]
 
 
 @needs_bokeh
@@ -236,31 +324,45 @@ def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: P
     (tmp_path / "page.html").write_text(made(*runs))
     found, console = in_chromium(tmp_path / "page.html", "--dump-dom")
     charts_drawn = len(re.findall(r'class="bk-Figure"', found))
-    assert charts_drawn == len(runs)
+    assert charts_drawn == 2 * len(runs)
     told = [line for line in console.splitlines() if "[bokeh" not in line]
     assert told == []
     assert "document idle" in console
 
 
 @needs_bokeh
-def test_the_charts_hold_the_steps_numbers() -> None:
-    figure = phases_over_steps(run(1, n=30), 20.0)
-    [source] = {one.data_source for one in figure.renderers}
-    names = list_top_phases(run(1, n=30).history)
-    assert names == ["data", "forward", "backward"]
-    whole: Any = source.data["whole"]
-    assert np.allclose(sum(source.data[f"p{i}"] for i in range(3)), whole, atol=2e-4)
-    assert json.dumps(figure.y_range.end) == "22.0"
+def test_the_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
+    one = run(1, n=30)
+    assert list_top_phases(one.history) == ["data", "forward", "backward"]
+    for in_percent, end in ((False, 22.0), (True, 100.0)):
+        figure = phases_over_steps(one, 20.0, in_percent)
+        [source] = {drawn.data_source for drawn in figure.renderers}
+        phases: Any = sum(source.data[f"p{i}"] for i in range(3))
+        step_ms = one.history["step_ms"]
+        assert np.allclose(phases, 100.0 if in_percent else step_ms, atol=2e-4)
+        assert np.allclose(phases, source.data["whole"], atol=2e-4)
+        assert figure.y_range.end == pytest.approx(end)
 
 
 @needs_bokeh
-def test_a_legend_is_no_higher_than_its_chart() -> None:
+def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None:
+    slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
+    forgotten = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
+    one = replace(run(1, n=30), slow_steps=[*slow, forgotten])
+    *_, points = phases_over_steps(one, 20.0).renderers
+    found: Any = points.data_source.data
+    assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])
+    assert found["why"] == [str(slow[0]), str(slow[1])]
+
+
+@needs_bokeh
+def test_a_legend_takes_no_height_from_its_chart() -> None:
     few = phases_over_steps(run(1, n=30), 20.0)
     many = phases_over_steps(run(1, n=30, more={f"own {i}": 0.5 for i in range(30)}), 20.0)
-    assert few.height == 320
     [legend] = many.legend
     assert len(legend.items) == 3 + 30
-    assert many.height > 19 * len(legend.items)
+    lines = -(-len(legend.items) // legend.ncols)
+    assert many.height - few.height >= 25 * (lines - 1)
 
 
 @needs_bokeh

@@ -133,7 +133,8 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", "rank 1 is slow")
     results.books = WallTimeRecorder(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     cause = Cause("ranks", 2.0, 1.5, "rank 1")
-    slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, {"loss": {"unexplained": 3.0}})
+    lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
+    slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, lost_ms, phase_ms, host_ms)
     run = run_of(
         results,
         slow_steps=[slow],

@@ -80,6 +80,11 @@ def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     assert slow.baseline_ms == 15.625
     assert slow.step_ms == 15.625 + 40.0 - ahead_ms
     assert slow.causes == (Cause("garbage_collection", 40.0, 40.0 - ahead_ms, "generation 2"),)
+    # Its lanes, in the order of a step and without sub-phases.
+    order = ["data", "forward", "loss", "backward", "optimizer", "other"]
+    assert [*slow.phase_ms] == [*slow.host_ms] == order
+    assert sum(slow.phase_ms.values()) == slow.step_ms
+    assert (slow.phase_ms["loss"], slow.host_ms["loss"]) == (0.5 + 40.0 - ahead_ms, 40.0)
 
 
 def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None:

@@ -83,6 +83,74 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     assert sum("40/40" in line for line in lines) >= 1
 
 
+BAR = re.compile(r"\x1b\[48;5;(\d+)m( *)\x1b\[0m")
+INPUT = {"data": 10.0, "forward": 4.0, "own loss": 1.0, "backward": 4.0, "other": 1.0}
+
+
+def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
+    """The colours of each lane of a text, and how many columns each takes."""
+    found = (re.match(rf"(\w+) +(?={BAR.pattern})", line) for line in text.splitlines())
+    lanes = (one for one in found if one is not None)
+    return {one[1]: [(c, len(s)) for c, s in BAR.findall(one.string) if s] for one in lanes}
+
+
+@pytest.mark.parametrize("on_host_clock", [False, True])
+def test_a_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
+    results = Results(10, 0, on_host_clock)
+    results.add([raw(i, **INPUT) for i in range(4)])
+    summary = results.summary()
+    width = 40 + len("CPU  " if on_host_clock else "host  ")
+    text = summary._table().text(width, in_colour=True)
+    # In the order of the table: the user's own phases come last.
+    colours = ["178", "25", "74", "145", "97"]
+    columns = [20, 8, 8, 2, 2]
+    lanes = {"CPU": columns} if on_host_clock else {"GPU": columns, "host": columns}
+    assert lanes_of(text) == {
+        title: [*zip(colours, columns, strict=True)] for title, columns in lanes.items()
+    }
+    # Below the verdict; what is left without colours is the text of all other outputs.
+    verdict, drawn, *others = text.split("\n\n")
+    assert verdict == summary.verdict
+    assert "\n\n".join([verdict, *others]) == summary._table().text(width)
+    squares = [line for line in drawn.splitlines() if not re.match("[a-zA-Z]", line)]
+    legend = BAR.sub(r"\1", "\n".join(squares))
+    assert legend == "178 data  25 forward  74 backward  145 other\n97 own loss"
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+@pytest.mark.parametrize(
+    ("variables", "has_lanes"),
+    [
+        ({"TERM": "xterm-256color"}, True),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, True),
+        ({"TERM": "xterm"}, False),
+        ({"TERM": "dumb"}, False),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_lanes_are_drawn_on_terminals_that_have_the_colours(
+    variables: dict[str, str], has_lanes: bool, with_rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    for name in ("TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    results = Results(10, 0)
+    results.add([raw(i, **INPUT) for i in range(4)])
+    stream: Any = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", stream)
+    if with_rich:
+        monkeypatch.setattr("rich.get_console", lambda: Console(file=stream, width=80))
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    show(results.summary())
+    assert [*lanes_of(stream.getvalue())] == (["GPU", "host"] if has_lanes else [])
+    assert ("\x1b[48" in stream.getvalue()) is has_lanes
+
+
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_columns_are_left_out_in_order_and_no_number_is_ever_cut(width: int, scale: float) -> None:

@@ -166,7 +166,7 @@ class SlowStepAnalyzer:
             found = ExcessAttribution(step, ms, self._baseline, [*self._waits])
             for detect in self.detectors:
                 detect(found)
-            slow.append(found.result(step.number))
+            slow.append(found.result())
         return slow
 
     def _give_up(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     CALLBACKS,
+    in_order,
     is_wait,
     of_one_callback,
     resolve_labels,
@@ -165,7 +166,7 @@ class ExcessAttribution:
         self, step: StepRecord, step_ms: float, baseline: Baseline, waits: Sequence[tuple[int, int]]
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
-        self.step_ms, self.baseline = step_ms, baseline
+        self.step, self.step_ms, self.baseline = step, step_ms, baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
         # Without a wait of the host's it was hardly ahead.
@@ -211,7 +212,8 @@ class ExcessAttribution:
                 part.unattributed_host_ms -= ms
                 most_ms -= ms
 
-    def result(self, number: int) -> SlowStep:
+    def result(self) -> SlowStep:
+        times = self.step.times()
         host_ms: _Causes = defaultdict(float)
         exposed_ms: _Causes = defaultdict(float)
         phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))
@@ -241,7 +243,7 @@ class ExcessAttribution:
         grew_ms = {name: sum(causes.values()) for name, causes in phases_ms.items()}
         phase = max(grew_ms, key=grew_ms.__getitem__)
         return SlowStep(
-            step=number,
+            step=times.step,
             step_ms=self.step_ms,
             baseline_ms=self.baseline.step_ms,
             phase=phase,
@@ -249,7 +251,13 @@ class ExcessAttribution:
             unexplained_ms=unexplained_ms,
             phase_excess_ms=grew_ms[phase] * self.excess_ms / (sum(grew_ms.values()) or inf),
             lost_ms=_lost(phases_ms, found, share, unexplained_ms),
+            phase_ms=_top_level(times.phase_ms),
+            host_ms=_top_level(times.host_ms),
         )
+
+
+def _top_level(times_ms: Mapping[str, float]) -> dict[str, float]:
+    return {name: times_ms[name] for name in in_order([*times_ms]) if "/" not in name}
 
 
 def _lost(

@@ -67,6 +67,8 @@ class SlowStep:
         phase_excess_ms: How much of its excess is in that phase (in milliseconds).
         lost_ms: What of its excess is not that of `data`, `callbacks` or a wait for other ranks, by
             phase and cause (in milliseconds).
+        phase_ms: Device time of each phase that ran, without sub-phases (in milliseconds).
+        host_ms: Host time between the same marks (in milliseconds).
     """
 
     step: int
@@ -77,6 +79,8 @@ class SlowStep:
     unexplained_ms: float
     phase_excess_ms: float = 0.0
     lost_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    phase_ms: Mapping[str, float] = field(default_factory=dict)
+    host_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def excess_ms(self) -> float:

@@ -162,7 +162,17 @@ class PhaseSummary(Tabular):
         if losses is not None and self.stage:
             losses = replace(losses, unknown="")  # No evaluation is probed.
         above = None if losses is None else (self.verdict, losses._table())
-        return Table(self._title(), self._lines(), below, above=above, drops=_DROPS)
+        lanes = self._lanes()
+        return Table(self._title(), self._lines(), below, above=above, drops=_DROPS, lanes=lanes)
+
+    def _lanes(self) -> dict[str, dict[str, float]]:
+        """Return the phases of the mean step as the device ran them, and as the host did."""
+        rows = {name: row for name, row in self.rows.items() if "/" not in name}
+        device_ms = {name: row.n * row.mean_ms / self.steps for name, row in rows.items()}
+        if self.on_host_clock:
+            return {"CPU": device_ms}
+        host_ms = {name: row.n * row.host_mean_ms / self.steps for name, row in rows.items()}
+        return {"GPU": device_ms, "host": host_ms}
 
     def _title(self) -> str:
         n = self.warmup_steps

@@ -9,8 +9,12 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import sub
 from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
+
+from lightning_gputime._phases import colours_of
 
 _BETWEEN = "  "  # What separates the columns of plain text.
 _MAX_WORDS = 40  # The width of a column of words, where that of the whole is limited.
@@ -85,15 +89,18 @@ class Table:
     above: tuple[str, "Table"] | None = None  # The most important sentence, and a table of it.
     # The columns to leave out where the table is too wide, in this order. No cell is ever cut.
     drops: Sequence[str] = ()
+    lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # Their times by phase.
 
-    def text(self, width: int | None = None) -> str:
-        """Return it as plain text, with lines of at most `width` characters."""
+    def text(self, width: int | None = None, *, in_colour: bool = False) -> str:
+        """Return it as text, with lines of at most `width` characters; its lanes in colour only."""
         if not self.lines:
             return self.title
         table = self if width is None else self._fitting(width)
         header, *body, whole = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, whole)))
         lead = [_wrapped(self.above[0], width), self.above[1].text(width)] if self.above else []
+        if in_colour and self.lanes and width is not None:
+            lead.insert(1, _draw_lanes(self.lanes, width))
         title, *below = (_wrapped(one, width) for one in (self.title, *self.sentences))
         grid = "\n".join([header, rule, *body, rule, whole])
         return "\n\n".join(filter(None, [*lead, title, grid, *below]))
@@ -175,13 +182,39 @@ class Tabular:
         """Yield the table for rich, no wider than its console."""
         from rich.text import Text
 
-        yield Text(self._table().text(options.max_width))
+        # Of 16 colours some phases would get the same one.
+        in_colour = console.color_system in ("256", "truecolor") and not console.no_color
+        yield Text.from_ansi(self._table().text(options.max_width, in_colour=in_colour))
 
 
 def _width_of(text: str) -> int:
     """Return how many columns of a terminal a text takes."""
     marks = sum(combining(one) > 0 for one in text)
     return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
+
+
+def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
+    """Return a bar per lane, in the colours of its phases, and what each colour stands for."""
+    colours = colours_of(dict.fromkeys(name for lane in lanes.values() for name in lane))
+    longest_ms = max(sum(lane.values()) for lane in lanes.values()) or 1.0
+    left = max(map(len, lanes)) + len(_BETWEEN)
+    lines = []
+    for title, lane in lanes.items():
+        ends = [round((width - left) * ms / longest_ms) for ms in accumulate(lane.values())]
+        sizes = zip(lane, map(sub, ends, [0, *ends]), strict=False)
+        lines.append(title.ljust(left) + "".join(_bar(colours[name], n) for name, n in sizes))
+    # Each name in one piece, behind two characters that become a square.
+    names = [f"\0\0 {name}".replace(" ", "\xa0") for name in colours]
+    legend = _wrapped("  ".join(names), width)
+    for colour in colours.values():
+        legend = legend.replace("\0\0", _bar(colour, 2), 1)
+    return "\n".join([*lines, legend.replace("\xa0", " ")])
+
+
+def _bar(colour: str, size: int) -> str:
+    """Return spaces on a ground of the nearest of the 256 colours that terminals have."""
+    red, green, blue = (max(value - 35, 0) // 40 for value in bytes.fromhex(colour[1:]))
+    return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue}m{' ' * size}\x1b[0m"
 
 
 def marked(sentence: str) -> str:
@@ -218,8 +251,10 @@ def show(table: Tabular, *, on_stderr: bool = False) -> None:
             pass
         # With escapes in place of what the stream has no bytes for.
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        text = table._table().text(width).encode(encoding, "backslashreplace")
-        print(text.decode(encoding), file=stream)
+        kind = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
+        has_colours = re.search("256color|truecolor", kind) and not os.environ.get("NO_COLOR")
+        text = table._table().text(width, in_colour=bool(has_colours))
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def in_notebook() -> bool:
