@@ -54,15 +54,15 @@ NEXT_STATE: Mapping[str, Mapping[str, str]] = {
     "rest": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "AT_REST"),
 }
 """The state that an operation leads to from another. All else leaves the state as it is, but an
-error, which loses the step."""
+error, or a mark while a graph is captured, which lose the step."""
 
 
 def is_in(recorder: Recorder, state: str) -> bool:
     """Tells whether a recorder is in a state, and shows it as one does."""
     if state == "AT_REST":
         shows = recorder.thread == -1 and recorder.label is None
-    elif state == "OPEN":  # There is no label yet where recording has just begun in a capture.
-        shows = recorder.thread != -1 and recorder.label != EXCLUDED
+    elif state == "OPEN":
+        shows = recorder.thread != -1 and recorder.label not in (None, EXCLUDED)
     else:
         label = EXCLUDED if state == "PAUSED" else None
         shows = recorder.thread != -1 and recorder.label == label
@@ -121,7 +121,8 @@ class Played:
             getattr(self, operation)()
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
-        if self.gpu.failures < failures and follow != ["AT_REST"]:
+        may_lose = self.gpu.failures < failures or self.capture is not None
+        if may_lose and follow != ["AT_REST"]:
             follow.append("LOST")
         seen = [state for state in reversed(follow) if is_in(self.recorder, state)]
         if not seen:

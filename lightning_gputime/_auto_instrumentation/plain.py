@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_gputime._auto_instrumentation import options_of_all, tell_once, tells_errors
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import messages
+from lightning_gputime._phases import BACKWARD
 
 # No more: the script may be importing the package now, which imports torch; and a process that
 # updates nothing, such as a loader's worker, needs no timer.
@@ -100,8 +101,7 @@ class PlainLoop:
     def _step_ends(self, *_: Any) -> None:
         self._updates = 1
         if self._timer is not None and self._optimizer is None:
-            labels = [label for label, *_ in self._timer._session.recorder._open]
-            if (calls := labels.count("backward")) > 1:
+            if (calls := self._timer._session.recorder.labels.count(BACKWARD)) > 1:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         elif self._timer is not None:

@@ -50,8 +50,11 @@ class Clock(Protocol):
 _NEVER: Callable[[], bool] = bool
 """Return False, without a call of a Python function."""
 
-Mark = tuple[str, TimingEvent, int]
-"""A label, the event from which on the time belongs to it, and the host's time there (in ns)."""
+Mark = tuple[str, TimingEvent, int] | tuple[str, TimingEvent, int, tuple[int, int]]
+"""A label, the event from which on the time belongs to it, and the host's time there (in ns).
+
+Where memory is sampled also the peak since the last mark, and what is allocated (in bytes).
+"""
 
 
 @skip_compile

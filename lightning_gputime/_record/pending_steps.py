@@ -35,7 +35,6 @@ class PendingStep:
     number: int
     skipped_update: bool
     work_counts: tuple[float, ...]
-    memory: tuple[tuple[int, int], ...] = ()
     post_spin_index: int = 0
     was_fully_queued: bool | None = None
     # How many steps had ended with it, timed or not, and how many without marks came before it.
@@ -90,7 +89,7 @@ class PendingSteps:
         """Whether steps have ended that the device may still run."""
         return bool(self._pending)
 
-    def add(self, step: PendingStep, read: bool = False, *, may_wait: bool = True) -> None:
+    def add(self, step: PendingStep, read: bool = False, may_wait: bool = True) -> None:
         """Take a step that has ended, and finish those that are due, if the host may wait.
 
         A step behind a spin is waited for, and all are read.
@@ -127,7 +126,7 @@ class PendingSteps:
 
     def take_back(self, marks: list[Mark]) -> None:
         """Use the events of an open step that is dropped again."""
-        events = [event for _, event, _ in marks]
+        events = [mark[1] for mark in marks]
         last = [*self._finished[-1:], *self._pending][-1:]
         # The first event may be the end of the step before, which is not read yet and needs it.
         if events and last and last[0].marks[-1][1] is events[0]:
@@ -211,7 +210,8 @@ class PendingSteps:
             self._emit(records)
 
     def _read_step(self, step: PendingStep) -> StepRecord:
-        labels, events, host_ns = zip(*step.marks, strict=True)
+        # In a step that was sampled all marks have a fourth part.
+        labels, events, host_ns, *memory = zip(*step.marks, strict=False)
         # Without a loop in Python: this runs at every step.
         elapsed_ms = type(events[0]).elapsed_time
         try:
@@ -234,7 +234,7 @@ class PendingSteps:
             step.was_fully_queued,
             step.post_spin_index,
             step.work_counts,
-            step.memory,
+            *memory,
         )
 
 

@@ -1,6 +1,7 @@
 """Marks on a timeline, cut into steps."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from threading import get_ident, local
 from typing import Any
@@ -64,7 +65,8 @@ class State(Enum):
     # It belongs to no step, until `resume`, `rest`, or `end_step`, which drops a step that has
     # nothing else.
     PAUSED = 2
-    # After an error it belongs to nobody, until `rest`, or `end_step`, which drops the step.
+    # After an error, or while a graph is captured, it belongs to nobody, until `rest`, or
+    # `end_step`, which drops the step.
     LOST = 3
 
 
@@ -77,33 +79,24 @@ FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
 sampled step costs the host some 20 us, one of another step nothing."""
 
 
-def _is_sampled(index: int) -> bool:
-    return index < FIRST_SAMPLED or index % SAMPLED_EVERY == 0
-
-
 @skip_compile
 class Annotator:
     """Put each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
 
     def __init__(self) -> None:
-        self._range: torch.autograd.profiler.record_function | None = None
-        self._nvtx: int | None = None
+        self._ranges = ExitStack()
         self._has_nvtx = torch.cuda.is_available()
 
     def __call__(self, label: str | None) -> None:
         """End the range of the last label, and begin one for this label unless it is None."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        if self._nvtx is not None:
-            torch.cuda.nvtx.range_end(self._nvtx)
-            self._nvtx = None
+        self._ranges.close()
         if label is not None:
             name = f"phase/{LIKELY.get(label, label)}"
-            self._range = torch.autograd.profiler.record_function(name)
-            self._range.__enter__()
+            self._ranges.enter_context(torch.autograd.profiler.record_function(name))
             if self._has_nvtx:
-                self._nvtx = torch.cuda.nvtx.range_start(name)
+                # By number, not `range`: ranges of the user's may cross these.
+                number = torch.cuda.nvtx.range_start(name)
+                self._ranges.callback(torch.cuda.nvtx.range_end, number)
 
 
 @skip_compile
@@ -175,14 +168,13 @@ class Recorder:
         """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
-        # The open step: its place among the timed ones; its marks; what was sampled at these;
-        # whether a mark is missing, as a graph was captured; the index of the mark behind a spin.
+        # The open step: its place among the timed ones, its marks, the index of the one behind a
+        # spin.
         self._index = 0
         self._open: list[Mark] = []
-        self._samples: list[tuple[int, int]] | None = None
-        self._is_spoiled = False
         self._post_spin_index = 0
-        # Whether a mark is also shown or sampled.
+        # Whether a mark is sampled; whether it is shown or sampled.
+        self._is_sampled = False
         self._is_watched = annotate is not None
         # Phases that were named by hand and are not left yet, and what follows the outermost. One
         # that is `EXCLUDED` is a pause: it wins over all others.
@@ -242,9 +234,14 @@ class Recorder:
             self._open[place] = (label, *self._open[place][1:])
 
     @property
+    def labels(self) -> list[str]:
+        """The labels of the open step's marks."""
+        return [label for label, *_ in self._open]
+
+    @property
     def phases(self) -> set[str]:
         """The phases that the open step has marks of, also where they are of their parts."""
-        return {label.partition("/")[0] for label, *_ in self._open}
+        return {label.partition("/")[0] for label in self.labels}
 
     # Phases that are named by hand
 
@@ -302,7 +299,7 @@ class Recorder:
         """
         if self.state is not OPEN or get_ident() != self.thread:
             return
-        labels = [label for label, *_ in self._open] if since else []
+        labels = self.labels if since else []
         if since not in labels:
             self._relabel(EXCLUDED)
         else:
@@ -377,7 +374,7 @@ class Recorder:
             self.warn_once(_CAPTURES)
             if self._sample_mark is not None:
                 self._sample_mark = None
-                self._keep_samples(None)
+                self._watch(sampled=False)
                 self.warn_once(_MEMORY_OF_GRAPHS)
 
     # Steps
@@ -388,12 +385,17 @@ class Recorder:
         self.thread = self.home
         self._drop()
         self.state = OPEN
-        if self._sample_mark is not None and _is_sampled(self._index):
-            self._keep_samples([])
+        if self._sample_mark is not None and self._is_due():
+            self._watch(sampled=True)
         self._record(self._first_label(label))
 
     def end_step(
-        self, number: int, skipped_update: bool = False, read: bool = False, label: str = DATA
+        self,
+        number: int,
+        skipped_update: bool = False,
+        read: bool = False,
+        label: str = DATA,
+        may_wait: bool = True,
     ) -> None:
         """End the open step under `number`, and begin the next.
 
@@ -403,16 +405,14 @@ class Recorder:
         if get_ident() != self.thread:
             return
         self._index += 1
-        is_sampled = self._samples is not None
-        if self._sample_mark is not None and not is_sampled and _is_sampled(self._index):
-            self._keep_samples([])  # The end of this step is the first mark of the next.
+        if self._sample_mark is not None and self._is_due():
+            self._watch(sampled=True)  # The end of this step is the first mark of the next.
         is_paused = bool(self._named) and self._is_empty()
-        if self.state is OPEN and not (self._is_spoiled or is_paused):
+        if self.state is OPEN and not is_paused:
             self._base = label
             self._record(self._name if self._named else label)
         # Once more: that mark may have failed, or a graph may be captured.
-        is_lost = self.state is not OPEN or self._is_spoiled
-        if is_paused or (is_lost and not self._ends_paused()):
+        if is_paused or (self.state is not OPEN and not self._ends_paused()):
             self.begin(label)
             # A step that is dropped has ended all the same: else ranks would compare different
             # steps.
@@ -426,30 +426,22 @@ class Recorder:
             if len(marks) == 2 and marks[0][0] == DATA:
                 marks[0] = (OTHER, *marks[0][1:])
         step = PendingStep(marks, number, skipped_update, self.work_counts)
-        if self._samples is not None:
-            step.memory = self._take_samples() if is_sampled else ()
+        if self._is_sampled and not self._is_due():
+            self._watch(sampled=False)
         if self._post_spin_index:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
-        self.pending.add(step, read)
+        self.pending.add(step, read, may_wait)
 
     def end_at(self, label: str, number: int) -> bool:
         """End the open step at its last mark of `label`, without a wait, and begin the next.
 
         Return False if there is no such mark, or a model or a backward after it.
         """
-        is_open = self.state in (OPEN, PAUSED) and not self._is_spoiled
+        is_open = self.state in (OPEN, PAUSED)
         if not is_open or get_ident() != self.thread or not self._cut_after(label):
             return False
         self.state = OPEN
-        self._record(self._first_label())
-        if self.state is not OPEN:
-            return False
-        self._index += 1
-        marks, self._open = self._open, self._open[-1:]
-        self._post_spin_index = 0
-        step = PendingStep(marks, number, False, self.work_counts, tuple(self._samples or ()))
-        self._keep_samples(None)
-        self.pending.add(step, may_wait=False)
+        self.end_step(number, may_wait=False)
         return True
 
     def rest(self) -> None:
@@ -468,7 +460,7 @@ class Recorder:
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self._keep_samples(None)  # They would delay the marks.
+        self._watch(sampled=False)  # It would delay the marks.
         self._exclude_from(0)
         self._show(None)
         # A mark of its own before the spin: how long it took sets the length of the next one. What
@@ -491,7 +483,8 @@ class Recorder:
         try:
             if self._may_capture() and self._is_capturing():
                 self.note_capture()
-                self.label, self._is_spoiled = label, True
+                self._drop()
+                self.state = LOST
                 return
             if not self._free and len(self._open) >= MOST_MARKS:
                 self.warn_once(_NEVER_ENDS, MOST_MARKS)
@@ -505,7 +498,8 @@ class Recorder:
             return
         self.label = label
         if self._is_watched:
-            self._sample()
+            if self._is_sampled:
+                self._sample()
             if annotate:
                 self._show(None if label == EXCLUDED else label)
 
@@ -517,9 +511,8 @@ class Recorder:
 
     def _relabel(self, label: str) -> None:
         """Give the time since the last mark to `label`, waits inside included."""
-        if self._open:  # Not where the step has begun in a capture.
-            place = self._uninterrupted(len(self._open) - 1)
-            self._open[place] = (label, *self._open[place][1:])
+        place = self._uninterrupted(len(self._open) - 1)
+        self._open[place] = (label, *self._open[place][1:])
         self.label = label
 
     def _uninterrupted(self, place: int) -> int:
@@ -529,7 +522,7 @@ class Recorder:
         return place
 
     def _exclude_from(self, first: int) -> None:
-        self._open[first:] = [(EXCLUDED, event, ns) for _, event, ns in self._open[first:]]
+        self._open[first:] = [(EXCLUDED, *mark[1:]) for mark in self._open[first:]]
         self.label = EXCLUDED
 
     def _first_label(self, label: str = DATA) -> str:
@@ -548,42 +541,39 @@ class Recorder:
                 self.warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def _sample(self) -> None:
-        if self._samples is not None and self._sample_mark is not None:
+        if self._sample_mark is not None:
             try:
-                self._samples.append(self._sample_mark())
+                self._open[-1] = (*self._open[-1][:3], self._sample_mark())
             except Exception as error:
                 self._sample_mark = None
-                self._keep_samples(None)
+                self._watch(sampled=False)
                 self.warn_once("Memory is no longer measured: %r", error)
 
-    def _keep_samples(self, samples: list[tuple[int, int]] | None) -> None:
-        self._samples = samples
-        self._is_watched = samples is not None or self._annotate is not None
+    def _is_due(self) -> bool:
+        """Return whether the open step is sampled."""
+        return self._index < FIRST_SAMPLED or self._index % SAMPLED_EVERY == 0
 
-    def _take_samples(self) -> tuple[tuple[int, int], ...]:
-        samples = self._samples or []
-        # The end of this step is the first mark of the next.
-        is_due = self._sample_mark is not None and _is_sampled(self._index)
-        self._keep_samples(samples[-1:] if is_due else None)
-        return tuple(samples)
+    def _watch(self, *, sampled: bool) -> None:
+        self._is_sampled = sampled
+        self._is_watched = sampled or self._annotate is not None
 
     # How a step ends, or is lost
 
     def _ends_paused(self) -> bool:
         """End a step inside a pause, if some of its time was before. Return whether it did."""
-        if self.state is not PAUSED or self._is_spoiled or self._is_empty():
+        if self.state is not PAUSED or self._is_empty():
             return False
         self.state = OPEN
         self._record(self._first_label())
-        return self.state is OPEN and not self._is_spoiled
+        return self.state is OPEN
 
     def _is_empty(self) -> bool:
         """Return whether all time of the open step is in pauses."""
-        return {label for label, *_ in self._open} <= {EXCLUDED, *INTERRUPTIONS}
+        return {*self.labels} <= {EXCLUDED, *INTERRUPTIONS}
 
     def _cut_after(self, label: str) -> bool:
         """Exclude what follows the last mark of `label`. Return False if that is more work."""
-        labels = [name for name, *_ in self._open]
+        labels = self.labels
         if label not in labels:
             return False
         last = len(labels) - 1 - labels[::-1].index(label)
@@ -601,8 +591,8 @@ class Recorder:
         self.pending.take_back(marks)
 
     def _forget_open(self) -> None:
-        self._open, self.label, self._is_spoiled, self._post_spin_index = [], None, False, 0
-        self._keep_samples(None)
+        self._open, self.label, self._post_spin_index = [], None, 0
+        self._watch(sampled=False)
 
     def _fail(self, error: Exception) -> None:
         self.warn_once(LEFT_OUT, error)
