@@ -235,7 +235,7 @@ def test_a_system_that_does_not_count_for_a_thread_has_no_such_cause(
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
     assert detectors.thread_usage() is None
     told = SlowStepAnalyzer(HostClock(), SlowLog())
-    assert told._preemption is None
+    assert told._preemption.usage is None
 
 
 def test_linux_counts_for_the_thread_of_the_loop() -> None:

@@ -13,12 +13,7 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import (
-    Attachments,
-    Calls,
-    Subscription,
-    without_hooks,
-)
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, without_hooks
 from lightning_gputime._record.recorder import Recorder
 
 # By this both `torch.jit.script` and `torch.jit.trace` make their modules.

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.patching import (
-    Attachments,
-    Calls,
-    Subscription,
-)
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder

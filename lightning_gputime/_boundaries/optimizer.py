@@ -14,12 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.patching import (
-    Attachments,
-    Calls,
-    Registration,
-    Subscription,
-)
+from lightning_gputime._boundaries.patching import Attachments, Calls, Registration, Subscription
 from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,

@@ -45,18 +45,16 @@ class SlowStepAnalyzer:
         self.end_own_call = partial(self._spans.end, "callback")
         self._loader = Loader()
         self.set_loader = self._loader.set_loader
-        device = getattr(clock, "device", None)
-        read_allocator = allocator_of(device)
-        self._allocator = Allocator(read_allocator) if read_allocator is not None else None
+        self._allocator = Allocator(allocator_of(getattr(clock, "device", None)))
         # Its times are of the system's clock.
-        usage = thread_usage() if now_ns is perf_counter_ns else None
-        self._preemption = Preemption(usage) if usage is not None else None
+        self._preemption = Preemption(thread_usage() if now_ns is perf_counter_ns else None)
         # In the order in which they are asked: first those that know when, last the rarest.
         self.detectors: list[Callable[[ExcessAttribution], None]] = [
             self._spans.detect,
             self._loader.detect,
             detect_phases,
-            *(one.detect for one in (self._allocator, self._preemption) if one is not None),
+            self._allocator.detect,
+            self._preemption.detect,
         ]
         self._is_attached = False
         self._sample_usage: Callable[[int], None] | None = None
@@ -93,7 +91,7 @@ class SlowStepAnalyzer:
         now_ns = self._ended_ns = self._now_ns()
         if self._sample_usage is not None:
             self._sample_usage(now_ns)
-        if self._is_attached and self._allocator is not None:
+        if self._is_attached:
             self._allocator.sample(now_ns)
 
     def step_ends(self, now_ns: int) -> None:
@@ -101,7 +99,7 @@ class SlowStepAnalyzer:
         # Every step pays for this.
         if self._sample_usage is not None:
             self._sample_usage(now_ns)
-        if now_ns - self._ended_ns > self._host_threshold_ns and self._allocator is not None:
+        if now_ns - self._ended_ns > self._host_threshold_ns:
             self._allocator.sample(now_ns)
         self._ended_ns = now_ns
 
@@ -148,11 +146,10 @@ class SlowStepAnalyzer:
             return
         self._host_threshold_ns = self._baseline.host_threshold_ms * 1e6
         is_long = self._baseline.host_ms >= _WORTH_MS
-        if self._preemption is not None:
-            self._sample_usage = self._preemption.sample if is_long else None
+        is_sampled = is_long and self._preemption.usage is not None
+        self._sample_usage = self._preemption.sample if is_sampled else None
         self._spans.attach()  # Dynamo may have been loaded, or reset, since.
-        if self._allocator is not None:  # Every 25 steps, as it takes some 70 us.
-            self._allocator.sample(self._now_ns())
+        self._allocator.sample(self._now_ns())  # Every 25 steps, as it takes some 70 us.
 
     def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
         threshold_ms, slow = self._baseline.slow_threshold_ms, []

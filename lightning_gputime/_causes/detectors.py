@@ -178,13 +178,14 @@ class Preemption:
     up, or lost it.
     """
 
-    def __init__(self, usage: Callable[[], Any]) -> None:
-        self._usage = usage
+    def __init__(self, usage: Callable[[], Any] | None) -> None:
+        self.usage = usage
         self._samples: deque[tuple[int, Any]] = deque(maxlen=_MAX_SAMPLES)
 
     def sample(self, now_ns: int) -> None:
         """Sample at the end of a step: all of them pay for this."""
-        self._samples.append((now_ns, self._usage()))
+        if self.usage is not None:
+            self._samples.append((now_ns, self.usage()))
 
     def detect(self, attribution: ExcessAttribution) -> None:
         """Attribute the time in which others ran, or in which the thread was stopped."""
@@ -248,8 +249,8 @@ _COUNTERS: Mapping[str, str] = {
 class Allocator:
     """Explain what no other detector does, where the counters of the device's allocator grew."""
 
-    def __init__(self, read: Callable[[], Counts]) -> None:
-        self._read: Callable[[], Counts] | None = read
+    def __init__(self, read: Callable[[], Counts] | None) -> None:
+        self._read = read
         self._last: Counts | None = None
         # When the counters were read, and by how much they had grown.
         self._growths: deque[tuple[int, Counts]] = deque(maxlen=200)

@@ -4,16 +4,7 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import WarnOnce
-from lightning_gputime._phases import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    GRAD,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
-    PHASES,
-)
+from lightning_gputime._phases import BACKWARD, DATA, FORWARD, GRAD, LOSS, OPTIMIZER, OTHER, PHASES
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results

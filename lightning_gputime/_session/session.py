@@ -1,16 +1,18 @@
 """A timer at work on one loop: from the attaching of its hooks to their removal."""
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from math import inf
 from threading import Thread, current_thread, get_ident
 from typing import Any, cast
+from weakref import WeakSet
 
+from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import deactivate
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
@@ -28,12 +30,11 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
-from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
+from lightning_gputime._record.recorder import Annotator, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._results.results import Results
-from lightning_gputime._session import lifetimes
 from lightning_gputime._session.checkup import LoopDiagnostics
 from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
@@ -127,6 +128,8 @@ class Session:
             sample=sampler(counters) if counters is not None else None,
         )
         self.recorders = [self.recorder]
+        # To call where the batch is there: its fetch, or a pause, is over.
+        self.batch_begins = partial(self.recorder.resume_or_mark, OTHER)
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
@@ -144,7 +147,11 @@ class Session:
         results.finds_changes = bool(listeners) or "slow" in options.logged_groups
         self.analyzer.attach()
         call_safely(methods(options.observers, "attach"))
-        lifetimes.attached(self)
+        # Here, and not where a timer is lost: Python may notice that at any moment.
+        _take_off_lost()
+        for other in _attached:
+            other.wake()  # Each must know of the calls of the other's model.
+        _attached.add(self)
 
     # What a loop tells
 
@@ -167,13 +174,6 @@ class Session:
             self.recorder.rest()
         if self._probe is not None:
             self._probe.step_begins()
-
-    def batch_begins(self) -> None:
-        """Mark that the batch is there: its fetch, or a pause, is over."""
-        if self.recorder.state is PAUSED:
-            self.recorder.resume(OTHER)
-        else:
-            self.recorder.mark(OTHER)
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
@@ -386,7 +386,7 @@ class Session:
             return False
         # Where compiled code guards hooks, taking them off compiles anew. And of two timers each
         # must know of the calls of the other's model, whose backward is not its own.
-        return not has_compiled() and lifetimes.is_alone()
+        return not has_compiled() and len(_attached) <= 1
 
     def wake(self) -> None:
         """Turn the hooks on at the end of the open step: another timer is attached."""
@@ -509,7 +509,8 @@ class Session:
 
     def remove(self) -> None:
         """Take everything off the model, the optimizers and torch. Safe to call twice."""
-        lifetimes.detached(self)
+        _attached.discard(self)
+        _take_off_lost()
         self._boundaries.remove()
         self.recorder.rest()
         if self.is_attached:
@@ -526,9 +527,9 @@ class Session:
         Return what holds its events.
         """
         # Its events and ranks are its parent's, and this may be any moment.
-        lifetimes.detached(self)
+        _attached.discard(self)
         self.is_attached = False
-        deactivate(self.recorder)
+        named.deactivate(self.recorder)
         self.analyzer.remove()
         self._comparison.remove()
         return self.recorder.abandon()
@@ -536,7 +537,31 @@ class Session:
     def lose(self) -> None:
         """As `abandon`, when nobody has the timer any more; the next one takes the hooks off."""
         self.abandon()
-        lifetimes.lost(self)
+        _lost.append(self)
+
+
+# Module state, because a fork and the loss of a timer happen to no session in particular.
+_attached = WeakSet[Session]()
+_lost: list[Session] = []
+_kept: list[Any] = []
+
+
+def _take_off_lost() -> None:
+    while _lost:
+        _lost.pop().remove()
+
+
+def _abandon_all() -> None:
+    # Over a copy: each takes itself out. Where an event is destroyed torch calls CUDA, which cannot
+    # be used in that process, and aborts: they are kept.
+    _kept.extend(session.abandon() for session in [*_attached])
+    _kept.append(named.abandon_all())  # Those of evaluations, too.
+    _lost.clear()
+
+
+# A process that is forked off, such as a data loader's worker, has the hooks and no timer.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class _UserCalls:
