@@ -1,29 +1,19 @@
-"""Code that torch.compile leaves alone."""
+"""What torch.compile leaves alone: this package, but for what compiled code may carry."""
 
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, TypeVar
+from functools import cache
+from pathlib import Path
 
-T = TypeVar("T", bound=Callable[..., Any])
-
-_pending: list[FunctionType] = []
+_TRACED = ("__init__.py", "_timer.py", "_boundaries/module_hooks.py", "_boundaries/named.py")
 
 
-def skip_compile(one: T) -> T:
-    """Let compiled code call a function, or the methods of a class, without tracing into them.
-
-    As `torch.compiler.disable`, but at no cost in the call: what is called from there must be
-    skipped as well. It holds from the next `apply_compile_skips` on.
-    """
-    for function in vars(one).values() if isinstance(one, type) else [one]:
-        if isinstance(function, FunctionType):
-            _pending.append(function)
-    return one
-
-
+@cache
 def apply_compile_skips() -> None:
-    """Call before the code may run. Not at import: torch's compiler takes a second."""
-    from torch._dynamo.decorators import skip
+    """Let compiled code call functions of this package without tracing into them.
 
-    while _pending:
-        skip(_pending.pop())
+    As `torch.compiler.disable`, but at no cost in the call. Call it before they may run, not at
+    import: torch's compiler takes a second.
+    """
+    from torch._dynamo.trace_rules import FORCE_SKIP_FILES
+
+    here = Path(__file__).parent
+    FORCE_SKIP_FILES.update(map(str, {*here.rglob("*.py")} - {here / name for name in _TRACED}))

@@ -8,7 +8,6 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
@@ -86,7 +85,6 @@ class Fit:
 
     # The next two run in every batch: without the function of `never_raises` around them.
 
-    @skip_compile
     def batch_begins(self, batch: object) -> None:
         """Start a batch, which the model is about to be trained on. Raise nothing."""
         try:
@@ -103,7 +101,6 @@ class Fit:
         except Exception as error:
             self._fail(error)
 
-    @skip_compile
     def batch_ends(self, batch: object, batch_idx: int) -> None:
         """End a batch, and the step if it was its last. Raise nothing."""
         try:

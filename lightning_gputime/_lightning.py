@@ -10,7 +10,6 @@ import torch
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 
@@ -156,7 +155,6 @@ def listen_to_actions(
 
 
 # A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
-@skip_compile
 class _Dispatcher:
     """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
 
@@ -184,7 +182,6 @@ class _Dispatcher:
 def call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
     """Call a function, without arguments, whenever `owner.name` is called."""
 
-    @skip_compile
     def begins(*_: Any, **__: Any) -> bool:
         call()
         return False

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce, messages
 from lightning_gputime._phases import (
     BACKWARD,
@@ -73,7 +72,6 @@ def sampler(counters: Any) -> Callable[[], tuple[int, int]]:
     """
     own = object()
 
-    @skip_compile
     def sample() -> tuple[int, int]:
         counted = counters.read()["allocated_bytes"]["all"]
         counters.reset()

@@ -15,7 +15,6 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._phases import EXCLUDED, StepTimes
@@ -71,9 +70,7 @@ def never_raises(hook: Hook) -> Hook:
                 raise TypeError(_NO_INSTANCE) from None
             self._give_up(error)
 
-    # A step that is compiled calls some of them.
-    skip_compile(hook)
-    return cast("Hook", skip_compile(guarded))
+    return cast("Hook", guarded)
 
 
 class Timer(Tabular):

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.patching import Calls, Subscription
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._results.advice import TrainingSetup
@@ -159,14 +158,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     # These run in every batch: nothing in them raises.
 
-    @skip_compile
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._fit is not None:
             self._fit.batch_begins(batch)
 
-    @skip_compile
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gputime._auto_instrumentation import options_of_all, tell_once, tells_errors
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD
 
@@ -35,7 +34,6 @@ _MICRO_BATCHES = (
 _MAX_UPDATES = 50  # The loop is over when others have updated so often since its last update.
 
 
-@skip_compile
 class PlainLoop:
     """Time the loop of the first optimizer that updates, unless a timer is at work by then."""
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gputime._boundaries.comm import caller, is_sharded
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop, is_engine
+from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Subscription, hook_before
-from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
@@ -34,7 +34,6 @@ if not hasattr(torch.autograd, ENGINE):
 _PIPELINE = "torch.distributed.pipelining._backward"
 
 
-@skip_compile
 class BackwardBoundary:
     """`backward`: the calls of `torch.autograd.backward` and `torch.autograd.grad`.
 

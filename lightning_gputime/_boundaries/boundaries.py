@@ -10,10 +10,11 @@ from lightning_gputime._boundaries.comm import WaitBoundary, is_distributed
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
 from lightning_gputime._boundaries.forward import ForwardBoundary, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.module_hooks import without_hooks
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, without_hooks
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._record.recorder import Recorder
 
 # By this both `torch.jit.script` and `torch.jit.trace` make their modules.

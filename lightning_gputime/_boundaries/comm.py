@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 
@@ -34,7 +33,6 @@ _BETWEEN = (
 )
 
 
-@skip_compile
 class WaitBoundary:
     """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
 
@@ -181,7 +179,6 @@ def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     )
 
 
-@skip_compile
 def caller(*between: str) -> str:
     """Return the name of the module whose code calls, beyond this package and `between`.
 

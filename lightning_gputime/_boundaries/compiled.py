@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_gputime._boundaries.comm import is_cut
 from lightning_gputime._boundaries.patching import Calls, Subscription
-from lightning_gputime._compile_skip import skip_compile
 
 
 def patch_compiled_call(
@@ -24,7 +23,7 @@ def patch_compiled_call(
         enter(module, args, kwargs)
         return True
 
-    calls = Calls(skip_compile(begins), skip_compile(lambda result: leave(module, (), result)))
+    calls = Calls(begins, lambda result: leave(module, (), result))
     return Subscription(module, "_compiled_call_impl", calls)
 
 

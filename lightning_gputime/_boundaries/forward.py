@@ -16,15 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_gputime._boundaries.comm import WaitBoundary
 from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
 from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
 from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.patching import (
-    Attachments,
-    Calls,
-    Subscription,
-    hook_after,
-    hook_before,
-)
-from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -47,7 +41,6 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 _STEPS, _MORE = 10, 2
 
 
-@skip_compile
 class ForwardBoundary:
     """`forward`: from the call of a module to its return, outermost calls only.
 
@@ -308,7 +301,6 @@ class ForwardBoundary:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
-@skip_compile
 class _EvaluationSearch:
     """Tell a validation, which belongs to no step, from a part of the step that needs no grad.
 

@@ -14,8 +14,8 @@ from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.compiled import patch_compiled_call
-from lightning_gputime._boundaries.patching import Attachments, hook_after, hook_before
-from lightning_gputime._compile_skip import skip_compile
+from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
+from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
 
@@ -119,7 +119,6 @@ def _usable(name: str) -> str:
     return f"{usable}_" if usable == COMM else usable
 
 
-@skip_compile
 class SubmoduleBoundary:
     """`forward/<name>` and `backward/<name>` of modules.
 
@@ -224,7 +223,6 @@ def _backward(label: str) -> str:
     return BACKWARD + label.removeprefix(FORWARD)
 
 
-@skip_compile
 def _tensors_with_grad(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():

@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Attachments, Calls, Registration, Subscription
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -31,7 +30,6 @@ from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 _OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
-@skip_compile
 class OptimizerBoundary:
     """The end of `optimizer`, and its start where no backward precedes.
 

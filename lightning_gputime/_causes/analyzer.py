@@ -16,7 +16,6 @@ from lightning_gputime._causes.detectors import (
     detect_phases,
     thread_usage,
 )
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.steps import StepRecord
@@ -29,7 +28,6 @@ _TOGETHER = 25  # Number of steps that are judged together, by those before.
 _WORTH_MS = 2.0
 
 
-@skip_compile
 class SlowStepAnalyzer:
     """Judge each step by a baseline of those before, and explain the slow ones, for a log.
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lightning_gputime._causes.attribution import ExcessAttribution, Span
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -44,7 +43,6 @@ _LEAST_OFF_CPU_MS = 6.0
 Counts = Sequence[int]
 
 
-@skip_compile
 class HostSpans:
     """The newest times at which something held up the host.
 
@@ -115,7 +113,6 @@ class HostSpans:
 _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
 
 
-@skip_compile
 class Loader:
     """Detect fetches that took long."""
 
@@ -170,7 +167,6 @@ def attribute(one: object, name: str) -> Any:
         return None
 
 
-@skip_compile
 class Preemption:
     """Detect when the loop's thread was off the CPU for longer than it usually is (on Linux).
 

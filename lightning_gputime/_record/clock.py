@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
@@ -57,7 +56,6 @@ Where memory is sampled also the peak since the last mark, and what is allocated
 """
 
 
-@skip_compile
 class DeviceClock:
     """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
 
@@ -85,7 +83,7 @@ class DeviceClock:
         # `wait_event` and `wait_stream` of their class let a stream wait for others.
         self.streams = SimpleNamespace(
             kind=getattr(module, "Stream", None),
-            current=skip_compile(lambda: torch.accelerator.current_stream(device.index).stream_id),
+            current=lambda: torch.accelerator.current_stream(device.index).stream_id,
         )
         self.is_capturing = getattr(module, "is_current_stream_capturing", _NEVER)
         self.may_capture: Callable[[], object] = self.is_capturing
@@ -107,7 +105,6 @@ class DeviceClock:
         return event if self._is_current else _EventOnOtherDevice(event, self.device)
 
 
-@skip_compile
 class _EventOnOtherDevice:
     """An event for a device that is not the thread's current one."""
 
@@ -124,7 +121,6 @@ class _EventOnOtherDevice:
         return self._event.elapsed_time(end_event._event)
 
 
-@skip_compile
 class HostClock:
     """The host's clock behind the interface of a device's, for models that run on the CPU."""
 
@@ -136,7 +132,6 @@ class HostClock:
         return _HostEvent()
 
 
-@skip_compile
 class _HostEvent:
     """A point in the host's time, reached as soon as it is recorded."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent
 from lightning_gputime._record.steps import StepRecord
@@ -23,7 +22,6 @@ LEFT_OUT = "A step could not be timed and is left out: %r"
 _BLOCKED_NS = 20_000
 
 
-@skip_compile
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """The marks of a step from its end until it is read; see `StepRecord` for the rest.
@@ -46,7 +44,6 @@ class PendingStep:
     owns_end: bool = False
 
 
-@skip_compile
 class PendingSteps:
     """Ended steps: pending until the device has finished them, then read together.
 

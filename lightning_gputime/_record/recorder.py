@@ -10,7 +10,6 @@ from weakref import ref
 import torch
 from torch._C import _current_graph_task_id
 
-from lightning_gputime._compile_skip import skip_compile
 from lightning_gputime._phases import (
     BACKWARD,
     COMM,
@@ -79,7 +78,6 @@ FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
 sampled step costs the host some 20 us, one of another step nothing."""
 
 
-@skip_compile
 class Annotator:
     """Put each phase into torch.profiler's trace, and as an NVTX range into that of Nsight."""
 
@@ -99,7 +97,6 @@ class Annotator:
                 self._ranges.callback(torch.cuda.nvtx.range_end, number)
 
 
-@skip_compile
 class Recorder:
     """Records marks, cuts them into steps, and emits the times of each step once it can be read.
 
