@@ -30,7 +30,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
-from lightning_gputime._record.recorder import Annotator, Recorder
+from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
@@ -128,8 +128,6 @@ class Session:
             sample=sampler(counters) if counters is not None else None,
         )
         self.recorders = [self.recorder]
-        # To call where the batch is there: its fetch, or a pause, is over.
-        self.batch_begins = partial(self.recorder.resume_or_mark, OTHER)
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
@@ -174,6 +172,13 @@ class Session:
             self.recorder.rest()
         if self._probe is not None:
             self._probe.step_begins()
+
+    def batch_begins(self) -> None:
+        """Mark that the batch is there: its fetch, or a pause, is over."""
+        if self.recorder.state is PAUSED:
+            self.recorder.resume(OTHER)
+        else:
+            self.recorder.mark(OTHER)
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
