@@ -117,7 +117,8 @@ def _options_to_save(options: Options) -> dict[str, Any]:
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
         if value != getattr(defaults, name):
-            named = [*value] if isinstance(value, Mapping) else value
+            is_several = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
+            named = [*value] if is_several else value
             with suppress(TypeError):
                 found[name] = json.loads(json.dumps(named))
     return found
