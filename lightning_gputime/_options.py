@@ -36,10 +36,10 @@ class TimerOptions(TypedDict, total=False):
     Attributes:
         prefix: First part of the logged keys.
         log: Groups of values to log: a list of them, "default" or "all". The default is "phases"
-            (with the step), "host" (`host_wait_ms`) and "work" (items and FLOPs per second). Other
+            (with "step"), "host" (`host_wait_ms`) and "work" (items and FLOPs per second). Other
             options add groups: `modules` "parts", `memory` "memory", `probe_every_n_steps` "gaps",
-            `sync_ranks="log"` "ranks". Further groups are "comm", "slow" and, for `GPUPhaseTimer`,
-            "fit". Metrics of `observers` are always logged.
+            `sync_ranks="log"` "ranks". Further groups are "step" alone, "comm", "slow" and, for
+            `GPUPhaseTimer`, "fit". Metrics of `observers` are always logged.
         warmup_steps: Number of first steps to exclude from the summary.
         history_size: Number of newest steps in `history` and in percentiles.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
@@ -159,6 +159,8 @@ class Options:
             wanted |= {"phases", "host", "work"}
             if self.sync_ranks == "log":
                 wanted.add("ranks")
+        if "phases" in wanted:
+            wanted.add("step")
         return frozenset(wanted)
 
 

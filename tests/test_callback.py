@@ -71,6 +71,8 @@ FIT = {"fit/wall_s", "fit/steps_share"}
             {"own/a"},
         ),
         ({"log": []}, set()),
+        ({"log": "step"}, {"step_ms"}),
+        ({"log": ["step", "host"]}, {"step_ms", "host_wait_ms"}),
     ],
 )
 def test_what_is_logged_is_what_is_asked_for(
@@ -495,7 +497,7 @@ def test_values_are_taken_as_configuration_files_give_them(
         ),
         ({"log": ["phases", "memory"]}, "log='memory' needs memory, which is not set"),
         ({"log": "gaps"}, "log='gaps' needs probe_every_n_steps, which is not set"),
-        ({"log": ["all", "step"]}, r"log must be .* got \['all', 'step'\]"),
+        ({"log": ["all", "steps"]}, r"log must be .* phases, step, .* got \['all', 'steps'\]"),
         ({"prefix": ""}, "prefix must be a key .* got ''"),
         ({"prefix": "a/"}, "prefix must be a key .* got 'a/'"),
         ({"prefix": 3}, "prefix must be a string .* got 3"),

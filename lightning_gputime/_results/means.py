@@ -25,8 +25,9 @@ from lightning_gputime._results.sums import Sums
 # What single callbacks begin with, which are not logged. Each log asks: no call of a function.
 _ONE_CALLBACK = f"{CALLBACKS}/"
 
-# By the name of a value, its group where that is not the one of the phases, and the step.
+# By the name of a value, its group where that is not the one of the phases.
 _GROUPS = (
+    (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r".+_peak_mib$"), "memory"),
     (re.compile(r"items_per_sec$|(for|back)ward_tflops$|[mh]fu$"), "work"),
@@ -262,7 +263,7 @@ def send(
 
 def _tag(prefix: str, stage: str, name: str) -> str:
     group = stage or group_of(name)
-    if group == "phases":
+    if group in ("phases", "step"):
         return key(prefix, "", name)
     first, slash, rest = prefix.partition("/")
     return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
