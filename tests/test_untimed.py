@@ -242,7 +242,8 @@ def train(
     """Trains a loop whose steps take the host and the device known times."""
     model = Layer(gpu, 0.0)
     optimizer = Adder(model.parameters(), gpu, 0.0)
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, **options) as timer:
+    options.setdefault("warmup_steps", 0)
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for x in timer.steps([torch.ones(1, 2)] * n):
             gpu.work(device_ms, host_ms=host_ms)
             model(x).sum().backward()
@@ -274,6 +275,28 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     assert "timed 1 in " in said
     assert "log_every_n_steps" not in said
     assert "timing every step would take" in str(longer.summary())
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "over"),
+    [
+        (57, {"every_n_steps": 10}, "over 5 of 57 steps\n"),
+        (57, {"every_n_steps": 10, "warmup_steps": 20}, "over 3 of 55 steps (2 warm-up"),
+        (57, {"every_n_steps": 1}, "over 57 steps\n"),
+        (100, {}, "over 100 steps\n"),
+        # It tries on two windows what timing costs, before it can say so.
+        (170, {}, "over 135 of 170 steps\n"),
+        (400, {"host_ms": 60.0}, "over 400 steps\n"),
+    ],
+)
+def test_the_title_says_how_many_of_all_steps_were_timed(
+    n: int, options: dict[str, Any], over: str
+) -> None:
+    timer = train(DearGPU(20.0), n, **options)
+    assert over in str(timer.summary())
+    untimed = timer.summary().untimed_steps
+    assert (untimed > 0) == (" of " in over)
+    assert untimed == n - len(timer.history())
 
 
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:

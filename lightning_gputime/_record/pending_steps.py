@@ -82,9 +82,9 @@ class PendingSteps:
         self._untimed = 0
 
     @property
-    def has_pending(self) -> bool:
-        """Whether steps have ended that the device may still run."""
-        return bool(self._pending)
+    def count(self) -> int:
+        """The number of steps that have ended, and that the device may still run."""
+        return len(self._pending)
 
     def add(self, step: PendingStep, read: bool = False, may_wait: bool = True) -> None:
         """Take a step that has ended, and finish those that are due, if the host may wait.

@@ -70,6 +70,7 @@ class Results:
         self.throughput = ThroughputReference()
         # With `every_n_steps="auto"`, see `PhaseSummary`.
         self.timed_every_n_steps = 1
+        self.ended_steps = 0  # Timed or not; 0 where each is timed.
         self.timing_share: float | None = None
         self.each_timed_for = ""
         self.observers: Sequence[Any] = ()  # Those of the user.
@@ -138,6 +139,7 @@ class Results:
             self._summary_of(steps[warmup:], sums, busy),
             lasting_change=self._levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
+            untimed_steps=max(self.ended_steps - seen, 0),
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,

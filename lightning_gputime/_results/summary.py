@@ -50,6 +50,7 @@ class PhaseSummary(Tabular):
         ranks: On rank zero of a distributed run, all ranks beside each other.
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why no step can be probed, if so.
+        untimed_steps: Number of steps that were not timed, or were probed.
         timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
         timing_share: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
@@ -79,6 +80,7 @@ class PhaseSummary(Tabular):
     ranks: RankSummary | None = None
     probed_steps: int = 0
     probe_failure: str = ""
+    untimed_steps: int = 0
     timed_every_n_steps: int = 1
     timing_share: float | None = None
     each_timed_for: str = ""
@@ -149,7 +151,8 @@ class PhaseSummary(Tabular):
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
         derived = {"verdict": self.verdict, "advice": self.advice}
         found: dict[str, Any] = plain({**asdict(self), **derived})
-        for name in ("sections", "is_uneven", "each_timed_for", "lasting_change", "slow_period"):
+        rare = ("untimed_steps", "is_uneven", "each_timed_for", "lasting_change", "slow_period")
+        for name in ("sections", *rare):
             if not found[name]:
                 del found[name]
         return found
@@ -181,7 +184,9 @@ class PhaseSummary(Tabular):
             return f"No step was timed{excluded}. {self.hint}".rstrip()
         unit = unit_of(self.step.mean_ms).name
         of = f"Time per {self.stage} step" if self.stage else "Time per step"
-        over = f"{of} in {unit} over {self.steps} step{'s' * (self.steps != 1)}"
+        all_steps = self.steps + self.untimed_steps
+        part = f" of {all_steps}" if self.untimed_steps else ""
+        over = f"{of} in {unit} over {self.steps}{part} step{'s' * (all_steps != 1)}"
         if self.is_warmup:
             are = "is" if self.steps == 1 else "are"
             return f"{over}, which {are} warm-up: no other was timed"

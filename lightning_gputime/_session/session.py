@@ -405,7 +405,7 @@ class Session:
         self._off_at = self._index
         self._on_at = self._schedule.next_timed(self._index) - self._lead_in
         # The wait for the last timed steps may be due before.
-        is_pending = self.recorder.pending.has_pending
+        is_pending = self.recorder.pending.count > 0
         end_ns = self._now_ns()
         if self._auto is not None:
             self._auto.add_switch(end_ns - begin_ns)
@@ -489,6 +489,7 @@ class Session:
         """Read what the device has finished, without a wait; not beside the thread that runs."""
         if self._may_read():
             self.recorder.drain()
+            self._results.ended_steps = self._index - self.recorder.pending.count
 
     def _may_read(self) -> bool:
         """Return whether steps can be read here: else two threads would, in no order."""
@@ -519,6 +520,7 @@ class Session:
         self._boundaries.remove()
         self.recorder.rest()
         if self.is_attached:
+            self._results.ended_steps = self._index
             self.is_attached = self.is_off = False
             self._agreement = None
             self._means.log_means()
