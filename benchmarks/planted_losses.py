@@ -1,15 +1,20 @@
 """Plants losses in a fit, takes them away, and holds what that brings against what was promised.
 
     python benchmarks/planted_losses.py --rounds 3
+    python benchmarks/planted_losses.py --kernels --out planted_losses_kernels.json
 
 Each fit runs in turns with the loss and without, after one round that is not measured. Promised is
 `at_most` of the lines of the planted loss, in the summary of the fit that has it. Got is the time
 of that fit by that of the next without it. On a GPU a step is 12 ms of products of matrices, behind
 which the host hides a part of what it loses. On a CPU it is mostly a sleep, so that a busy machine
 measures the same; what only a GPU has is left out there, and a late rank is planted there alone.
+
+With `--kernels` the kernels of each fit are summed instead, in a trace of `torch.profiler`: where
+more was gained than promised, this tells whether the GPU itself took less time.
 """
 
 import gc
+import json
 import logging
 import os
 import socket
@@ -23,10 +28,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from kernels import end_of, of_categories
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from record import environment, new_parser, save
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gputime import GPUPhaseTimer, PhaseSummary
@@ -336,6 +343,54 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
     return {"lines": lines, **medians, **everything}
 
 
+class KernelTrace(pl.Callback):
+    """Traces some steps, none of which is probed."""
+
+    FIRST, LAST = 20, 45
+
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        if batch_idx == self.FIRST:
+            torch.cuda.synchronize()
+            self.start = time.perf_counter()
+            self.profiler = profile(activities=[ProfilerActivity.CUDA])
+            self.profiler.start()
+        if batch_idx == self.LAST:
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.start
+            self.profiler.stop()
+
+    def sums(self) -> dict[str, float]:
+        """Returns what a step has of kernels, of copies, and of time without either (in ms)."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.profiler.export_chrome_trace(path := os.path.join(folder, "trace.json"))
+            with open(path) as file:
+                events = json.load(file)["traceEvents"]
+        kernels = of_categories(events, "kernel")
+        copies = of_categories(events, "gpu_memcpy", "gpu_memset")
+        idle_us, end_us = 0.0, float("inf")
+        for one in of_categories(events, "kernel", "gpu_memcpy", "gpu_memset"):
+            idle_us += max(one["ts"] - end_us, 0.0)
+            end_us = end_of(one) if end_us == float("inf") else max(end_us, end_of(one))
+        n = self.LAST - self.FIRST
+        return {
+            "kernels": len(kernels) / n,
+            "kernels_ms": sum(one["dur"] for one in kernels) / n / 1e3,
+            "copies_ms": sum(one["dur"] for one in copies) / n / 1e3,
+            "idle_ms": idle_us / n / 1e3,
+            "step_ms": self.seconds / n * 1e3,
+        }
+
+
+def sum_kernels(folder: str, plant: dict[str, Any]) -> dict[str, float]:
+    """Returns the sums of a fit."""
+    trace = KernelTrace()
+    callbacks = plant.get("callbacks", list)
+    fit(folder, **{**plant, "callbacks": lambda: [*callbacks(), trace]})
+    return {name: round(value, 4) for name, value in trace.sums().items()}
+
+
 def be_quiet() -> None:
     """Leaves out what is said on the way, and computes in one thread."""
     warnings.simplefilter("ignore")
@@ -348,6 +403,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="a part of the name of what is planted")
+    parser.add_argument("--kernels", action="store_true", help="sum the kernels of each fit")
     args = parser.parse_args()
     be_quiet()
     header = environment(
@@ -356,12 +412,20 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, case in cases(folder).items():
-            if args.only in name:
+            if args.only in name and args.kernels:
+                fits = [("with_it", case[1]), ("without", case[2])] * args.rounds
+                results[name] = {"with_it": [], "without": []}
+                for key, plant in fits:
+                    results[name][key].append(sum_kernels(folder, plant))
+                    print(name, key, results[name][key][-1], flush=True)
+            elif args.only in name:
                 run = fit_two_ranks if name == "a late rank" else fit
                 results[name] = measure(partial(run, folder), case, args.rounds)
                 brief = {k: v for k, v in results[name].items() if k != "rounds"}
                 print(name, brief, flush=True)
-                save(args.out, {**header, "steps": STEPS, "results": results})
+            else:
+                continue
+            save(args.out, {**header, "steps": STEPS, "results": results})
 
 
 if __name__ == "__main__":
