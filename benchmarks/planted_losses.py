@@ -374,9 +374,17 @@ class KernelTrace(pl.Callback):
             idle_us += max(one["ts"] - end_us, 0.0)
             end_us = end_of(one) if end_us == float("inf") else max(end_us, end_of(one))
         n = self.LAST - self.FIRST
+        each = len(kernels) // n
+        durations_us = [one["dur"] for one in kernels]
+        # Those of each step, in the order in which they run: is it the first that are longer?
+        parts = [
+            [us for i, us in enumerate(durations_us) if i % each * 4 // each == part]
+            for part in range(4)
+        ]
         return {
             "kernels": len(kernels) / n,
-            "kernels_ms": sum(one["dur"] for one in kernels) / n / 1e3,
+            "kernels_ms": sum(durations_us) / n / 1e3,
+            **{f"quarter {i + 1}, ms": sum(part) / n / 1e3 for i, part in enumerate(parts)},
             "copies_ms": sum(one["dur"] for one in copies) / n / 1e3,
             "idle_ms": idle_us / n / 1e3,
             "step_ms": self.seconds / n * 1e3,
