@@ -5,7 +5,8 @@
 
 It needs Chromium and a terminal of Linux or macOS. Where Chromium is missing, as on many machines
 with a GPU, it keeps the run. Copy the directory, and start it again where Chromium is: a run that
-is there is not measured again. The terminals show what `lightning-gputime show` prints of it.
+is there is not measured again. The terminals show what `lightning-gputime show` prints of it, the
+page is that of `lightning-gputime report`.
 """
 
 import argparse
@@ -38,7 +39,6 @@ ENVIRONMENT = " · torch "
 SHOW = (
     "import runpy, sys; sys.argv.pop(0); runpy.run_module('lightning_gputime', run_name='__main__')"
 )
-COLOURS = {"default": "#e6e6e6", "magenta": "#d2a8ff", "cyan": "#76e3ea", "green": "#7ee787"}
 VERDICT = re.compile(r"(longest phase|mixed|[\w-]+-bound): ")
 NOTEBOOK = (
     "import matplotlib.pyplot as plt\nfrom lightning_gputime import load\n"
@@ -83,7 +83,7 @@ def record(code: str, arguments: list[str], columns: int) -> bytes:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     command = [sys.executable, "-W", "ignore", "-c", code, "-", *arguments]
-    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": ""}
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     ) as process:
@@ -120,8 +120,9 @@ def page(written: bytes, columns: int) -> str:
 def _line(screen: Any, row: int) -> str:
     cells = [screen.buffer[row][column] for column in range(screen.columns)]
     return "".join(
-        f'<span style="color:{COLOURS.get(cell.fg, f"#{cell.fg}")};'
-        f'font-weight:{"bold" if cell.bold else "normal"}">{html.escape(cell.data)}</span>'
+        f'<span style="background:#{cell.bg}">{html.escape(cell.data)}</span>'
+        if cell.bg != "default"
+        else html.escape(cell.data)
         for cell in cells
     )
 
@@ -138,6 +139,14 @@ def notebook(folder: Path) -> str:
     return str(text)
 
 
+def report(folder: Path) -> str:
+    """Returns the page of the run."""
+    written = folder / "report.html"
+    command = [sys.executable, "-m", "lightning_gputime", "report", str(folder / RUN)]
+    subprocess.run([*command, "-o", str(written)], check=True, capture_output=True)
+    return written.read_text(encoding="utf-8")
+
+
 def photograph(browser: str, text: str, path: Path, width: int, height: int = 1400) -> None:
     """Takes a picture of a page, and cuts off what is empty."""
     from PIL import Image, ImageChops
@@ -147,6 +156,7 @@ def photograph(browser: str, text: str, path: Path, width: int, height: int = 14
         source.write_text(text, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         options += [f"--window-size={width},{height}", "--force-device-scale-factor=2"]
+        options += ["--virtual-time-budget=5000"]  # For what a script draws.
         command = [browser, *options, f"--screenshot={path}", source.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(path) as image:
@@ -172,7 +182,8 @@ def main(directory: str = "pictures") -> None:
         shown = record(SHOW, ["show", str(folder / RUN)], columns)
         width = round(8.43 * columns) + 28
         photograph(browser, page(shown, columns), folder / f"{name}.png", width)
-    photograph(browser, notebook(folder), folder / "notebook.png", 900)
+    photograph(browser, notebook(folder), folder / "notebook.png", 900, height=2000)
+    photograph(browser, report(folder), folder / "report.png", 1200, height=2400)
 
 
 if __name__ == "__main__":

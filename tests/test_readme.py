@@ -529,7 +529,7 @@ def test_the_manual_builds_and_shows_the_api_and_the_pictures(tmp_path: Path) ->
     assert [
         one for one in lightning_gputime.__all__ if f'id="lightning_gputime.{one}"' not in api
     ] == []
-    assert {"overhead.png", "trace.png"} <= {path.name for path in tmp_path.glob("images/*")}
+    assert {"overhead.png", "report.png"} <= {path.name for path in tmp_path.glob("images/*")}
     cost = (tmp_path / "explanation/cost/index.html").read_text()
     assert 'src="../../images/overhead.png"' in cost
     address = "https://github.com/someone/timer/blob/v1.2.3/benchmarks/results/overhead.json"

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from lightning_gputime._phases import colours_of
 from lightning_gputime._results.history import list_top_phases
+from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.table import duration, marked
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
@@ -47,7 +48,6 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     return template.render(
         runs=runs,
         title=" and ".join(run.about or "run" for run in runs),
-        verdict=_verdict(runs, comparison),
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
         library=Markup(resources.render_js()),
@@ -64,16 +64,6 @@ def _bokeh() -> Any:
     except ImportError as error:
         raise ImportError("the page of a run needs bokeh: python -m pip install bokeh") from error
     return bokeh
-
-
-def _verdict(runs: Sequence[Run], comparison: RunComparison | None) -> str:
-    if comparison is not None:
-        return comparison.sentence
-    summary = runs[0].summary()
-    took = f"a step takes {duration(summary.step.mean_ms)}"
-    if summary.is_warmup:
-        return f"{took}, of the warm-up"
-    return summary.verdict or (took if summary.steps else "no step was timed")
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
@@ -110,21 +100,21 @@ def _charts(run: Run, limit_ms: float) -> list[Markup]:
 def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> Any:
     """Draw the phases of each step, stacked, to zoom in and point at; slow steps are points."""
     models, stack = _bokeh().models, _bokeh().transform.stack
-    names = list_top_phases(run.history)
+    colours = colours_of(list_top_phases(run.history))
     columns, every = thin_out(run.history)
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
     # By numbers, because a name may have any character.
-    shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(names)}
+    shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(colours)}
     shown |= {"whole": "step_ms", "wait": "host_wait_ms", "longest": "longest_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
     source = models.ColumnDataSource({"step": columns["step"], **data})
     figure = _new_figure("step", f"time per step ({unit})")
     tips = [("step", "@step"), (f"whole ({unit})", "@whole{0.000}")]
-    tips += [(f"{name} ({unit})", f"@p{i}{{0.000}}") for i, name in enumerate(names)]
+    tips += [(f"{name} ({unit})", f"@p{i}{{0.000}}") for i, name in enumerate(colours)]
     tips += [(f"host waited ({unit})", "@wait{0.000}")]
     items = []
-    for i, (name, colour) in enumerate(colours_of(names).items()):
+    for i, (name, colour) in enumerate(colours.items()):
         between = {"y1": stack(*[*data][:i]), "y2": stack(*[*data][: i + 1])}
         step_wise = {"x": "step", "step_mode": "center", "source": source, "color": colour}
         items.append((name, [figure.varea_step(**between, **step_wise)]))
@@ -135,24 +125,33 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
         items.append((f"longest of {every} steps", [line]))
     points = [one for one in run.slow_steps if one.step in run.history["step"]]
     if points and not in_percent:
-        places = {
-            "step": [one.step for one in points],
-            # Those that take longer than the axis shows stand at its upper end.
-            "ms": [min(one.step_ms, 1.06 * limit_ms) for one in points],
-            "why": [str(one) for one in points],
-        }
-        ring = {"color": "white", "line_color": "black", "size": 7}
-        dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)
-        figure.add_tools(models.HoverTool(renderers=[dots], tooltips="@why"))
-        items.append(("slow steps", [dots]))
-    figure.height += _LEGEND_ROW * -(-len(items) // _LEGEND_COLUMNS)
-    below = {"orientation": "horizontal", "ncols": _LEGEND_COLUMNS, "click_policy": "hide"}
-    clear = {"background_fill_alpha": 0.0, "border_line_alpha": 0.0, "label_text_color": _INK}
-    figure.add_layout(
-        models.Legend(items=items, spacing=6, location="center", **below, **clear), "below"
-    )
+        items.append(("slow steps", [_mark(figure, points, limit_ms)]))
+    _add_legend(figure, items)
     figure.y_range = models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0)
     return figure
+
+
+def _mark(figure: Any, points: Sequence[SlowStep], limit_ms: float) -> Any:
+    """Draw slow steps as points; those beyond the limit stand at the upper end of the axis."""
+    models = _bokeh().models
+    places = {
+        "step": [one.step for one in points],
+        "ms": [min(one.step_ms, 1.06 * limit_ms) for one in points],
+        "why": [str(one) for one in points],
+    }
+    ring = {"color": "white", "line_color": "black", "size": 7}
+    dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)
+    figure.add_tools(models.HoverTool(renderers=[dots], tooltips="@why"))
+    return dots
+
+
+def _add_legend(figure: Any, items: Sequence[tuple[str, Any]]) -> None:
+    """Add a legend below a chart, which gets as much higher."""
+    figure.height += _LEGEND_ROW * -(-len(items) // _LEGEND_COLUMNS)
+    grid = {"orientation": "horizontal", "ncols": _LEGEND_COLUMNS, "spacing": 6}
+    clear = {"background_fill_alpha": 0.0, "border_line_alpha": 0.0, "label_text_color": _INK}
+    legend = {"items": items, "click_policy": "hide", "location": "center"}
+    figure.add_layout(_bokeh().models.Legend(**legend, **grid, **clear), "below")
 
 
 def _new_figure(x: str, y: str) -> Any:
