@@ -77,6 +77,10 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     numbers = [cell for cells in shown if cells[:1] == ["step"] for cell in cells[1:]]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
     assert any(line.startswith("of the fit ") for line in lines[:first])
+    # The lane of the mean step is made of spaces, in colours; the names stand below.
+    lane = lines.index("CPU")
+    assert lines[lane + 1].split()[:3] == ["data", "callbacks", "forward"]
+    assert lane < first
     # Nothing of it stands behind the bar, and the bar goes on below.
     assert sum("Time per step in" in line for line in lines) == 1
     assert lines[-1] == "training is over"
