@@ -209,6 +209,8 @@ class PhaseSummary(Tabular):
             "host": self._times(row.host_mean_ms for row in rows),
             "steps": [str(row.n or "") for row in rows],
         }
+        if self.on_host_clock:
+            del columns["host"]  # It is the mean.
         if self.probed_steps:
             columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
         if self.memory is not None:
