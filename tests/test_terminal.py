@@ -73,7 +73,7 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
     assert any(re.match(verdict, line) for line in lines[:first])
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
-    assert {cells[0] for cells in shown if len(cells) == 8} >= {*rows, "other", "step", "phase"}
+    assert {cells[0] for cells in shown if len(cells) == 7} >= {*rows, "other", "step", "phase"}
     numbers = [cell for cells in shown if cells[:1] == ["step"] for cell in cells[1:]]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
     assert any(line.startswith("of the fit ") for line in lines[:first])
