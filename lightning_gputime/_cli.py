@@ -183,7 +183,7 @@ def _report(args: argparse.Namespace) -> int:
     found = package.compare(*runs, allow_mismatch=args.allow_mismatch) if len(runs) == 2 else None
     text = page(runs, found)
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
-    files.write(args.out, text, kept="")
+    files.write(args.out, text)
     _print(args.out)
     return GOOD
 
