@@ -11,12 +11,15 @@ import pytest
 from fake_gpu import STEP_MS, FakeGPU
 from fake_loop import Loop, hooks
 from matplotlib.figure import Figure
+from processes import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gputime import StepTimes, load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "other")
+NOTEBOOKS = ("where_does_my_step_go.ipynb", "plain_loop.ipynb")
+NOTEBOOK_RUN = Path(__file__).parent / "notebook_run.py"
 
 
 @pytest.fixture
@@ -100,6 +103,37 @@ def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
     assert asked[-1]["step"] == 49
     assert asked[-1]["step_ms"] == pytest.approx(newest["step_ms"])
     assert {*PHASES} <= {*asked[-1]}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
+    cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
+    counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
+    assert counts == [*range(1, len(counts) + 1)]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert {"text/html", "text/plain"} <= {kind for one in outputs for kind in one.get("data", ())}
+    assert "error" not in {one["output_type"] for one in outputs}
+    assert (EXAMPLES / notebook).stat().st_size < 60_000
+
+
+@pytest.mark.slow
+def test_the_notebook_finds_slow_data_and_says_what_it_brought(tmp_path: Path) -> None:
+    printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[0], cwd=tmp_path)
+    assert printed.startswith("input-bound: ")
+    assert re.search(r"^num_workers=\d+ \(now 0\)$", printed, re.M)
+    comparison = printed.splitlines()[-1]
+    assert re.search(r"data \(data/fetch\) [\d.]+ ± [\d.]+ ms faster", comparison)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_a_plain_loop_shows_why_steps_were_slow(tmp_path: Path) -> None:
+    printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[1], cwd=tmp_path)
+    assert re.search(r"^augment: [\d.]+ ms, 95th percentile [\d.]+ ms$", printed, re.M)
+    table, _, slow_steps = printed.partition("the longest step is ")
+    assert "\naugment " in table
+    slow = re.findall(r"^step (\d+) took (.*)", slow_steps, re.M)[:3]
+    assert len({number for number, _ in slow} & {"39", "79", "119", "159", "199"}) == 3
+    assert all("garbage collection (generation 2)" in text for _, text in slow)
 
 
 def test_the_run_that_the_pictures_are_of_is_kept(
