@@ -246,6 +246,7 @@ def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")  # Of the developer's terminal.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     show(of_ranks())
     lines = capsys.readouterr().out.splitlines()
@@ -278,9 +279,15 @@ def test_an_output_without_the_letters_of_a_name_gets_escapes(
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(output, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
     show(results.summary())
     output.flush()
-    assert rb"\xe9 " in output.buffer.getvalue()
+    written = output.buffer.getvalue()
+    assert rb"\xe9 " in written
+    assert (b"\x1b[48;5;" in written) is is_terminal
+    assert rb"\xa0" not in written
 
 
 def test_a_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
