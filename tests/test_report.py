@@ -250,7 +250,6 @@ def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]
     assert columns["forward_ms"][:2].tolist() == [1.0, 1.0]
-    assert columns["longest_ms"][:2].tolist() == [3.0, 3.0]
     # The last point is the mean of the two steps that are left.
     assert columns["forward_ms"][-1] == 0.5
 

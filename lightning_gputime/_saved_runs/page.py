@@ -67,10 +67,7 @@ def _bokeh() -> Any:
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """Return the columns of a history, and how many steps each point is the mean of.
-
-    The column `longest_ms` has the longest step of each point.
-    """
+    """Return the columns of a history, and how many steps each point is the mean of."""
     every = max(-(-len(history) // _MAX_POINTS), 1)
     starts = np.arange(0, len(history), every)
     counts = np.diff(np.append(starts, len(history)))
@@ -78,8 +75,7 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], in
         name: np.add.reduceat(np.nan_to_num(history[name]), starts) / counts
         for name in history.dtype.names or ()
     }
-    longest = np.maximum.reduceat(history["step_ms"], starts)
-    return {**columns, "step": history["step"][starts], "longest_ms": longest}, every
+    return {**columns, "step": history["step"][starts]}, every
 
 
 def _axis_limit_ms(runs: Sequence[Run]) -> float:
@@ -101,12 +97,12 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
     """Draw the phases of each step, stacked, to zoom in and point at; slow steps are points."""
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
-    columns, every = thin_out(run.history)
+    columns, _ = thin_out(run.history)
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
     # By numbers, because a name may have any character.
     shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(colours)}
-    shown |= {"whole": "step_ms", "wait": "host_wait_ms", "longest": "longest_ms"}
+    shown |= {"whole": "step_ms", "wait": "host_wait_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
     source = models.ColumnDataSource({"step": columns["step"], **data})
     figure = _new_figure("step", f"time per step ({unit})")
@@ -120,9 +116,6 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
         items.append((name, [figure.varea_step(**between, **step_wise)]))
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
-    if every > 1 and not in_percent:
-        line = figure.line("step", "longest", source=source, color=_INK, line_width=0.7)
-        items.append((f"longest of {every} steps", [line]))
     points = [one for one in run.slow_steps if one.step in run.history["step"]]
     if points and not in_percent:
         items.append(("slow steps", [_mark(figure, points, limit_ms)]))
