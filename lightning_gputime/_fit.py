@@ -8,7 +8,7 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
 from lightning_gputime._session.session import Session
@@ -248,8 +248,7 @@ class Fit:
         for hook, end in ends.items():
             at_work = [one for one in others if _lightning.defines(one, hook)]
             for one in at_work:
-                # A part of a name has no "/".
-                label = f"{CALLBACKS}/{type(one).__name__.replace('/', '_')}.{hook}"
+                label = label_of_callback(one, hook)
                 begins = self._enter_callback if hook in _INSIDE_STEP else self._callback_begins
                 yield _lightning.callback_action(one, hook), partial(begins, label)
             if at_work:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from threading import get_ident
@@ -16,6 +17,8 @@ from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.means import MeanLog, MetricsLogger
+from lightning_gputime._results.wall_time import EVALUATION, WallTimeRecorder
+from lightning_gputime._session.session import Session
 from lightning_gputime._timer import Timer, never_raises
 
 T = TypeVar("T")
@@ -104,7 +107,13 @@ class LoopTimer(Timer):
         means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
         self._start(clock, self._loop, means, **known)
+        self._results.books = self._books = WallTimeRecorder(clock.host_ns, is_fit=False)
+        self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()
+
+    def _take_session(self) -> Session:
+        self._books.remove()
+        return super()._take_session()
 
     def remove(self) -> None:
         """Read and log the last steps, then remove all hooks. Safe to call twice."""
@@ -148,39 +157,43 @@ class LoopTimer(Timer):
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin("steps()")
         self._know_loader(loader, in_data=True)
-        seen, batch = _Seen.NOTHING, self._loop.batch
+        seen, batch, books = _Seen.NOTHING, self._loop.batch, self._books
         batch.is_fetched = True
-        for item in iterable:
-            batch.is_fetched = False
-            session = self._session
-            if not session.is_off:
+        books.loop_begins()
+        try:
+            for item in iterable:
+                batch.is_fetched = False
+                session = self._session
+                if not session.is_off:
+                    try:
+                        session.batch_begins()
+                        session.work.add_batch(item)
+                    except Exception as error:
+                        self._give_up(error)
+                if self._body is None:
+                    self._body = self._step, self._micro_batches
+                body = self._body
                 try:
-                    session.batch_begins()
-                    session.work.add_batch(item)
+                    yield item
+                except GeneratorExit:
+                    if self._body is body:
+                        self._leave_body()
+                    raise
+                try:
+                    # Of another session, where the body has removed or attached the timer.
+                    label = self._session.recorder.label
+                    is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
+                    if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                        self._body = None
+                        if body == (self._step, self._micro_batches) and self._session.is_attached:
+                            self.step()
+                    else:
+                        seen = self._end_odd_body(seen)
                 except Exception as error:
                     self._give_up(error)
-            if self._body is None:
-                self._body = self._step, self._micro_batches
-            body = self._body
-            try:
-                yield item
-            except GeneratorExit:
-                if self._body is body:
-                    self._leave_body()
-                raise
-            try:
-                # Of another session, where the body has removed or attached the timer.
-                label = self._session.recorder.label
-                is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
-                if is_usual and seen is not _Seen.NOTHING and self._body is body:
-                    self._body = None
-                    if body == (self._step, self._micro_batches) and self._session.is_attached:
-                        self.step()
-                else:
-                    seen = self._end_odd_body(seen)
-            except Exception as error:
-                self._give_up(error)
-            batch.is_fetched = True
+                batch.is_fetched = True
+        finally:
+            books.loop_ends()
         batch.is_fetched = False
         self._end_loop(seen)
 
@@ -215,12 +228,15 @@ class LoopTimer(Timer):
         """Yield the items of an evaluation, which belongs to no step."""
         batch, was_open = self._loop.batch, self._loop.batch.is_open
         batch.is_open = False
+        books = self._books
+        books.enter(EVALUATION)
         try:
             self._session.recorder.pause_now()
             for item in iterable:
                 yield item
                 self._session.recorder.pause_now()
         finally:
+            books.leave(EVALUATION)
             batch.is_open = was_open
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
@@ -277,6 +293,8 @@ class LoopTimer(Timer):
             session.batch_ends()
             return
         session.end_step(self._step)
+        if not self._books.has_stepped:
+            self._books.step_ends()
         self._step += 1
         self._micro_batches = 0
 

@@ -225,6 +225,12 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or next(own) for name in names}
 
 
+def label_of_callback(callback: object, hook: str) -> str:
+    """Return the part of `callbacks` that one hook of one of them is."""
+    # A part of a name has no "/".
+    return f"{CALLBACKS}/{type(callback).__name__.replace('/', '_')}.{hook}"
+
+
 def of_one_callback(name: str) -> str:
     """Return the callback, and its hook, that a part of `callbacks` is; empty if it is none.
 

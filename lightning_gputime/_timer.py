@@ -24,6 +24,7 @@ from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Table, Tabular, show
+from lightning_gputime._results.wall_time import WallTimeRecorder
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import (
     Environment,
@@ -97,10 +98,12 @@ class Timer(Tabular):
         self._warn_once = WarnOnce()
         self._environment = Environment()
         self._evaluations = Evaluations(options)
+        self._books = WallTimeRecorder(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
-        return {**self.__dict__, "_session": NEVER_ATTACHED, "_patches": Attachments()}
+        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
+        return {**self.__dict__, **alone, "_books": WallTimeRecorder(None)}
 
     def __del__(self) -> None:
         # As where a cell of a notebook is run twice. `__init__` may have raised.
@@ -214,7 +217,7 @@ class Timer(Tabular):
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        return NamedPhase(EXCLUDED, self._session.recorders)
+        return NamedPhase(EXCLUDED, [*self._session.recorders, self._books])
 
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.

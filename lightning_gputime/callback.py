@@ -83,14 +83,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._path = _absolute(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
         self._fit: Fit | None = None
-        # Where the wall time goes: of a fit, from its set-up on; its trainer, and what is on that.
-        self._books = WallTimeRecorder(None)
-        self._books_trainer: pl.Trainer | None = None
+        self._books_trainer: pl.Trainer | None = None  # Whose wall time is recorded.
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs a trainer.
         alone = dict.fromkeys(("_fit", "_books_trainer"))
-        state = {**super().__getstate__(), **alone, "_books": WallTimeRecorder(None)}
+        state = {**super().__getstate__(), **alone}
         return {name: one for name, one in state.items() if name not in _OF_MODEL}
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
@@ -258,7 +256,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             if self.last_step is not None:
                 log = _lightning.mean_log_of(trainer, self._options.prefix, fit.row)
                 log.groups = self._options.logged_groups
-                log.log_values(self._books.summary().metrics(), self.last_step.step)
+                if (spent := self._books.summary()) is not None:
+                    log.log_values(spent.metrics(), self.last_step.step)
             self._show(trainer)
 
     @never_raises

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
         "lightning_gputime.huggingface needs transformers and accelerate: python -m pip install"
@@ -19,10 +19,26 @@ from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._phases import AFTER_UPDATE, CALLBACKS, DATA, FETCH, GENERATE, OTHER, REWARD
+from lightning_gputime._phases import (
+    AFTER_UPDATE,
+    CALLBACKS,
+    DATA,
+    FETCH,
+    GENERATE,
+    OTHER,
+    REWARD,
+    label_of_callback,
+)
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
+from lightning_gputime._results.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
 from lightning_gputime._timer import Timer, callers, never_raises
+
+# Events of callbacks around and inside of steps.
+_EVENTS = (
+    *("on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step"),
+    *("on_optimizer_step", "on_step_end", "on_epoch_end", "on_log", "on_save", "on_evaluate"),
+)
 
 _NOT_FOUND = (
     "No Trainer is known, and no step is timed. Pass the timer itself:"
@@ -108,6 +124,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
         )
+        self._results.books = self._books = WallTimeRecorder(clock.host_ns)
+        self._patch_saves_and_callbacks(trainer)
         self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader, prefix="dataloader_")
@@ -115,6 +133,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._books.epoch_turns()
         self._batch.is_open = False
         # What lies between two epochs belongs to no step.
         if self._is_in_step:
@@ -126,6 +145,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_fetch(self, *_: Any, **__: Any) -> bool:
         self._has_fetched = True
+        if self._books.entry is not STEPS:
+            self._books.steps_go_on()
         if not self._batch.is_open:
             self._session.recorder.resume_or_mark(FETCH)
         return True
@@ -140,6 +161,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._is_in_step = self._batch.is_open = True
+        if self._books.entry is not STEPS:
+            self._books.steps_go_on()
         self._session.batch_begins()
 
     @never_raises
@@ -154,11 +177,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.recorder.mark(AFTER_UPDATE)
         self._is_in_step, self._batch.is_open = False, not is_known
         self._session.end_step(state.global_step)
+        if not self._books.has_stepped:
+            self._books.step_ends()
         if self._has_fetched:
             self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self._books.switch_to(EPOCH_ENDS)
         self._batch.is_open = False
         self._session.compare_ranks()
 
@@ -188,15 +214,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _start_evaluate(self, *_: Any, **__: Any) -> bool:
         # It makes the loader, or a method of one's own does all in it.
         self._session.recorder.pause_now()
+        self._books.switch_to(EVALUATION)
         return True
 
     def _end_evaluate(self, _: Any) -> None:
+        # What follows until the next fetch, such as a checkpoint, is the evaluation's, too.
         if self._batch.is_open:
             # A callback has evaluated inside a step.
+            self._books.steps_go_on()
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
-        self._session.recorder.pause_now()
+        self._start_evaluate()
         options, trainer = self._options, self._trainer
         self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
         self._evaluation_means = {}
@@ -290,8 +319,21 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if hasattr(engine, "generate"):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
+    def _patch_saves_and_callbacks(self, trainer: Any) -> None:
+        """Attribute time to checkpoints, and to each callback by its name."""
+        saves = Calls(self._books.save_begins, self._books.save_ends)
+        self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
+        callbacks = trainer.callback_handler.callbacks
+        for one in [one for one in callbacks if not isinstance(one, (Timer, DefaultFlowCallback))]:
+            for event in _EVENTS:
+                own = getattr(type(one), event, None)
+                if own not in (None, getattr(TrainerCallback, event, None)):
+                    named = self.phase(label_of_callback(one, event))
+                    self._patches.add(Subscription(one, event, named))
+
     def _leave(self, *, prints_table: bool = False) -> None:
         """Remove all patches, and print the table if it is wanted."""
+        self._books.remove()
         self._patches.remove()
         self._trainer = self._handled = None
         if prints_table and self._prints_table:

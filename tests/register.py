@@ -109,8 +109,9 @@ REGISTER = (
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, five inner methods,"
-        " `on_epoch_begin` of its callback handler; TRL: `_calculate_rewards`, `generate` of vLLM",
+        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, six inner methods,"
+        " `on_epoch_begin` of its callback handler, events of its callbacks; TRL:"
+        " `_calculate_rewards`, `generate` of vLLM",
         OBJECT,
         frozenset(
             {
@@ -118,8 +119,12 @@ REGISTER = (
                 "_calculate_rewards",
                 "_evaluate",
                 "_finalize_training",
+                "_save_checkpoint",
                 "evaluate",
                 "on_epoch_begin",
+                *(f"on_{name}" for name in ("log", "save", "evaluate", "epoch_end", "step_begin")),
+                *(f"on_{name}" for name in ("pre_optimizer_step", "optimizer_step")),
+                *(f"on_{name}" for name in ("substep_end", "step_end")),
                 "evaluation_loop",
                 "get_batch_samples",
                 "log",
@@ -127,7 +132,7 @@ REGISTER = (
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
-        "no callback is called at a fetch, an evaluation's start, rewards, or an error",
+        "no callback is called at a fetch, around other callbacks, at rewards, or an error",
         when=_IN_TRAINING,
     ),
     Replaced(

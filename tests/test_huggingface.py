@@ -106,6 +106,7 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
             "compute_loss_func": loss_of,
             "optimizers": (adder, None),
             "eval_dataset": [0] * 3,
+            "train_dataset": [0] * 40,
             **{name: others.pop(name) for name in [*others] if name in OF_TRAINER},
         }
 
@@ -117,7 +118,6 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
         return Waits(
             model,
             options(tmp_path, **others),
-            train_dataset=[0] * 40,
             data_collator=collate,
             callbacks=callbacks,
             **own,
@@ -126,7 +126,10 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
     return make
 
 
-OF_TRAINER = ("compute_loss_func", "optimizers", "eval_dataset", "trainer_class")
+OF_TRAINER = (
+    *("compute_loss_func", "compute_metrics", "optimizers"),
+    *("eval_dataset", "train_dataset", "trainer_class"),
+)
 
 
 @pytest.fixture
@@ -366,6 +369,7 @@ PATCHED = {
     "_evaluate",
     "_finalize_training",
     "_run_epoch",
+    "_save_checkpoint",
     "evaluate",
     "evaluation_loop",
     "get_batch_samples",
@@ -471,12 +475,14 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
 def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **others)
-    assert set(timer.summary().rows) - {"data/fetch", "callbacks"} == ALL
+    callbacks = {"callbacks", "callbacks/PrinterCallback.on_log"}
+    assert set(timer.summary().rows) - {"data/fetch"} - callbacks == ALL
     assert [row["step"] for row in timer.history()] == [1, 2, 3, 4]
     for row in timer.history():
         # The first step has no callbacks.
-        callbacks = np.nan_to_num(row["callbacks_ms"])
-        assert sum(row[f"{name}_ms"] for name in ALL) + callbacks == pytest.approx(row["step_ms"])
+        callbacks_ms = np.nan_to_num(row["callbacks_ms"])
+        all_ms = sum(row[f"{name}_ms"] for name in ALL) + callbacks_ms
+        assert all_ms == pytest.approx(row["step_ms"])
         assert all(row[f"{name}_ms"] > 0 for name in ALL)
     assert timer.summary().skipped_updates == 0
     assert "_loss_function" not in vars(trainer.model)
@@ -1017,7 +1023,7 @@ def test_a_slow_callback_is_not_taken_for_a_hook_of_a_module(
 
     fake([timer, Slow()], max_steps=40).train()
     [slow] = timer.slow_steps()
-    assert [cause.detail for cause in slow.causes] == ["logging, a checkpoint or a hook"]
+    assert [cause.detail for cause in slow.causes] == ["Slow.on_step_end"]
 
 
 def test_parts_of_data_are_fetches_and_callbacks(
@@ -1031,7 +1037,103 @@ def test_parts_of_data_are_fetches_and_callbacks(
 
     fake([Works(), timer], max_steps=3).train()
     part = {"data": 1.0, "data/fetch": 1.0, "callbacks": 0.25}
+    part["callbacks/Works.on_step_end"] = 0.25
     assert between_batches(timer) == [{"data": 2.0, "data/fetch": 2.0}, part, part]
+
+
+def test_callbacks_are_told_apart_wherever_they_run_in_a_step(
+    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer
+) -> None:
+    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.25)
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.125)
+
+    class Logs(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_log(self, *_: Any, **__: Any) -> None:
+            gpu.work(0.5)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    works, logs = Works(), cast("Any", Logs())
+    logs.on_step_end = lambda *_, **__: gpu.work(1.0)  # One on the object wins.
+    trainer = fake([works, timer, logs], max_steps=3, logging_steps=1)
+    trainer.train()
+    row = timer.history()[1]
+    found = {name: row[f"{name}_ms"] for name in timer.summary().rows if "callbacks" in name}
+    assert found.pop("callbacks/PrinterCallback.on_log") == 0
+    assert found == {
+        "callbacks": 1.875,
+        "callbacks/Works.on_step_begin": 0.25,
+        "callbacks/Works.on_pre_optimizer_step": 0.125,
+        "callbacks/Logs.on_step_end": 1.0,
+        "callbacks/Logs.on_log": 0.5,
+    }
+    assert {name: row[f"{name}_ms"] for name in STEP} == STEP
+    assert [*vars(logs)] == ["on_step_end"]
+    assert not vars(works)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_losses_are_of_the_whole_training_with_its_evaluations(
+    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, strategy: str, tmp_path: Path
+) -> None:
+    class Takes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            gpu.host_work(7.0)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            gpu.host_work(1000.0)  # Behind the training.
+
+    def compute(_: Any) -> dict[str, float]:
+        gpu.host_work(100.0)
+        return {}
+
+    class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+            gpu.host_work(30.0)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            begin = gpu.now
+            found = super().evaluate(*args, **kwargs)
+            evaluations_ms.append((gpu.now - begin) / 1e6)
+            return found
+
+    evaluations_ms = list[float]()
+    own = {"max_steps": -1, "num_train_epochs": 2} if strategy == "epoch" else {"max_steps": 4}
+    trainer = fake(
+        [timer, Takes()],
+        trainer_class=Saves,
+        train_dataset=[0] * 3,
+        compute_metrics=compute,
+        eval_strategy=strategy,
+        eval_steps=2,
+        save_strategy=strategy,
+        save_steps=2,
+        eval_on_start=True,
+        logging_strategy="no",
+        **own,
+    )
+    begin = gpu.now
+    trainer.train()
+    summary = timer.summary()
+    assert summary.wall_time is not None
+    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_time.entries_s.items()}
+    assert entries_ms["set-up"] >= 7.0
+    assert entries_ms["checkpoints"] == 60.0
+    assert entries_ms["evaluation"] == pytest.approx(sum(evaluations_ms))
+    assert min(evaluations_ms) > 100.0
+    assert len(evaluations_ms) == 3
+    assert sum(entries_ms.values()) == pytest.approx((gpu.now - begin) / 1e6 - 1000.0)
+    losses = summary.losses
+    assert losses is not None
+    assert losses.is_fit
+    assert losses.rows[0].name == "evaluation"
+    assert losses.rows[0].advice
+    assert losses["checkpoints"] == pytest.approx(60.0 / sum(entries_ms.values()))
 
 
 def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:

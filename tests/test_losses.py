@@ -1,6 +1,9 @@
 """Where the wall clock went: nothing is missing, nothing counts twice, each says what it costs."""
 
+import contextlib
+import pickle
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import FakeGPU, Layer, raw
+from fake_gpu import Adder, FakeGPU, Layer, raw
 from fake_lightning import Model, SavingTrainer, trainer
 from fake_loop import Loop
 from test_slow_steps import collect, train
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseTimer, load
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
 from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.ranks import RankSummary
@@ -479,3 +482,147 @@ def test_the_largest_module_inside_is_named_with_its_class(gpu: FakeGPU) -> None
     )
     trainer(timer).fit(Body(), Fetches(gpu, 12, 0.0))
     assert "look at `body.2 Layer` in `backward`, 80 % of the step" in timer.summary().advice
+
+
+# Plain loops
+
+
+class TakesHost:
+    """A plain loop whose steps take the host 5 ms, the first one 50, and a fetch 1."""
+
+    def __init__(self) -> None:
+        self.gpu = FakeGPU()
+        self.net = Layer(self.gpu, 0.0)
+        self.optimizer = Adder(self.net.parameters(), self.gpu, 0.0)
+        self.timer = GPUPhaseHooks(self.net, self.optimizer, _clock=self.gpu, warmup_steps=0)
+        self.ms = 50.0
+
+    def batches(self, n: int = 4) -> Iterator[Tensor]:
+        for _ in range(n):
+            self.gpu.host_work(1.0)
+            yield torch.ones(1, 2)
+
+    def step(self, x: Tensor) -> None:
+        self.gpu.host_work(self.ms)
+        self.ms = 5.0
+        self.net(x).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, n: int = 4) -> None:
+        for x in self.timer.steps(self.batches(n)):
+            self.step(x)
+
+
+FIRST_OF_LOOPS = {"first step": 51.0, "steps": 66.0}  # Of three loops with four steps each.
+
+
+def between(loop: TakesHost) -> None:
+    for _ in range(3):
+        loop.train()
+        loop.gpu.host_work(20.0)
+
+
+def leaves(loop: TakesHost) -> None:
+    for _ in range(3):
+        for i, x in enumerate(loop.timer.steps(loop.batches(99))):
+            loop.step(x)
+            if i == 3:
+                break
+        loop.gpu.host_work(20.0)
+
+
+def raises(loop: TakesHost) -> None:
+    def fails() -> Iterator[Tensor]:
+        yield from loop.batches()
+        raise RuntimeError("mine")
+
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            for x in loop.timer.steps(fails()):
+                loop.step(x)
+        loop.gpu.host_work(20.0)
+
+
+def pauses(loop: TakesHost) -> None:
+    for i, x in enumerate(loop.timer.steps(loop.batches(12))):
+        loop.step(x)
+        if i % 4 == 3:
+            with loop.timer.paused(), loop.timer.paused():
+                loop.gpu.host_work(20.0)
+
+
+def pauses_around_a_loop(loop: TakesHost) -> None:
+    for _ in range(2):
+        loop.train(6)
+        with loop.timer.paused():
+            loop.gpu.host_work(12.0)
+            for _ in loop.timer.steps(range(4)):
+                loop.gpu.host_work(7.0)
+
+
+def evaluates(loop: TakesHost) -> None:
+    for i, x in enumerate(loop.timer.steps(loop.batches(12))):
+        loop.step(x)
+        if i in (4, 8):
+            loop.net.eval()
+            with torch.no_grad():
+                for y in loop.timer.steps(loop.batches(2)):
+                    loop.gpu.host_work(19.0)
+                    loop.net(y)
+            loop.net.train()
+
+
+def once(loop: TakesHost) -> None:
+    loop.gpu.host_work(30.0)
+    loop.train(12)
+    loop.gpu.host_work(30.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "outside"),
+    [
+        (between, {"between loops": 40.0}),  # What is behind the last loop belongs to none.
+        (leaves, {"between loops": 40.0}),
+        (raises, {"between loops": 40.0}),
+        (pauses, {"paused": 60.0}),
+        (pauses_around_a_loop, {"paused": 80.0}),
+        (evaluates, {"evaluation": 80.0}),
+        (once, {}),
+    ],
+)
+def test_what_lies_outside_of_the_steps_of_plain_loops_is_a_loss(
+    run: Callable[[TakesHost], None], outside: dict[str, float]
+) -> None:
+    loop = TakesHost()
+    with loop.timer:
+        run(loop)
+    summary = loop.timer.summary()
+    losses = losses_of(summary)
+    assert not losses.is_fit
+    if not outside:
+        assert summary.wall_time is None
+        assert losses.wall_s == pytest.approx(51e-3 + 11 * 6e-3)
+        assert "of the timed steps" in str(losses)
+        return
+    assert summary.wall_time is not None
+    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_time.entries_s.items()}
+    assert entries_ms == FIRST_OF_LOOPS | outside
+    found = found_ms(losses)
+    assert {name: found[name] for name in outside} == outside
+    assert losses.wall_s == pytest.approx(sum(entries_ms.values()) / 1e3)
+    assert "of the loops" in str(losses)
+
+
+def test_a_measurement_that_is_over_has_the_losses_of_its_own_loops() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        between(loop)
+    loop.train()  # It goes on, untimed.
+    with loop.timer:
+        loop.ms = 50.0
+        between(loop)
+        copy = pickle.loads(pickle.dumps(loop.timer.summary()))
+        loop.gpu.host_work(1000.0)
+        assert losses_of(loop.timer.summary()) == copy.losses
+    assert found_ms(losses_of(loop.timer.summary()))["between loops"] == 40.0

@@ -30,7 +30,7 @@ class NamedPhase(ContextDecorator):
 
     __slots__ = ("_name", "_recorders")
 
-    def __init__(self, name: str, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, name: str, recorders: Sequence[Any]) -> None:
         # Compiled code may carry a phase: neither the check nor a recorder may break its graph.
         if name != EXCLUDED and not torch.compiler.is_compiling():
             check_name(name)

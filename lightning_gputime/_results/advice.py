@@ -24,7 +24,9 @@ from lightning_gputime._results.slow import UNEXPLAINED
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration, percent
 from lightning_gputime._results.wall_time import (
+    BETWEEN_LOOPS,
     CHECKPOINTS,
+    EVALUATION,
     FIRST_STEP,
     STEPS,
     VALIDATION,
@@ -52,6 +54,7 @@ Advice = Iterator[str]
 class TrainingSetup:
     """How a training is set up, as far as its timer knows. What it does not know is None."""
 
+    is_own_loop: bool = False  # No trainer runs it.
     has_loader: bool = False
     is_iterable: bool = False  # Each worker has a copy of the dataset.
     is_on_device: bool = False  # The batches come from tensors that are there already.
@@ -77,8 +80,8 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
     work = CPU_WORK if summary.on_host_clock else GPU_WORK
     # A fit that was looked at before its second step has no steps yet.
     spent = summary.wall_time
-    is_fit = spent is not None and STEPS in spent.entries_s
-    if spent is None or not is_fit:
+    is_known = spent is not None and STEPS in spent.entries_s
+    if spent is None or not is_known:
         spent = WallTimeBreakdown({STEPS: summary.steps * summary.step.mean_ms / 1e3})
     spent_s = dict(spent.entries_s)
     steps_s, saves_s = spent_s.pop(STEPS), spent.saves_in_steps_s
@@ -102,7 +105,7 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
         work=rows.pop(work),
         rows=tuple(rows.values()),
         wall_s=wall_s,
-        is_fit=is_fit,
+        is_fit=is_known and not setup.is_own_loop,
         # More than all: the FLOPs, or the peak, are not those of this training.
         peak_share=None if mfu is None or mfu > 1 else mfu * steps_s / wall_s,
         unknown=_unknown(summary),
@@ -333,7 +336,9 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     VALIDATION: (
         "validate less often, on fewer batches (limit_val_batches), or with fewer callbacks",
     ),
+    EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
     CHECKPOINTS: ("save less often: every_n_train_steps of ModelCheckpoint",),
+    BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_gputime._results.table import Table, Tabular, duration
-from lightning_gputime._results.wall_time import ONCE
+from lightning_gputime._results.wall_time import ONCE, OUTSIDE_STEPS
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
 _SHOWN = 0.01  # From this fraction of the wall clock on, an entry has a line of its own.
@@ -44,8 +44,9 @@ class Losses(Tabular):
         rows: The losses, the dearest first.
         work: The work that is left: of the GPU, or of the CPU where there is none.
         wall_s: The time that they are shares of (in seconds): that of the whole fit, where a
-            trainer shows it; else that of the steps that were timed.
-        is_fit: Which of both it is.
+            trainer shows it; that of plain loops and of what lies between them, where something
+            does; else that of the steps that were timed.
+        is_fit: Whether it is that of a fit.
         peak_share: Fraction of the wall clock that the model's FLOPs take at the peak of the GPU,
             which is MFU over the fit. None where FLOPs are not known.
         unknown: What this run has not measured, and what it needs for it.
@@ -77,7 +78,9 @@ class Losses(Tabular):
         body += _lines(self.work, "")
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))
-        of = "of the fit" if self.is_fit else "of the timed steps"
+        is_of_loops = any(row.name in OUTSIDE_STEPS for row in self.rows)
+        of = "of the loops" if is_of_loops else "of the timed steps"
+        of = "of the fit" if self.is_fit else of
         lines = [(of, "share", _AT_MOST, _WHAT_TO_DO), *body]
         lines.append((duration(1e3 * self.wall_s), "100.0%", "", ""))
         below = [f"Not measured: {self.unknown}"] if self.unknown else []

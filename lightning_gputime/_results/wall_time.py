@@ -1,4 +1,4 @@
-"""Where the whole of a fit went: its wall time, by what the trainer did."""
+"""Where the whole of a training went: its wall time, by what the trainer or the loop did."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,23 +9,32 @@ SANITY_CHECK = "sanity check"
 FIRST_STEP = "first step"
 STEPS = "steps"
 VALIDATION = "validation"
+EVALUATION = "evaluation"
 CHECKPOINTS = "checkpoints"
 EPOCH_ENDS = "epoch ends"
+PAUSED = "paused"
+BETWEEN_LOOPS = "between loops"
 REST = "the rest"
-_ENTRIES = (SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, CHECKPOINTS, EPOCH_ENDS, REST)
+OUTSIDE_STEPS = (EVALUATION, PAUSED, BETWEEN_LOOPS)
+"""What lies outside of the steps of a plain loop."""
+_ENTRIES = (
+    *(SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, EVALUATION, CHECKPOINTS, EPOCH_ENDS),
+    *(PAUSED, BETWEEN_LOOPS, REST),
+)
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
 
 @dataclass(frozen=True, slots=True)
 class WallTimeBreakdown:
-    """Where the wall time of a fit went. Its entries add up to it.
+    """Where the wall time of a fit, or of plain loops, went. Its entries add up to it.
 
     Attributes:
         entries_s: Host time of each entry that there was (in seconds): `set-up` until the first
             batch is fetched, the `sanity check` left out; the `first step`, with what is compiled
-            and allocated in it; all other `steps`, with their `data` and `callbacks`; `validation`;
-            `checkpoints`, wherever they are saved; `epoch ends`, the hooks at the start and end of
-            epochs; `the rest`, such as the tear-down.
+            and allocated in it; all other `steps`, with their `data` and `callbacks`; `validation`,
+            or `evaluation` by another trainer than Lightning's; `checkpoints`, wherever they are
+            saved; `epoch ends`, the hooks at the start and end of epochs; what was `paused` by
+            hand; `between loops` over `steps()`; `the rest`, such as the tear-down.
         saves_in_steps_s: What of `checkpoints` was saved inside a step (in seconds).
     """
 
@@ -34,7 +43,7 @@ class WallTimeBreakdown:
 
     @property
     def wall_s(self) -> float:
-        """How long the fit took, or has taken so far (in seconds)."""
+        """How long it took, or has taken so far (in seconds)."""
         return sum(self.entries_s.values())
 
     @property
@@ -51,20 +60,27 @@ class WallTimeBreakdown:
 
 
 class WallTimeRecorder:
-    """Attribute all time of a fit to the entry that is open; without `now_ns` do nothing."""
+    """Attribute all time of a training to the entry that is open; without `now_ns` do nothing.
 
-    def __init__(self, now_ns: Callable[[], int] | None) -> None:
-        self._now_ns = now_ns
+    Args:
+        now_ns: The host's clock.
+        is_fit: Whether to start now, as in a fit; else with the first loop.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] | None, *, is_fit: bool = True) -> None:
+        self._clock, self._is_fit = now_ns, is_fit
+        self._now_ns = now_ns if is_fit else None  # None while time belongs to nothing.
+        self._loops = 0  # The number of plain loops that are open.
         self._ns = dict.fromkeys(_ENTRIES, 0)
-        self.entry = SET_UP  # What the time goes to, but for saves.
+        self.entry = SET_UP  # What the time goes to, but for what lies inside of it.
+        self._inside: list[str] = []  # Such as saves; the innermost last.
         self.has_stepped = False  # Whether `step_ends` was called.
-        self._is_saving = False
         self._saves_in_steps_ns = 0
         self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
         self._add_elapsed()  # A copy is of the time up to here: it has no clock.
-        return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None}
+        return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None, "_clock": None}
 
     def switch_to(self, entry: str) -> None:
         if entry != self.entry:
@@ -80,33 +96,66 @@ class WallTimeRecorder:
         self.steps_go_on()
 
     def epoch_turns(self) -> None:
-        if self.has_stepped:
-            self.switch_to(EPOCH_ENDS)
+        self.switch_to(EPOCH_ENDS if self.has_stepped else SET_UP)
+
+    def enter(self, entry: str) -> None:
+        """Attribute time to another entry until `leave`, inside of whatever is open."""
+        self._add_elapsed()
+        self._inside.append(entry)
+
+    def leave(self, entry: str) -> None:
+        self._add_elapsed()
+        if entry in self._inside:
+            self._inside.remove(entry)
 
     def save_begins(self, *_: Any, **__: Any) -> bool:
-        """Attribute time to checkpoints until `save_ends`, inside of whatever is open."""
-        self._add_elapsed()
-        self._is_saving = True
+        self.enter(CHECKPOINTS)
         return True
 
     def save_ends(self, _: Any = None) -> None:
-        self._add_elapsed()
-        self._is_saving = False
+        self.leave(CHECKPOINTS)
+
+    # As a recorder, for pauses by hand.
+
+    def enter_phase(self, _: str) -> None:
+        self.enter(PAUSED)
+
+    def leave_phase(self, _: str) -> None:
+        self.leave(PAUSED)
+
+    # Plain loops: what is before the first one, or behind the last, belongs to nothing.
+
+    def loop_begins(self) -> None:
+        self._loops += 1
+        if self._loops == 1 and self._clock is not None:
+            if not any(self._ns.values()):
+                self._since_ns = self._clock()
+            self._now_ns, self.entry = self._clock, BETWEEN_LOOPS
+            self.steps_go_on()
+
+    def loop_ends(self) -> None:
+        self._loops -= 1
+        if not self._loops:
+            self._add_elapsed()
+            self._now_ns = None
 
     def remove(self) -> None:
         """Stop: what follows belongs to nothing. Safe to call twice."""
         self._add_elapsed()
-        self._now_ns = None
+        self._now_ns = self._clock = None
 
-    def summary(self) -> WallTimeBreakdown:
+    def summary(self) -> WallTimeBreakdown | None:
+        """Return where the time went; None of plain loops with nothing but steps."""
         self._add_elapsed()
         entries_s = {name: ns / 1e9 for name, ns in self._ns.items() if ns}
+        if not self._is_fit and entries_s.keys() <= {FIRST_STEP, STEPS}:
+            return None
         return WallTimeBreakdown(entries_s, self._saves_in_steps_ns / 1e9)
 
     def _add_elapsed(self) -> None:
         if self._now_ns is not None:
             now_ns = self._now_ns()
             elapsed_ns, self._since_ns = now_ns - self._since_ns, now_ns
-            self._ns[CHECKPOINTS if self._is_saving else self.entry] += elapsed_ns
-            if self._is_saving and self.entry == STEPS:
+            self._ns[self._inside[-1] if self._inside else self.entry] += elapsed_ns
+            if self._inside == [CHECKPOINTS] and self.entry == STEPS:
                 self._saves_in_steps_ns += elapsed_ns
