@@ -125,12 +125,11 @@ class Boundaries:
         self._attachments.suspend()
         if not keep_updates:
             self._of_updates.suspend()
-        self.forward.clear()
         if self._submodules is not None:
             self._submodules.step_ended()
 
     def reattach(self, unseen_steps: int = 0) -> None:
-        self.forward.evaluation.steps += unseen_steps
+        self.forward.evaluation.before.extend([0] * unseen_steps)
         self._attachments.reattach()
         self._of_updates.reattach()
         activate(self._recorder)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -184,11 +184,6 @@ def caller(*between: str) -> str:
 
     `between` are first parts of the names of modules that only pass calls on.
     """
-    frame: FrameType | None = sys._getframe(1)
-    name: str = ""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith((_OWN, *between)):
-            return name
-        frame = frame.f_back
-    return name
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    names = (frame.f_globals.get("__name__", "") for frame in frames)
+    return next((one for one in names if not one.startswith((_OWN, *between))), "")

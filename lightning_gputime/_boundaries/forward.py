@@ -4,7 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -96,9 +96,6 @@ class ForwardBoundary:
             attachments.add(hook_before(loop.wrapper, self._redirect))
         self._discover()
 
-    def clear(self) -> None:
-        self._running.clear()
-
     def note_backward(self) -> None:
         """Note that the model is trained: what is in eval mode without grad is an evaluation."""
         self.has_trained, self._pause_evaluation = True, self._may_train
@@ -159,8 +156,10 @@ class ForwardBoundary:
         """
         if self._is_compiled_step:
             return
-        self._running.clear()  # Not by `clear`: it is a call in each step.
-        self.evaluation.steps += 1
+        self._running.clear()
+        evaluation = self.evaluation
+        evaluation.before.append(evaluation.calls)
+        evaluation.calls = 0
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -168,7 +167,7 @@ class ForwardBoundary:
             if self._nested:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
-        elif self._pause_evaluation and not self.has_trained and self.evaluation.was_counted:
+        elif self._pause_evaluation and not self.has_trained and evaluation.before[-1]:
             # A training without backward, such as of zeroth order, in eval mode: these are its own.
             self._pause_evaluation = self._evaluates = False
         elif timed:
@@ -313,17 +312,10 @@ class _EvaluationSearch:
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
         self._model = model
-        self.steps = 0
-        """How many steps have ended, or were dropped; who ends one counts it here."""
-        # How many such calls the open step has, and in which step they were counted.
-        self._step = self._calls = 0
-        # Both of the last steps that had some.
-        self._before: deque[tuple[int, int]] = deque(maxlen=_STEPS)
-
-    @property
-    def was_counted(self) -> bool:
-        """Whether the step that has just ended had a call."""
-        return self._step == self.steps - 1 and self._calls > 0
+        self.calls = 0
+        """How many such calls the open step has; who ends it puts them into `before`."""
+        self.before: deque[int] = deque(maxlen=_STEPS)
+        """How many the last steps had."""
 
     def on_call_start(self, label: str = EVALUATION) -> None:
         """Mark an evaluation. Call at each outermost call in eval mode without grad."""
@@ -341,29 +333,21 @@ class _EvaluationSearch:
 
     def count(self) -> bool:
         """Count a call. Return whether the open step has certainly more of them than before."""
-        step = self.steps
-        if step != self._step:
-            self._before.append((self._step, self._calls))
-            self._step, self._calls = step, 0
-        self._calls += 1
-        counts = {calls for at, calls in self._before if at >= step - _STEPS}
+        self.calls += 1
+        counts = {calls for calls in self.before if calls}
         if len(counts) > 1:
             return False  # Each step has them, now more and now fewer: a rollout, a generation.
         usual = max(counts, default=0)
         # With no step before it nothing is known of what a step has.
-        return self._recorder.pending.ended > 0 and self._calls >= usual + _MORE
+        return self._recorder.pending.ended > 0 and self.calls >= usual + _MORE
 
 
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return those of some modules, by their ids, that are running while `module` is called."""
     # By the frames of the stack: after a call that raised, some ids are of modules that run no
     # more.
-    called: list[int] = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL:
-            called.append(id(frame.f_locals["self"]))
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is _CALL)
+    called = [id(frame.f_locals["self"]) for frame in frames]
     if id(module) not in called:
         return list(ids)  # It is not called as others are.
     outer = called[called.index(id(module)) + 1 :]

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from torch._C import _current_graph_task_id
@@ -222,13 +222,8 @@ def _has_hooks(optimizer: Any) -> bool:
 
 def _steps_on_stack() -> int:
     """Return how many calls of `step` of optimizers with hooks are running."""
-    frame: FrameType | None = sys._getframe()
-    steps = 0
-    while frame is not None:
-        code = frame.f_code
-        steps += code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE
-        frame = frame.f_back
-    return steps
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe()))
+    return sum(one.co_name == "wrapper" and one.co_filename == _OPTIMIZER_FILE for one in codes)
 
 
 def _is_compiled(optimizer: Any) -> bool:

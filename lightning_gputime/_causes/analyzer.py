@@ -63,7 +63,8 @@ class SlowStepAnalyzer:
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
-        self.reads_since = 0
+        self.reading_since_ns = 0
+        """When the reading began of the steps that `steps_read` is called with next."""
         self._warn_once = WarnOnce()
         self.newest: Sequence[SlowStep] = ()  # Of the steps that were read last.
 
@@ -101,9 +102,6 @@ class SlowStepAnalyzer:
             self._allocator.sample(now_ns)
         self._ended_ns = now_ns
 
-    def reading_begins(self) -> None:
-        self.reads_since = self._now_ns()
-
     def steps_read(self, read: ReadSteps) -> None:
         """Judge the next steps but those of the warm-up; loggers are called next."""
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
@@ -118,9 +116,7 @@ class SlowStepAnalyzer:
         self._log.add(found, is_known=self._baseline.is_known)
         self.newest = found
         now_ns = self._now_ns()
-        self._readings.append((self.reads_since, now_ns))
-        # What is read together may be handed over in parts; and a span of own calls starts.
-        self.reads_since = now_ns
+        self._readings.append((self.reading_since_ns, now_ns))
         self.start_own_call()
 
     def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:

@@ -65,12 +65,12 @@ class PendingSteps:
         batch: int,
         emit: Callable[[list[StepRecord]], object],
         fail: Callable[[Exception], None],
-        on_reading_start: Callable[[], object] | None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         self._lag, self._batch = lag, batch
         self._emit, self._fail = emit, fail
-        self._on_reading_start = on_reading_start
+        self.reading_since_ns = 0
+        """When the newest reading of steps began, by the host's clock."""
         self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
         """Events that were read, to be used again. Never replaced: `Recorder` holds it, too."""
@@ -142,7 +142,7 @@ class PendingSteps:
     def end(self) -> None:
         """Forget all, and who takes the steps: that holds the model, which is to be freed."""
         self.forget()
-        self._emit, self._on_reading_start = lambda _: None, None
+        self._emit = lambda _: None
 
     def give_up(self, error: Exception) -> None:
         """Forget the pending steps, whose events cannot be trusted; what is finished is read."""
@@ -194,8 +194,7 @@ class PendingSteps:
     def _read(self) -> None:
         # First: who takes the steps may remove the timer, which reads again.
         finished, self._finished = self._finished, []
-        if self._on_reading_start is not None:
-            self._on_reading_start()
+        self.reading_since_ns = self._host_ns()
         records = []
         for step in finished:
             try:

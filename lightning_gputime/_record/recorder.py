@@ -114,7 +114,6 @@ class Recorder:
         batch: How many finished steps are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
-        on_reading_start: Called just before steps are read.
         sample: Called at the marks of some steps, whose records then hold what it returns.
     """
 
@@ -126,7 +125,6 @@ class Recorder:
         emit: Callable[[list[StepRecord]], object],
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
-        on_reading_start: Callable[[], object] | None = None,
         sample: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
@@ -137,14 +135,7 @@ class Recorder:
         self._clock = clock
         self.has_captured = False
         """Whether a graph was captured: its replays may run a step without a call that is seen."""
-        self.pending = PendingSteps(
-            clock,
-            lag=lag,
-            batch=batch,
-            emit=emit,
-            fail=self._fail,
-            on_reading_start=on_reading_start,
-        )
+        self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._fail)
         # Bound, not wrapped: it is all that a step without times calls.
         self.end_untimed = self.pending.end_untimed
         self.flush, self.drain = self.pending.flush, self.pending.drain

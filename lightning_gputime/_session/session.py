@@ -124,7 +124,6 @@ class Session:
             emit=self._steps_read,
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
-            on_reading_start=self.analyzer.reading_begins,
             sample=sampler(counters) if counters is not None else None,
         )
         self.recorders = [self.recorder]
@@ -468,7 +467,8 @@ class Session:
             self._comparison.log_is_due(finished)
 
     def _steps_read(self, records: list[StepRecord]) -> None:
-        auto, since = self._auto, self.analyzer.reads_since
+        auto, since_ns = self._auto, self.recorder.pending.reading_since_ns
+        self.analyzer.reading_since_ns = since_ns
         if self._probe is not None:
             records = self._probe.take(records)
         if records:
@@ -476,7 +476,7 @@ class Session:
             self._warmup -= warmup
             call_safely(self._calls, ReadSteps(records, warmup))
         if auto is not None:
-            auto.add_timed(records, self._now_ns() - since)
+            auto.add_timed(records, self._now_ns() - since_ns)
 
     # What a user asks, from any thread
 
