@@ -1,7 +1,6 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -73,15 +72,13 @@ class Boundaries:
         if loop.wrap_backward:
             BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, shared=shared)
         if hasattr(torch.jit._recursive, _SCRIPTS):
-            calls = Calls(self._script_begins, lambda _: self.reattach())
+            # TorchScript compiles the hooks that a module has, and cannot compile ours.
+            calls = Calls(
+                lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach()
+            )
             own.add(Subscription(torch.jit._recursive, _SCRIPTS, calls))
         own.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
-
-    def _script_begins(self, *_: Any, **__: Any) -> bool:
-        # TorchScript compiles the hooks that a module has, and cannot compile ours.
-        self.suspend(keep_updates=True)
-        return True
 
     @property
     def has_updated(self) -> bool:

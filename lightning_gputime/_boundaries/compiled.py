@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -18,12 +17,10 @@ def patch_compiled_call(
     A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and it is
     called each time.
     """
-
-    def begins(*args: Any, **kwargs: Any) -> bool:
-        enter(module, args, kwargs)
-        return True
-
-    calls = Calls(begins, lambda result: leave(module, (), result))
+    calls = Calls(
+        lambda *args, **kwargs: enter(module, args, kwargs),
+        lambda result: leave(module, (), result),
+    )
     return Subscription(module, "_compiled_call_impl", calls)
 
 

@@ -114,7 +114,7 @@ class ForwardBoundary:
                 if hasattr(module.GenerationMixin, name):
                     self._attachments.add(Subscription(module.GenerationMixin, name, calls))
 
-    def _generate_begins(self, *_: Any, **__: Any) -> bool:
+    def _generate_begins(self, *_: Any, **__: Any) -> bool | None:
         recorder, batch = self._recorder, self._batch
         if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.is_named:
             return False
@@ -127,7 +127,7 @@ class ForwardBoundary:
         if self._pause_evaluation and not is_training(self._model):
             self.evaluation.on_call_start(GENERATE)
         recorder.mark(GENERATE)
-        return True
+        return None
 
     def _generate_ends(self, _: Any) -> None:
         self._batch.is_open = True
@@ -175,17 +175,14 @@ class ForwardBoundary:
 
     def _time_training_step(self) -> None:
         """Take a `training_step` that was compiled whole for one phase: nothing inside is seen."""
-        calls = Calls(self._enter_training_step, lambda _: self._recorder.mark(OTHER))
+        mark = self._recorder.mark
+        calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
         self._attachments.add(Subscription(self._model, TRAINING_STEP, calls))
         # As if the model were called in every step: a backward is always taken for its own.
         self.calls, self.was_ever_called = 1, True
         self._recorder.warn_once(
             "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
         )
-
-    def _enter_training_step(self, *_: Any, **__: Any) -> bool:
-        self._recorder.mark(TRAINING_STEP)
-        return True
 
     def _time(self, module: nn.Module) -> tuple[Any, ...]:
         add = self._attachments.add

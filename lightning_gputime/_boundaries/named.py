@@ -50,9 +50,8 @@ class NamedPhase(ContextDecorator):
 
     # As a listener of a patched function, see `Calls`.
 
-    def on_call_start(self, *_: Any, **__: Any) -> bool:
+    def on_call_start(self, *_: Any, **__: Any) -> None:
         self.__enter__()
-        return True
 
     def on_call_end(self, result: Any) -> None:
         self.__exit__()

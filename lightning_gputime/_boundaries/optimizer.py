@@ -63,7 +63,7 @@ class OptimizerBoundary:
         is_compiled = any(map(_is_compiled, given))
         alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
         for one in alone:
-            attachments.add(Subscription(one, "step", Calls(self._call_begins, self._end)))
+            attachments.add(Subscription(one, "step", Calls(self._begin, self._end)))
         # What an update does around the one inside, such as gather or average weights, is its, too.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
@@ -99,18 +99,13 @@ class OptimizerBoundary:
             recorder.mark(OTHER)
         return False
 
-    def _enter_wrapper(self, *_: Any, **__: Any) -> bool:
+    def _enter_wrapper(self, *_: Any, **__: Any) -> None:
         self._is_wrapped = True
-        return True
 
     def _leave_wrapper(self, result: Any = None) -> None:
         self._is_wrapped = False
         if self.updates and self._recorder.state is not AT_REST:
             self._recorder.mark(AFTER_UPDATE)
-
-    def _call_begins(self, closure: Any = None, **_: Any) -> bool:
-        self._begin(closure)
-        return True
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # At rest it is enough to count its end.
@@ -136,7 +131,7 @@ class OptimizerBoundary:
             self._end()
             self.ended_early = True
 
-    def _begin(self, closure: Any) -> None:
+    def _begin(self, closure: Any = None, **_: Any) -> None:
         self.ended_early = False
         self.depth += 1
         if self.depth > 1:

@@ -20,8 +20,8 @@ def do_nothing(*_: Any) -> None:
 class Calls:
     """A listener of the calls of a patched function. Others may have the same two methods."""
 
-    on_call_start: Callable[..., bool]
-    """Return whether `on_call_end` is wanted for this call."""
+    on_call_start: Callable[..., bool | None]
+    """Return False if `on_call_end` is not wanted for this call."""
     on_call_end: Callable[..., None] = do_nothing
     """Is called with the result; with None if the call raised."""
 
@@ -77,7 +77,7 @@ class FunctionPatch:
         # Over a copy: a listener may be removed when it is notified.
         for listener in [*self.listeners]:
             try:
-                if listener.on_call_start(*args, **kwargs):
+                if listener.on_call_start(*args, **kwargs) is not False:
                     notified.append(listener)
             except Exception as error:
                 self._lose(listener, error)
