@@ -35,8 +35,7 @@ _COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
     Replaced(
-        "`torch.autograd._engine_run_backward`, or `backward` in older versions; `backward` of"
-        " DeepSpeed's engine",
+        "`torch.autograd._engine_run_backward`; `backward` of DeepSpeed's engine",
         f"{MODULE}, {OBJECT}",
         frozenset({"_engine_run_backward", "backward"}),
         "hooks on gradients end too early, and `full_backward_pre_hook` starts late",

@@ -27,8 +27,6 @@ from lightning_gputime._record.recorder import Recorder
 
 ENGINE = "_engine_run_backward"
 """The function by which torch.autograd runs its engine: private, and a global of its module."""
-if not hasattr(torch.autograd, ENGINE):
-    ENGINE = "backward"
 
 # Asks for gradients on behalf of a schedule.
 _PIPELINE = "torch.distributed.pipelining._backward"
@@ -39,8 +37,7 @@ class BackwardBoundary:
 
     Both run the engine by one function, which they look up at each call, so this one place sees
     `loss.backward()`, `scaler.scale(loss).backward()`, `fabric.backward(loss)`, direct calls, and
-    those of a `backward` that was imported by name. A torch without that function shows
-    `torch.autograd.backward` alone.
+    those of a `backward` that was imported by name.
 
     With several ranks also `backward/comm`: from the end of this rank's own work to the end of
     backward; and `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin

@@ -16,9 +16,6 @@ from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._record.recorder import Recorder
 
-# By this both `torch.jit.script` and `torch.jit.trace` make their modules.
-_SCRIPTS = "create_script_module"
-
 _HIDDEN = (
     "Collectives inside compiled code are not told from work: compile the parts between them, or"
     " take their time from an uncompiled run."
@@ -71,12 +68,11 @@ class Boundaries:
         self.optimizer.patch_zero_grad(own, loop)
         if loop.wrap_backward:
             BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, shared=shared)
-        if hasattr(torch.jit._recursive, _SCRIPTS):
-            # TorchScript compiles the hooks that a module has, and cannot compile ours.
-            calls = Calls(
-                lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach()
-            )
-            own.add(Subscription(torch.jit._recursive, _SCRIPTS, calls))
+        # TorchScript compiles the hooks that a module has, and cannot compile ours. By this both
+        # `torch.jit.script` and `torch.jit.trace` make their modules.
+        calls = Calls(lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach())
+        if hasattr(torch.jit._recursive, "create_script_module"):
+            own.add(Subscription(torch.jit._recursive, "create_script_module", calls))
         own.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
 

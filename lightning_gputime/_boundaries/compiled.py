@@ -1,27 +1,36 @@
 """Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from lightning_gputime._boundaries.comm import is_cut
-from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
+from lightning_gputime._boundaries.patching import Calls, Registration, Subscription
 
 
-def patch_compiled_call(
-    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
-) -> Subscription:
-    """Call functions before and after each call of a module that was compiled in place.
+def around_calls(
+    module: nn.Module,
+    enter: Callable[..., None],
+    leave: Callable[..., None],
+    *,
+    inside: bool = False,
+    with_kwargs: bool = True,
+) -> Sequence[Subscription | Registration]:
+    """Call functions before and after each call of a module; `inside` its other hooks.
 
-    A hook on the module would be traced. This stays outside: one graph, `fullgraph`, too, and it is
-    called each time.
+    On a module that was compiled in place a hook would be traced. A patch of what it calls stays
+    outside: one graph, `fullgraph`, too, and it is called each time.
     """
+    if module._compiled_call_impl is None:
+        before = hook_before(module, enter, first=not inside, with_kwargs=with_kwargs)
+        return before, hook_after(module, leave, first=inside)
     calls = Calls(
         lambda *args, **kwargs: enter(module, args, kwargs),
         lambda result: leave(module, (), result),
     )
-    return Subscription(module, "_compiled_call_impl", calls)
+    return (Subscription(module, "_compiled_call_impl", calls),)
 
 
 def is_compiled(model: nn.Module) -> bool:

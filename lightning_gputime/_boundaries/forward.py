@@ -14,9 +14,9 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.comm import WaitBoundary
-from lightning_gputime._boundaries.compiled import is_compiled, patch_compiled_call
+from lightning_gputime._boundaries.compiled import around_calls, is_compiled
 from lightning_gputime._boundaries.loop import Loop, is_training
-from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
+from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._phases import (
@@ -83,7 +83,7 @@ class ForwardBoundary:
         self._losses: set[int] = set()
         self._others: set[int] = set()
         self.evaluation = _EvaluationSearch(recorder, loop.model)
-        self._hooked: dict[int, tuple[Any, ...]] = {}
+        self._hooked: dict[int, list[Any]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
         self._alone: set[int] = set()
@@ -184,16 +184,13 @@ class ForwardBoundary:
             "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
         )
 
-    def _time(self, module: nn.Module) -> tuple[Any, ...]:
-        add = self._attachments.add
-        if module._compiled_call_impl is not None:
-            return (add(patch_compiled_call(module, self._enter, self._exit)),)
-        enter = add(hook_before(module, self._enter, with_kwargs=self._note is not None))
-        return enter, add(hook_after(module, self._exit))
+    def _time(self, module: nn.Module) -> list[Any]:
+        hooks = around_calls(module, self._enter, self._exit, with_kwargs=self._note is not None)
+        return [*map(self._attachments.add, hooks)]
 
     def _time_loss(self, module: nn.Module) -> None:
         hook = hook_before(module, self._enter_loss)
-        self._hooked[id(module)] = (self._attachments.add(hook),)
+        self._hooked[id(module)] = [self._attachments.add(hook)]
 
     def _discover(self, *, everywhere: bool = False) -> None:
         # Not by torch's hooks for all modules: these run on every module of the process (with 500

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gputime._boundaries.compiled import patch_compiled_call
-from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
+from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
@@ -137,13 +136,9 @@ class SubmoduleBoundary:
         # For each call that is not over: the label before it, and its inputs.
         self._open: list[tuple[str, dict[int, Any]] | None] = []
         for module in parts.values():
-            if module._compiled_call_impl is not None:
-                attachments.add(patch_compiled_call(module, self._enter, self._exit))
-            else:
-                # Where the part is the model itself, `forward` begins before it, and ends after it.
-                enter = hook_before(module, self._enter, first=False, with_kwargs=True)
-                attachments.add(enter)
-                attachments.add(hook_after(module, self._exit, first=True))
+            # Where the part is the model itself, `forward` begins before it, and ends after it.
+            for one in around_calls(module, self._enter, self._exit, inside=True):
+                attachments.add(one)
         # Of this step: hooks on tensors, and the tensors whose gradient begins a part, with that.
         self._tensor_handles: list[Any] = []
         self._outputs = WeakIdKeyDictionary()
