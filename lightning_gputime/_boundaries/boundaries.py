@@ -78,11 +78,11 @@ class Boundaries:
 
     @property
     def has_updated(self) -> bool:
-        """Whether there was an update since then, or is one that ends here, in its own hook."""
+        """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
         optimizer = self.optimizer
-        if optimizer.updates == 0 and (optimizer.depth or optimizer.ended_early):
-            return optimizer.is_running()
-        return optimizer.updates > 0
+        if optimizer.updates or optimizer.was_tried:
+            return True
+        return bool(optimizer.depth or optimizer.ended_early) and optimizer.is_running()
 
     @property
     def has_worked(self) -> bool:
@@ -101,6 +101,7 @@ class Boundaries:
             optimizer.end_early()
         has_updated = optimizer.updates > 0
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
+        optimizer.was_tried = False
         self.forward.step_ended(timed)
         if self.waits is not None:
             self.waits.step_ended()

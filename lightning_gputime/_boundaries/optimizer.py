@@ -48,6 +48,8 @@ class OptimizerBoundary:
         """How many calls of `step` are running; one that calls `super().step()` is two."""
         self.updates = 0
         """How many updates there were in this step; like `depth` it is reset where that ends."""
+        self.was_tried = False
+        """Whether a trainer has begun an update in this step, which it may have skipped."""
         self.ended_early = False
         """Whether the newest update was over where a step ended by it, as by its own hook."""
         self._batch = loop.batch

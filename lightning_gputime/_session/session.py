@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from threading import Thread, current_thread, get_ident
+from threading import get_ident
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -70,8 +70,6 @@ class Session:
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
-        # The thread that is timed: while it lives, no other thread may read.
-        self._runner: Thread | None = None
         self.is_attached = self.was_attached = True  # Now, and ever.
         self._newest: int | None = None  # The number of the last step that ended.
         # The numbers of the last steps that ended and were due, as many as are needed to know which
@@ -79,7 +77,6 @@ class Session:
         self._ended: deque[int] = deque(maxlen=options._lag + 1)
         self._log_at = -inf  # From this number on a step is the next to be logged; at first, any.
         self._warmup = options.timed_warmup_steps
-        self._tried_update = False
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
         users = _UserCalls(options.observers, self.analyzer)
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
@@ -154,9 +151,7 @@ class Session:
 
     def begin(self) -> None:
         """Start a step here, in the calling thread. Drop what is open."""
-        self._runner = current_thread()
         self._boundaries.step_ended(timed=False)
-        self._tried_update = False
         self.work.reset()
         self.analyzer.loop_begins()
         if self.is_off:
@@ -181,7 +176,7 @@ class Session:
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
-        self._tried_update = True
+        self._boundaries.optimizer.was_tried = True
         # Where there was no backward, nothing else tells it.
         if self.recorder.label != AFTER_BACKWARD:
             self.recorder.mark(OPTIMIZER)
@@ -189,7 +184,7 @@ class Session:
     @property
     def has_updated(self) -> bool:
         """Whether an optimizer has run, or tried, its update in the open step."""
-        return self._tried_update or self._boundaries.has_updated
+        return self._boundaries.has_updated
 
     def has_idled(self, *, is_first: bool) -> bool:
         """Return whether nothing was done in the open step but to fetch.
@@ -239,7 +234,6 @@ class Session:
         if self.is_off:
             return self._end_step_off(number)
         self._newest = number
-        self._tried_update = False
         now_ns = self._now_ns()
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
@@ -285,7 +279,6 @@ class Session:
             has_ended = self.has_updated
         if has_ended:
             self._newest = number
-            self._tried_update = False
             self._end_due_step(number)
             self._boundaries.step_ended()
             self._index += 1
@@ -418,8 +411,8 @@ class Session:
         """Count a step while off. Return whether hooks are on again."""
         self._index += 1
         if self.needs_updates:
-            self._tried_update = False
-            self._boundaries.optimizer.updates = self._boundaries.optimizer.depth = 0
+            optimizer = self._boundaries.optimizer
+            optimizer.updates, optimizer.depth, optimizer.was_tried = 0, 0, False
         if self._index < self._due_at:
             return False
         self._newest = number
@@ -493,9 +486,8 @@ class Session:
 
     def _may_read(self) -> bool:
         """Return whether steps can be read here: else two threads would, in no order."""
-        if get_ident() == self.recorder.home:
-            return True
-        return self._runner is None or not self._runner.is_alive()
+        # While the timed thread lives, no other may read.
+        return self.recorder.home in (-1, get_ident())
 
     # The end
 
