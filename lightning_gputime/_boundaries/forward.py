@@ -329,11 +329,13 @@ class _EvaluationSearch:
         """Count a call. Return whether the open step has certainly more of them than before."""
         self.calls += 1
         counts = {calls for calls in self.before if calls}
-        if len(counts) > 1:
-            return False  # Each step has them, now more and now fewer: a rollout, a generation.
-        usual = max(counts, default=0)
+        ended = self._recorder.pending.ended
+        if len(counts) > 1 or (counts and ended < _STEPS):
+            # Each step has them, now more and now fewer: a rollout, a generation. Of the first
+            # steps that is not known.
+            return False
         # With no step before it nothing is known of what a step has.
-        return self._recorder.pending.ended > 0 and self.calls >= usual + _MORE
+        return ended > 0 and self.calls >= max(counts, default=0) + _MORE
 
 
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
