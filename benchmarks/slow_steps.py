@@ -131,7 +131,7 @@ def train_plain(steps: dict[int, str], n: int, device: str) -> list[SlowStep]:
 
     def loader() -> Iterator[Tensor]:
         for number in range(n):
-            if steps.get(number) == "loader":
+            if steps.get(number) == "dataloader":
                 time.sleep(LATE_S)
             yield new_batch(device)
 
@@ -149,7 +149,7 @@ def train_plain(steps: dict[int, str], n: int, device: str) -> list[SlowStep]:
             kind = steps.get(number, "")
             if kind == "callback":
                 injections.logger.is_late = True
-            elif kind and kind != "loader":
+            elif kind and kind != "dataloader":
                 injections.now(kind)
             loss.backward()
             optimizer.step()
@@ -236,7 +236,7 @@ def train_ranks(each: int) -> tuple[dict[int, str], list[SlowStep]]:
 
 def measure(each: int, device: str) -> dict[str, Any]:
     """Measures everything; returns what was found."""
-    kinds = ["garbage_collection", "compilation", "off_cpu", "loader", "callback"]
+    kinds = ["garbage_collection", "compilation", "off_cpu", "dataloader", "callback"]
     steps = plan(kinds + ["allocator"] * (device != "cpu"), each)
     plain = score(steps, train_plain(steps, max(steps) + 20, device), {"off_cpu", "callback"})
     lightning = score(*train_with_checkpoints(each), set())
