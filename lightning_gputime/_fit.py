@@ -43,7 +43,7 @@ class Fit:
         row: dict[str, float],
         fail: Callable[[Exception], None],
     ) -> None:
-        self._trainer, self._model, self._session = trainer, model, session
+        self.trainer, self._model, self._session = trainer, model, session
         self._batch, self._books, self._fail = batch, books, fail
         # What Lightning's own rows have beside metrics: the epoch whose steps are read.
         self.row = row
@@ -55,9 +55,6 @@ class Fit:
         self._patience: float = _PATIENCE
         self._callback = ""  # The phase of the callback that was called last inside a step.
 
-    def is_of(self, trainer: object) -> bool:
-        return trainer is self._trainer
-
     # Called by the callback
 
     def epoch_begins(self) -> None:
@@ -66,7 +63,7 @@ class Fit:
         self._listen_while_off()
         self._books.epoch_turns()
         self.end_late_step()
-        self.row["epoch"] = self._trainer.current_epoch
+        self.row["epoch"] = self.trainer.current_epoch
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.loop_goes_on()
@@ -79,7 +76,7 @@ class Fit:
         session = self._session
         if self._accumulates and session.has_updated:
             self._accumulates = False
-            number = _lightning.step_number(self._trainer) - 1  # That batch is counted already.
+            number = _lightning.step_number(self.trainer) - 1  # That batch is counted already.
             if not session.is_left(number):
                 session.end_step(number)
 
@@ -120,7 +117,7 @@ class Fit:
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
             else:
-                if not session.end_step(_lightning.step_number(self._trainer), CALLBACKS):
+                if not session.end_step(_lightning.step_number(self.trainer), CALLBACKS):
                     self._attachments.suspend()
                 if not self._books.has_stepped:
                     self._books.step_ends()
@@ -137,8 +134,8 @@ class Fit:
         if session.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
-            ends = _lightning.ends_update(self._trainer, batch_idx)
-        if ends and session.end_step(_lightning.step_number(self._trainer), CALLBACKS):
+            ends = _lightning.ends_update(self.trainer, batch_idx)
+        if ends and session.end_step(_lightning.step_number(self.trainer), CALLBACKS):
             self._batch.is_open = False
             self._attachments.reattach()
 
@@ -164,7 +161,7 @@ class Fit:
         if not self._model.automatic_optimization:
             # Only the optimizers know.
             return session.has_updated or not session.sees_updates
-        is_due = _lightning.ends_update(self._trainer, batch_idx)
+        is_due = _lightning.ends_update(self.trainer, batch_idx)
         if session.updates:
             self._patience = math.inf
         ends = session.updates > 0 or (is_due and self._is_complete())
@@ -175,7 +172,7 @@ class Fit:
     def _is_complete(self) -> bool:
         """Return whether a step without an update that was due has ended."""
         session = self._session
-        if session.has_updated or not session.sees_updates or self._trainer.is_last_batch:
+        if session.has_updated or not session.sees_updates or self.trainer.is_last_batch:
             return True
         # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
         # trainer's count is what is left.
@@ -186,7 +183,7 @@ class Fit:
 
     def listen(self, own: type) -> None:
         """Listen to the trainer's actions until `remove`. Callbacks of class `own` are ours."""
-        trainer, session = self._trainer, self._session
+        trainer, session = self.trainer, self._session
         pause, action_of = session.recorder.pause_now, partial(_lightning.module_action, trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
         # Not by the callback's hook of that name, for which a Trainer takes 2 us.
@@ -217,7 +214,7 @@ class Fit:
         if self._accumulates and not self._model.automatic_optimization and session.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
-            if not session.end_step(_lightning.step_number(self._trainer) - 1, CALLBACKS):
+            if not session.end_step(_lightning.step_number(self.trainer) - 1, CALLBACKS):
                 self._attachments.suspend()
         # As `resume_or_mark`, without another call.
         if recorder.state is PAUSED:
@@ -226,7 +223,7 @@ class Fit:
             recorder.mark(FETCH)
 
     def _actions_of_data(self) -> Iterator[Action]:
-        trainer, begins = self._trainer, self._session.recorder.mark
+        trainer, begins = self.trainer, self._session.recorder.mark
         yield _lightning.fetch_action(trainer), self.fetch_begins
         # The last hook before the loader's workers are started.
         hook = "on_train_epoch_start"
@@ -239,7 +236,7 @@ class Fit:
                     yield _lightning.module_action(trainer, module, hook), partial(begins, DATA)
 
     def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
-        others = [one for one in self._trainer.callbacks if not isinstance(one, own)]
+        others = [one for one in self.trainer.callbacks if not isinstance(one, own)]
         ends: dict[str, Callable[[], None]] = {
             "on_train_batch_start": self._callbacks_have_begun,
             "on_train_batch_end": partial(self._session.recorder.mark, CALLBACKS),
@@ -253,7 +250,7 @@ class Fit:
                 yield _lightning.callback_action(one, hook), partial(begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.
-                yield _lightning.module_action(self._trainer, self._model, hook), end
+                yield _lightning.module_action(self.trainer, self._model, hook), end
         for one in others:
             # So that callbacks before ours find the means, too.
             yield _lightning.callback_action(one, "on_train_epoch_end"), self._session.publish

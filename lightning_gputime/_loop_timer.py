@@ -42,7 +42,7 @@ _UNTOLD = (
     " timer.steps(itertools.cycle(loader)), not itertools.cycle(timer.steps(loader))."
 )
 
-_MANY = 20  # Of fewer batches that were passed over nothing is said.
+_MAX_IDLE = 20  # Of fewer batches that were passed over nothing is said.
 _UNSEEN = (
     "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
     " they train in a way that is not seen, such as by a graph that was captured before attach(),"
@@ -229,14 +229,14 @@ class LoopTimer(Timer):
         batch, was_open = self._loop.batch, self._loop.batch.is_open
         batch.is_open = False
         books = self._books
-        books.enter(EVALUATION)
+        books.enter_phase(EVALUATION)
         try:
             self._session.recorder.pause_now()
             for item in iterable:
                 yield item
                 self._session.recorder.pause_now()
         finally:
-            books.leave(EVALUATION)
+            books.leave_phase(EVALUATION)
             batch.is_open = was_open
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
@@ -265,7 +265,7 @@ class LoopTimer(Timer):
             self._body, self._micro_batches = None, 0
         # Each batch has two marks.
         passed_over = (session.recorder.place_before + 1) // 2 if self._body else 0
-        if passed_over >= _MANY and session.has_idled(is_first=True):
+        if passed_over >= _MAX_IDLE and session.has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:

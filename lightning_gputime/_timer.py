@@ -288,6 +288,11 @@ class Timer(Tabular):
             evaluations=[*self._evaluations.means],
         )
 
+    def _show(self, is_wanted: bool) -> None:
+        """Print the table at the end of a training, on rank zero, unless the user wants none."""
+        if is_wanted and self._prints_table:
+            self._print_table()
+
     def _print_table(self) -> None:
         try:
             show(self._read().summary(), on_stderr=self._prints_on_stderr)

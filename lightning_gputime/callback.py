@@ -10,13 +10,15 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
-from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.wall_time import (
+    CHECKPOINTS,
     EPOCH_ENDS,
     REST,
     SANITY_CHECK,
@@ -258,17 +260,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
                 log.groups = self._options.logged_groups
                 if (spent := self._books.summary()) is not None:
                     log.log_values(spent.metrics(), self.last_step.step)
-            self._show(trainer)
+            self._show(trainer.is_global_zero)
 
     @never_raises
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
-        was_training = self._fit is not None and self._fit.is_of(trainer)
+        was_training = self._fit is not None and self._fit.trainer is trainer
         self.teardown(trainer, pl_module, "fit")
         if was_training and isinstance(exception, KeyboardInterrupt):
-            self._show(trainer)
+            self._show(trainer.is_global_zero)
 
     @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -288,8 +290,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             clock = self._options._clock
             self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
             self._books_trainer = trainer
-            calls = Calls(books.save_begins, books.save_ends)
-            self._patches.add(Subscription(trainer, "save_checkpoint", calls))
+            saves = NamedPhase(CHECKPOINTS, [books])
+            self._patches.add(Subscription(trainer, "save_checkpoint", saves))
 
     def _close_books(self) -> None:
         """Close those that are open. Safe to call twice."""
@@ -298,11 +300,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._books_trainer = None
 
     # What a fit leaves behind, on rank zero
-
-    def _show(self, trainer: pl.Trainer) -> None:
-        """Print the table, where it is wanted."""
-        if trainer.is_global_zero and self._prints_table:
-            self._print_table()
 
     def _save_run(self, trainer: pl.Trainer) -> None:
         """Write the file, if one is wanted and there is a step. Warn once if that fails."""
@@ -325,7 +322,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """End what a trainer runs: a fit, or an evaluation inside another trainer's fit."""
         for name in _OF_MODEL:
             vars(self).pop(name, None)
-        if self._fit is None or self._fit.is_of(trainer):
+        if self._fit is None or self._fit.trainer is trainer:
             self._detach()
         elif self._evaluations.is_running:
             self._evaluations.abort()

@@ -24,7 +24,9 @@ _NOT_SET_UP = (
 )
 
 _RAW = "optimizers must be as fabric.setup_optimizers(...) returns them, got {}"
-_MANY = 10  # Updates of each optimizer in one step. A prefetcher has a few at the end of a loop.
+_MAX_UPDATES = (
+    10  # Updates of each optimizer in one step. A prefetcher has a few at the end of a loop.
+)
 _NO_LOADER = (
     "No step ends here: no loader of fabric.setup_dataloaders() is read. Write `for x in"
     " timer.steps(loader)`, or call timer.step() at the end of the loop's body."
@@ -132,7 +134,7 @@ class FabricPhaseTimer(LoopTimer):
         """Warn where no loop ends steps. Fabric calls it."""
         if not self._session.was_attached:
             self._warn_once(_NOT_SET_UP)
-        elif self._session.updates > _MANY * len(self._optimizers):
+        elif self._session.updates > _MAX_UPDATES * len(self._optimizers):
             self._warn_once(_NO_LOADER)
 
     # For users

@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.named import phase
+from lightning_gputime._boundaries.named import NamedPhase, phase
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
@@ -31,7 +31,13 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
+from lightning_gputime._results.wall_time import (
+    CHECKPOINTS,
+    EPOCH_ENDS,
+    EVALUATION,
+    STEPS,
+    WallTimeRecorder,
+)
 from lightning_gputime._timer import Timer, callers, never_raises
 
 # Events of callbacks around and inside of steps.
@@ -321,7 +327,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _patch_saves_and_callbacks(self, trainer: Any) -> None:
         """Attribute time to checkpoints, and to each callback by its name."""
-        saves = Calls(self._books.save_begins, self._books.save_ends)
+        saves = NamedPhase(CHECKPOINTS, [self._books])
         self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
         callbacks = trainer.callback_handler.callbacks
         for one in [one for one in callbacks if not isinstance(one, (Timer, DefaultFlowCallback))]:
@@ -336,8 +342,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._books.remove()
         self._patches.remove()
         self._trainer = self._handled = None
-        if prints_table and self._prints_table:
-            self._print_table()
+        self._show(prints_table)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_gputime._phases import EXCLUDED
+
 SET_UP = "set-up"
 SANITY_CHECK = "sanity check"
 FIRST_STEP = "first step"
@@ -98,30 +100,17 @@ class WallTimeRecorder:
     def epoch_turns(self) -> None:
         self.switch_to(EPOCH_ENDS if self.has_stepped else SET_UP)
 
-    def enter(self, entry: str) -> None:
-        """Attribute time to another entry until `leave`, inside of whatever is open."""
+    # As of a recorder: a `NamedPhase` of both is a pause by hand.
+
+    def enter_phase(self, entry: str) -> None:
+        """Attribute time to another entry until `leave_phase`, inside of whatever is open."""
         self._add_elapsed()
         self._inside.append(entry)
 
-    def leave(self, entry: str) -> None:
+    def leave_phase(self, entry: str) -> None:
         self._add_elapsed()
         if entry in self._inside:
             self._inside.remove(entry)
-
-    def save_begins(self, *_: Any, **__: Any) -> bool:
-        self.enter(CHECKPOINTS)
-        return True
-
-    def save_ends(self, _: Any = None) -> None:
-        self.leave(CHECKPOINTS)
-
-    # As a recorder, for pauses by hand.
-
-    def enter_phase(self, _: str) -> None:
-        self.enter(PAUSED)
-
-    def leave_phase(self, _: str) -> None:
-        self.leave(PAUSED)
 
     # Plain loops: what is before the first one, or behind the last, belongs to nothing.
 
@@ -156,6 +145,7 @@ class WallTimeRecorder:
         if self._now_ns is not None:
             now_ns = self._now_ns()
             elapsed_ns, self._since_ns = now_ns - self._since_ns, now_ns
-            self._ns[self._inside[-1] if self._inside else self.entry] += elapsed_ns
+            entry = self._inside[-1] if self._inside else self.entry
+            self._ns[PAUSED if entry == EXCLUDED else entry] += elapsed_ns
             if self._inside == [CHECKPOINTS] and self.entry == STEPS:
                 self._saves_in_steps_ns += elapsed_ns
