@@ -329,11 +329,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         """Attribute time to checkpoints, and to each callback by its name."""
         saves = NamedPhase(CHECKPOINTS, [self._books])
         self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
-        callbacks = trainer.callback_handler.callbacks
-        for one in [one for one in callbacks if not isinstance(one, (Timer, DefaultFlowCallback))]:
+        for one in trainer.callback_handler.callbacks:
+            if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
+                continue
             for event in _EVENTS:
-                own = getattr(type(one), event, None)
-                if own not in (None, getattr(TrainerCallback, event, None)):
+                if getattr(type(one), event, None) is not getattr(TrainerCallback, event, None):
                     named = self.phase(label_of_callback(one, event))
                     self._patches.add(Subscription(one, event, named))
 
