@@ -63,7 +63,8 @@ class Fit:
         self._listen_while_off()
         self._books.epoch_turns()
         self.end_late_step()
-        self.row["epoch"] = self.trainer.current_epoch
+        self.row["epoch"] = epoch = self.trainer.current_epoch
+        self._session.start_epoch(_lightning.step_number(self.trainer), epoch)
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.loop_goes_on()

@@ -138,9 +138,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._session.begin()
 
     @never_raises
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._books.epoch_turns()
         self._batch.is_open = False
+        # A training that goes on from a checkpoint does not tell its first epoch.
+        if state.epoch or not state.global_step:
+            self._session.start_epoch(state.global_step + 1, int(state.epoch))
         # What lies between two epochs belongs to no step.
         if self._is_in_step:
             self._session.loop_goes_on()

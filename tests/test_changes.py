@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGPU
+from fake_lightning import Model, fit
 from fake_loop import Loop, hooks
 
 import lightning_gputime
+from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
 from lightning_gputime._results.sums import Sums
 
@@ -100,6 +102,75 @@ def test_a_long_run_takes_no_more_memory() -> None:
     assert found.change == pytest.approx(0.2, rel=1e-3)
     # To within two blocks of 1 in 256 of the run.
     assert found.since_step == pytest.approx(600_000, abs=8000)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "kept"),
+    [
+        (130, 100_000, 639),
+        (1_000, 1_000_000, 724),
+        (1_000_000, 1_000_000, 2),
+        (1, 100_000, 1444),  # Each step is an epoch.
+    ],
+)
+def test_a_lasting_change_names_its_epoch_in_bounded_memory(
+    length: int, steps: int, kept: int
+) -> None:
+    recorder, sums, sizes, epoch = LevelRecorder(), Sums(), [], 0
+    for first in range(0, steps, 25):
+        number = first + 24
+        # The next epoch has begun before the last steps of this one are read.
+        while epoch * length <= number + 1:
+            recorder.start_epoch(epoch * length, epoch)
+            epoch += 1
+        sums.step.add(25, 2500.0 if first < 0.6 * steps else 3000.0, 0.0, 120.0)
+        recorder.note(number, sums)
+        sizes.append(len(recorder._epochs))
+    found = recorder.find()
+    assert found is not None
+    assert found.since_step == pytest.approx(0.6 * steps, abs=0.01 * steps)
+    assert found.since_epoch == found.since_step // length
+    assert max(sizes) == kept
+
+
+@pytest.mark.parametrize(
+    ("epoch", "kind", "said"),
+    [
+        (3, "jump", "since step 8,400 (epoch 3) steps are 14.0 % ± 2.0 % longer than before"),
+        (0, "trend", "from step 8,400 (epoch 0) on steps get longer, 14.0 % ± 2.0 % until the end"),
+        (3, "stretch", "steps were 14.0 % ± 2.0 % longer from step 8,400 (epoch 3) to 9,000"),
+        (None, "jump", "since step 8,400 steps are 14.0 % ± 2.0 % longer than before"),
+    ],
+)
+def test_the_sentence_of_a_lasting_change_has_its_epoch(
+    epoch: int | None, kind: str, said: str
+) -> None:
+    until = 9000 if kind == "stretch" else None
+    found = LastingChange(kind, 8400, 0.14, 0.02, 10.0, "data/fetch", 1.4, until, epoch)
+    assert str(found) == f"{said}, most of it in `data/fetch`"
+
+
+class Grows(Model):
+    """A model whose forward is twice as long from the fifth epoch on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trainer.current_epoch >= 5:
+            self.gpu.work(4.0)
+        return super().forward(x)
+
+
+def test_a_fit_says_since_which_epoch(gpu: FakeGPU, tmp_path: Path) -> None:
+    seen = list[LastingChange]()
+    observer = SimpleNamespace(on_lasting_change=seen.append)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, every_n_steps=1, observers=[observer])
+    fit(gpu, Grows(gpu), 150, timer=timer, max_epochs=11)
+    found = timer.summary().lasting_change
+    assert found is not None
+    assert (found.kind, found.since_step, found.since_epoch) == ("jump", 750, 5)
+    assert f"since step {found.since_step} (epoch 5) steps are" in str(timer.summary())
+    assert [one.since_epoch for one in seen] == [5]
+    timer.save(tmp_path / "run.json")
+    assert lightning_gputime.load(tmp_path / "run.json").summary().lasting_change == found
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -217,9 +217,9 @@ def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
     assert [str(slow) for slow in timer.slow_steps()] == [
-        "step 30 took 74.4 ms (baseline 15.6 ms): +58.8 ms, of it 58.8 garbage collection"
+        "step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 garbage collection"
         " (generation 2); most of it in `loss`",
-        "step 20 took 34.4 ms (baseline 15.6 ms): +18.8 ms, of it 18.8 garbage collection"
+        "step 20 took 34.4 ms (baseline 15.6 ms), +18.8 ms: 18.8 garbage collection"
         " (generation 2); most of it in `loss`",
     ]
     assert [slow.step for slow in timer.slow_steps(1)] == [30]
@@ -237,7 +237,7 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
         "2 of 60 steps were slow; their excess is 7.6 % of the time, of it 24 % garbage collection,"
         " 76 % unexplained",
         "",
-        "slowest: step 30 took 74.4 ms (baseline 15.6 ms): +58.8 ms, of it 58.8 unexplained;"
+        "slowest: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 unexplained;"
         " most of it in `loss`",
     ]
     assert summary.to_dict()["slow"]["n"] == 2

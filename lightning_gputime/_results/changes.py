@@ -1,6 +1,7 @@
 """Lasting changes: since when steps take longer, or shorter, than at the start."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +46,7 @@ class LastingChange:
             "stretch" where it was another in the middle of the run.
         since_step: The number of the first step after the jump, or of the trend or stretch.
         until_step: The number of the first step after the stretch; else None.
+        since_epoch: The epoch of `since_step`, as the trainer counts; None where none is known.
         change: By how much steps are longer then, as a fraction of those before.
         error: Half the width of the 95 % interval of `change`.
         before_ms: The mean step before (in milliseconds).
@@ -60,17 +62,20 @@ class LastingChange:
     phase: str
     phase_change_ms: float
     until_step: int | None = None
+    since_epoch: int | None = None
 
     def __str__(self) -> str:
         longer = "longer" if self.change > 0 else "shorter"
         size = f"{100 * abs(self.change):.1f} % ± {100 * self.error:.1f} %"
         where = f"most of it in `{self.phase}`"
+        since = f"step {self.since_step:,}"
+        if self.since_epoch is not None:
+            since += f" (epoch {self.since_epoch:,})"
         if self.until_step is not None:
-            steps = f"from step {self.since_step:,} to {self.until_step:,}"
-            return f"steps were {size} {longer} {steps}, {where}"
+            return f"steps were {size} {longer} from {since} to {self.until_step:,}, {where}"
         if self.kind == "jump":
-            return f"since step {self.since_step:,} steps are {size} {longer} than before, {where}"
-        return f"from step {self.since_step:,} on steps get {longer}, {size} until the end, {where}"
+            return f"since {since} steps are {size} {longer} than before, {where}"
+        return f"from {since} on steps get {longer}, {size} until the end, {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,11 @@ class LevelRecorder:
         # The number of the newest step, how many there were, and the device time of each phase;
         # that of the step is named "".
         self._totals: list[tuple[int, int, dict[str, float]]] = []
+        # The first step and the number of each epoch in which a block starts, or may start yet.
+        self._epochs: list[tuple[float, int]] = []
+
+    def start_epoch(self, first_step: int, epoch: int) -> None:
+        self._epochs.append((first_step, epoch))
 
     def note(self, number: int, sums: Sums) -> bool:
         """Note the sums over all steps, the newest of this number; return whether to `find`."""
@@ -120,6 +130,10 @@ class LevelRecorder:
         of_names = map(_device_ms, map(sums.phases.__getitem__, names))
         totals = dict(zip(names, of_names, strict=True))
         totals[""] = sums.step.device_ms
+        # Of the epochs that have begun inside the block, the next block starts in the last.
+        before = self._totals[-1][0] if self._totals else -1
+        inside = bisect_right(self._epochs, (before + 1, math.inf))
+        del self._epochs[inside : bisect_right(self._epochs, (number + 1, math.inf)) - 1]
         self._totals.append((number, n, totals))
         self._next = n + self._every
         if len(self._totals) > 2 * _MOST_BLOCKS:
@@ -132,7 +146,7 @@ class LevelRecorder:
 
         Any thread may ask, while another one notes.
         """
-        totals = [*self._totals]
+        totals, epochs = [*self._totals], [*self._epochs]
         if len(totals) <= _FEWEST_BLOCKS:
             return None
         n = np.array([n for _, n, _ in totals], dtype=float)
@@ -151,15 +165,18 @@ class LevelRecorder:
             if name
         }
         phase = largest_part(parts, sign=change_ms)
+        since_step = totals[first + start][0] + 1
+        epochs_until = epochs[: bisect_right(epochs, (since_step, math.inf))]
         return LastingChange(
             kind="trend" if _is_trend(shape) else "stretch" if end < len(shape) else "jump",
-            since_step=totals[first + start][0] + 1,
+            since_step=since_step,
             change=change_ms / before_ms,
             error=1.96 * error_ms / before_ms,
             before_ms=before_ms,
             phase=phase,
             phase_change_ms=parts.get(phase, 0.0),
             until_step=totals[first + end][0] + 1 if end < len(shape) else None,
+            since_epoch=epochs_until[-1][1] if epochs_until else None,
         )
 
 

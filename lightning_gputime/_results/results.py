@@ -56,7 +56,7 @@ class Results:
         self._seen = 0
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
-        self._levels = LevelRecorder()
+        self.levels = LevelRecorder()
         self.finds_changes = False  # Also while training goes on, not in the summary alone.
         self.lasting_change: LastingChange | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
@@ -100,7 +100,7 @@ class Results:
     def steps_read(self, steps: ReadSteps) -> None:
         # It takes milliseconds: only where somebody listens.
         if self.add(steps.records, steps.sums) and self.finds_changes:
-            before, self.lasting_change = self.lasting_change, self._levels.find()
+            before, self.lasting_change = self.lasting_change, self.levels.find()
             if before is None and self.lasting_change is not None:
                 calls = methods(self.observers, "on_lasting_change")
                 call_safely(calls, self.lasting_change)
@@ -115,7 +115,7 @@ class Results:
             if warmup:
                 self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
-            return self._levels.note(self._newest[-1].number, self.sums)
+            return self.levels.note(self._newest[-1].number, self.sums)
 
     def add_probed(self, step: StepRecord) -> None:
         """Take the work alone of a step that was probed; it is in no other statistics."""
@@ -137,7 +137,7 @@ class Results:
             return replace(self._summary_of(steps, Sums(steps), Sums()), is_warmup=True)
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
-            lasting_change=self._levels.find(),
+            lasting_change=self.levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
             skipped_updates=skipped_updates + sums.skipped_updates,

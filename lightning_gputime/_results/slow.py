@@ -103,8 +103,8 @@ class SlowStep:
         here_ms = self.phase_excess_ms
         where = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.number(here_ms)} of it"
         return (
-            f"step {self.step} took {unit.of(self.step_ms)} (baseline {unit.of(self.baseline_ms)}):"
-            f" +{unit.of(self.excess_ms)}, of it {self.why}; {where} in `{self.phase}`"
+            f"step {self.step} took {unit.of(self.step_ms)} (baseline {unit.of(self.baseline_ms)}),"
+            f" +{unit.of(self.excess_ms)}: {self.why}; {where} in `{self.phase}`"
         )
 
 

@@ -289,6 +289,10 @@ class Session:
                 self._turn_on()
         return has_ended
 
+    def start_epoch(self, first_step: int, epoch: int) -> None:
+        """Note that an epoch starts with the step of this number, which has not ended."""
+        self._results.levels.start_epoch(first_step, epoch)
+
     def loop_ends(self, *, accumulates: bool) -> None:
         """Note that a loop over batches has ended, perhaps with gradients that are not used yet."""
         if accumulates:
