@@ -172,9 +172,9 @@ def _advise(
 
 
 def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
-    if summary.slow is None:
-        yield from _leave_out(summary, OTHER, FORWARD)
-    bound = summary._judged.bound
+    rest = [] if summary.slow is not None else [*_leave_out(summary, OTHER, FORWARD)]
+    yield from rest
+    bound, phases = summary._judged.bound, summary._judged.phases
     if bound == verdict.LAUNCH and summary.launch_gap_share is None:
         yield from _launch_less(summary, setup)
     elif bound == verdict.MIXED:
@@ -186,6 +186,10 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield from _fuse(summary, setup)
     if bound in (verdict.GPU, verdict.LONGEST):
         yield from _look_inside(summary, setup)
+    share = _share(summary, OTHER)
+    if share >= _LONG and not rest and (bound != verdict.MIXED or OTHER not in phases):
+        what = "code outside of the model, the loss, backward and the update"
+        yield f'`other`, {percent(share)} of the step, is {what}: name it, with phase("name")'
 
 
 def _leave_out(summary: PhaseSummary, *names: str) -> Advice:
@@ -332,10 +336,8 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
     GAPS: _launch_less,
-    # Callbacks around its steps may take most of it.
-    VALIDATION: (
-        "validate less often, on fewer batches (limit_val_batches), or with fewer callbacks",
-    ),
+    # Its callbacks may take most of it, however few batches it has.
+    VALIDATION: ("validate less often: check_val_every_n_epoch or val_check_interval",),
     EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
     CHECKPOINTS: ("save less often: every_n_train_steps of ModelCheckpoint",),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),

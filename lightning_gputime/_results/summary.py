@@ -235,6 +235,8 @@ class PhaseSummary(Tabular):
         step_ms = self.step.mean_ms
         unit = unit_of(step_ms)
         step = unit.of(step_ms)
+        if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
+            yield "share is of all steps; the other columns are of the steps in which a phase ran"
         yield self.probe_failure
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
