@@ -209,6 +209,27 @@ def test_where_the_gaps_are_known_no_probe_is_advised() -> None:
     ]
 
 
+@pytest.mark.parametrize(("other_ms", "share"), [(1.7, 0), (1.8, 10), (16.0, 50)])
+@pytest.mark.parametrize("on_host_clock", [False, True])
+def test_a_long_other_is_to_be_named(other_ms: float, share: int, on_host_clock: bool) -> None:
+    results = Results(100, 0, on_host_clock)
+    results.setup = TrainingSetup(has_parts=False)
+    results.add([raw(i, 8.0, forward=5.0, backward=11.0, other=other_ms) for i in range(3)])
+    losses = results.summary().losses
+    assert losses is not None
+    what = "code outside of the model, the loss, backward and the update"
+    told = f'`other`, {share} % of the step, is {what}: name it, with phase("name")'
+    assert losses.work.advice == ((told,) if share else ())
+
+
+def test_what_the_host_is_to_do_in_other_is_said_once() -> None:
+    device, host = {"other": 0.1, "forward": 9.0}, {"other": 6.1, "forward": 3.0}
+    results = Results(100, 0)
+    results.add([raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)])
+    [told] = results.summary().advice
+    assert told == "remove .item(), prints and copies from unpinned memory from `other`"
+
+
 def test_a_held_up_host_is_told_what_it_should_not_do_where() -> None:
     device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}

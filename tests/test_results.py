@@ -268,7 +268,7 @@ def test_without_a_gpu_the_verdict_is_the_longest_phase_and_names_no_gpu() -> No
 
 def test_a_notebook_shows_a_table_with_every_number() -> None:
     text = filled(raw(0, 1.5, forward=2.0, other=0.25)).summary()._repr_html_()
-    assert text.count("<tr>") == 4 + 3
+    assert text.count("<tr>") == 5 + 3
     left, right = "text-align:left", "text-align:right"
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in text
     assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in text
