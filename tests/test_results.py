@@ -90,6 +90,18 @@ def test_a_phase_that_ran_in_some_steps_is_averaged_over_those() -> None:
     assert (summary.rows["ema"].n, summary.rows["ema"].mean_ms) == (1, 5.0)
 
 
+@pytest.mark.parametrize(("every", "is_said"), [(1, False), (2, True), (4, True)])
+def test_where_a_phase_runs_in_half_of_the_steps_or_fewer_the_table_says_what_a_share_is_of(
+    every: int, is_said: bool
+) -> None:
+    steps = [raw(i, forward=2.0, **{"optimizer": 8.0} if i % every == 0 else {}) for i in range(8)]
+    summary = filled(*steps).summary()
+    optimizer = summary.rows["optimizer"]
+    assert (optimizer.mean_ms, optimizer.share) == (8.0, 8.0 / (8.0 + 2.0 * every))
+    said = "share is of all steps; the other columns are of the steps in which a phase ran"
+    assert (said in str(summary)) == is_said
+
+
 def test_warm_up_steps_are_left_out_and_counted() -> None:
     steps = [raw(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
     summary = filled(*steps, warmup_steps=2).summary()
