@@ -267,14 +267,11 @@ def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
     # In the order of the first rank.
     names = dict.fromkeys(name for one in phases.values() for name in one)
     own = in_order([name for name in names if name not in (STEP, LOCAL)])
-    return {
-        name: _row({rank: one[name] for rank, one in phases.items() if name in one})
-        for name in (*own, STEP, LOCAL)
-    }
-
-
-def _row(of_ranks: Mapping[int, tuple[float, int]]) -> RankStats:
-    means = {rank: ms / n for rank, (ms, n) in of_ranks.items()}
-    slowest = max(means, key=means.__getitem__)
-    mean_ms = sum(ms for ms, _ in of_ranks.values()) / sum(n for _, n in of_ranks.values())
-    return RankStats(min(means.values()), mean_ms, means[slowest], slowest)
+    rows = {}
+    for name in (*own, STEP, LOCAL):
+        of_ranks = {rank: one[name] for rank, one in phases.items() if name in one}
+        means = {rank: ms / n for rank, (ms, n) in of_ranks.items()}
+        slowest = max(means, key=means.__getitem__)
+        all_ms, steps = map(sum, zip(*of_ranks.values(), strict=True))
+        rows[name] = RankStats(min(means.values()), all_ms / steps, means[slowest], slowest)
+    return rows

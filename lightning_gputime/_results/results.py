@@ -78,9 +78,8 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             # No lock goes into a copy: `ddp_spawn` pickles callbacks.
-            copied: dict[str, Any] = {"_newest": self._newest.copy(), "_lock": None}
-            copied |= {"sums": self.sums.copy(), "_busy": self._busy.copy()}
-            return {**self.__dict__, **copied}
+            copied = {"sums": self.sums.copy(), "_busy": self._busy.copy(), "_lock": None}
+            return {**self.__dict__, **copied, "_newest": self._newest.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=RLock())
