@@ -161,12 +161,12 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
                 f"warning: {about}--fail-above has one run on a side: equal runs may differ as"
                 " much, and fail. Give two or more per side, as bench does."
             )
-        above += [
-            f"{about}{name} is slower by more than {100 * bound:g} %."
-            for bound, phase in args.fail_above
-            for name in ([phase] if phase else ["step", *one.judged])
-            if one.is_above(bound, name)  # Raises where there is no such phase.
-        ]
+        for bound, phase in args.fail_above:
+            for name in [phase] if phase else ["step", *one.judged]:
+                if one.is_above(bound, name):  # Raises where there is no such phase.
+                    is_mean = name == "step" and not one.step.is_above(bound)
+                    what = "the mean of all steps" if is_mean else name
+                    above.append(f"{about}{what} is slower by more than {100 * bound:g} %.")
     _print(_json(found) if args.json else found)
     for line in (*told, *above):
         print(line, file=sys.stderr)

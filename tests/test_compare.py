@@ -21,6 +21,7 @@ from lightning_gputime._cli import main
 from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs import saved, statistics
 from lightning_gputime._saved_runs.compare import Difference
 from lightning_gputime._saved_runs.environment import Environment
@@ -63,7 +64,7 @@ def constant(*steps: float, **changes: Any) -> Run:
     return replace(run(n=24), history=history(records), environment=replace(ON, **changes))
 
 
-TWO_RUNS = "; in these 2 runs only: two runs or more per side show how much equal runs differ"
+TWO_RUNS = "; with one run a side this may be chance: save two or more of each"
 
 
 # The estimates
@@ -119,7 +120,9 @@ def test_a_slower_backward_is_found_and_named() -> None:
     assert found.step.change_ms == pytest.approx(sum(r.change_ms for r in found.rows.values()))
     # Of each phase 1 % is noise, which all share: 0.6 ms more are of backward alone.
     assert found.sentence.startswith("4.2 % ± 0.")
-    assert re.search(r" % slower: backward 0\.6\d* ± 0\.[01]\d* ms slower; in ", found.sentence)
+    assert re.search(
+        r" % slower: backward 0\.6\d* ± 0\.[01]\d* ms slower; with one run ", found.sentence
+    )
     significant = [name for name, row in found.rows.items() if row.is_significant]
     assert significant == ["backward"]
 
@@ -258,7 +261,7 @@ def test_a_module_inside_another_is_compared_and_named_and_a_single_callback_is_
     assert [*found.rows] == ["data", "callbacks", "forward", *names[:2]]
     assert found.rows[names[1]].change_ms == pytest.approx(1.0)
     assert found.judged == ["data", "callbacks", "forward"]
-    assert "% slower: forward (forward/body/body.mlp) 1 ± 0 ms slower; in" in found.sentence
+    assert "% slower: forward (forward/body/body.mlp) 1 ± 0 ms slower; with one" in found.sentence
 
 
 def test_the_rows_are_in_the_order_of_the_files() -> None:
@@ -288,7 +291,7 @@ def test_the_spread_between_runs_widens_the_interval() -> None:
         ratio = stats.t.ppf(1 - chance / 2, 4) * math.sqrt(1 / 3 + (12 / 11) ** 2 / 3) / 11
         assert row.relative_error == pytest.approx(ratio, rel=0.001)
     assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
-    assert "runs only" not in str(found)
+    assert "one run a side" not in str(found)
     assert TWO_RUNS in str(compare(before[0], after[0]))
     assert TWO_RUNS.replace("2 runs", "3 runs") in str(compare(before[:2], after[0]))
 
@@ -683,3 +686,46 @@ def test_an_output_without_the_letters_gets_escapes(files: tuple[str, str]) -> N
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert r"% \xb1 " in done.stdout
+
+
+# What the sentence says, and what lies beside it
+
+
+def test_the_sentence_has_the_interval_that_decides() -> None:
+    # Of a time that halves, the interval of `is_above` is another than that of the difference.
+    step = Difference(before_ms=100.0, after_ms=60.0, error_ms=44.0, relative_error=0.3)
+    same = RunComparison(rows={}, step=step, mean=step, runs=(2, 2), steps=(90, 90))
+    assert same.sentence == "no significant change: -40.0 % ± 44.0 %"
+
+
+def test_the_mean_of_all_steps_is_named_where_it_alone_is_above(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = [900.0 if i % 10 == 5 else 10.0 for i in range(240)]
+    for name, steps in (("a", [10.0] * 240), ("b", rare)):
+        saved.save(constant(*steps), tmp_path / f"{name}.json.gz")
+    paths = [str(tmp_path / f"{name}.json.gz") for name in "ab"]
+    assert main(["compare", *paths, "--fail-above", "step:5%"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "the mean of all steps is slower by more than 5 %."
+
+
+@pytest.mark.parametrize(
+    ("evaluation_s", "note"),
+    [
+        (39.0, "outside of the steps, which is not judged: 40 s of 60 s (before) and"),
+        (1.5, ""),
+    ],
+)
+def test_a_comparison_says_what_changed_outside_of_the_steps(
+    evaluation_s: float, note: str
+) -> None:
+    def spent(seconds: float) -> Run:
+        one = run()
+        entries_s = {"set-up": 1.0, "steps": 20.0, "evaluation": seconds}
+        wall_time = WallTimeBreakdown({name: s for name, s in entries_s.items() if s})
+        return replace(one, _summary=replace(one.summary(), wall_time=wall_time))
+
+    notes = compare([spent(evaluation_s)] * 2, [spent(1.0)] * 2).notes
+    assert notes == ((f"{note} 2 s of 22 s (after)",) if note else ())
+    assert compare(run(), spent(9.0)).notes == ()  # What is not known is no difference.

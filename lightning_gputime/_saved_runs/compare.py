@@ -14,7 +14,8 @@ from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.stats import largest_part
-from lightning_gputime._results.table import Table, Tabular, Unit, unit_of
+from lightning_gputime._results.table import Table, Tabular, Unit, duration, unit_of
+from lightning_gputime._results.wall_time import STEPS
 from lightning_gputime._saved_runs import statistics
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.saved import Run, load
@@ -25,6 +26,7 @@ _OWN = ("started", "rank", "options")  # Fields that differ from run to run, and
 # By chance a comparison of equal runs may show any change at all in 5 %: the chance is split.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_SHARE = 0.01  # The fraction of the step from which on a phase is judged.
+_MIN_OUTSIDE = 0.05  # From this fraction of the wall clock on a change outside of steps is told.
 _MIN_PAIRS = 5  # With fewer, what pairs gain is less than what it costs to know them so badly.
 _DROPS = ("change", "95 %")  # What goes first where the table is too wide.
 
@@ -146,8 +148,7 @@ class RunComparison(Tabular):
             claim = f"no significant change: {_percent(self.step)}"
         if min(self.runs) > 1:
             return claim
-        only = f"in these {sum(self.runs)} runs only"
-        return f"{claim}; {only}: two runs or more per side show how much equal runs differ"
+        return f"{claim}; with one run a side this may be chance: save two or more of each"
 
     def _most(self, name: str) -> str:
         """Return the name of a phase, with the part that is most of its change."""
@@ -220,8 +221,10 @@ class RunComparison(Tabular):
 
 
 def _percent(one: Difference) -> str:
-    digits = 1 if one.relative_error >= 0.001 else 2
-    return f"{100 * one.relative_change:+.{digits}f} % ± {100 * one.relative_error:.{digits}f} %"
+    # The interval that tells whether it is significant, and not that of `is_above`.
+    error = one.error_ms / one.before_ms
+    digits = 1 if error >= 0.001 else 2
+    return f"{100 * one.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
 
 
 def compare(
@@ -281,7 +284,7 @@ def compare_groups(
 def _compare_two(
     sides: Sequence[Side], phases: Sequence[str], tries: int, allow_mismatch: bool
 ) -> RunComparison:
-    notes = _notes(sides)
+    notes = {**_notes(sides), **_outside_note(sides)}
     refused = [note for name, note in notes.items() if name in MUST_AGREE]
     if refused and not allow_mismatch:
         raise ValueError(
@@ -352,6 +355,25 @@ def _notes(sides: Sequence[Side]) -> dict[str, str]:
             )
             found[name] = f"{name} is {' and '.join(told)}"
     return found
+
+
+def _outside_note(sides: Sequence[Side]) -> dict[str, str]:
+    """Return a sentence on the time outside of the steps, where it differs."""
+    outside_s, wall_s = [], []
+    for _, runs in sides:
+        spent = [one for run in runs if (one := run.summary().wall_time) is not None]
+        if len(spent) < len(runs):
+            return {}
+        in_steps = [one.entries_s.get(STEPS, 0.0) for one in spent]
+        wall_s.append(sum(one.wall_s for one in spent) / len(runs))
+        outside_s.append(wall_s[-1] - sum(in_steps) / len(runs))
+    if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE * max(wall_s):
+        return {}
+    told = (
+        f"{duration(1e3 * one)} of {duration(1e3 * whole)} ({side})"
+        for (side, _), one, whole in zip(sides, outside_s, wall_s, strict=True)
+    )
+    return {"outside": f"outside of the steps, which is not judged: {' and '.join(told)}"}
 
 
 def _times(run: Run, names: Sequence[str]) -> statistics.Floats:
