@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 try:
-    from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import DefaultFlowCallback
 except ImportError as error:
     raise ImportError(
         "lightning_gputime.huggingface needs transformers and accelerate: python -m pip install"

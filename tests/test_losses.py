@@ -25,6 +25,16 @@ from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.throughput import WorkSummary
+from lightning_gputime._results.wall_time import (
+    BETWEEN_LOOPS,
+    CHECKPOINTS,
+    EVALUATION,
+    PAUSED,
+    SET_UP,
+    STEPS,
+    VALIDATION,
+    WallTimeBreakdown,
+)
 
 
 def losses_of(summary: PhaseSummary) -> Losses:
@@ -168,7 +178,7 @@ def test_each_loss_of_a_fit_has_the_time_that_was_planted(
         (
             {"saves": [1, 2, 3, 4, 5]},
             "checkpoints",
-            "save less often: every_n_train_steps of ModelCheckpoint",
+            "save less often: every_n_train_steps (Lightning), save_steps (transformers)",
         ),
         (
             {},
@@ -419,7 +429,7 @@ def test_the_table_has_a_line_for_each_loss_with_at_most_and_what_to_do() -> Non
         "first step                       20.0%          2.4 s, once",
         "slow steps: garbage collection    9.1%         1.10x faster  gc.freeze() after the set-up",
         f"{'':61}{'b' * 60}",
-        "2 others                          0.9%",
+        "2 smaller                         0.9%",
         "GPU work                         39.0%",
         "  at the peak                    20.0%",
         "-" * 121,
@@ -436,7 +446,7 @@ def test_the_table_has_a_line_for_each_loss_with_at_most_and_what_to_do() -> Non
         "slow steps: garbage collection    9.1%  gc.freeze() after the set-up",
         f"{'':40}{'b' * 40}",
         f"{'':40}  {'b' * 20}",
-        "2 others                          0.9%",
+        "2 smaller                         0.9%",
         "GPU work                         39.0%",
         "  at the peak                    20.0%",
         "-" * 80,
@@ -627,3 +637,34 @@ def test_a_measurement_that_is_over_has_the_losses_of_its_own_loops() -> None:
         loop.gpu.host_work(1000.0)
         assert losses_of(loop.timer.summary()) == copy.losses
     assert found_ms(losses_of(loop.timer.summary()))["between loops"] == 40.0
+
+
+# The verdict where no step bounds the training
+
+
+@pytest.mark.parametrize(
+    ("entries_s", "is_own_loop", "verdict"),
+    [
+        ({VALIDATION: 31.0}, False, "validation-bound: 31 % of the fit is `validation`"),
+        ({EVALUATION: 31.0}, False, "evaluation-bound: 31 % of the fit is `evaluation`"),
+        ({CHECKPOINTS: 31.0}, False, "checkpoint-bound: 31 % of the fit is `checkpoints`"),
+        ({BETWEEN_LOOPS: 31.0}, True, "outside of steps: 31 % of the loops is `between loops`"),
+        # Once, by hand, less than 30 %, and less than a loss of the steps.
+        ({SET_UP: 60.0}, False, "input-bound: 40 % of the step is `data/fetch`"),
+        ({PAUSED: 60.0}, True, "input-bound: 40 % of the step is `data/fetch`"),
+        ({VALIDATION: 29.0}, False, "input-bound: 40 % of the step is `data/fetch`"),
+        ({VALIDATION: 31.0, "fetch": 1}, False, "input-bound: 80 % of the step is `data/fetch`"),
+    ],
+)
+def test_the_verdict_is_on_what_lies_outside_of_the_steps_where_that_is_dearest(
+    entries_s: dict[str, float], is_own_loop: bool, verdict: str
+) -> None:
+    fetch_ms = 80.0 if entries_s.pop("fetch", 0) else 40.0
+    results = Results(100, 0)
+    phases = {"data/fetch": fetch_ms, "forward": 100.0 - fetch_ms}
+    results.add([raw(i, **phases) for i in range(10)])
+    summary = results.summary()
+    spent = {**entries_s, STEPS: 100.0 - sum(entries_s.values())}
+    summary = replace(summary, wall_time=WallTimeBreakdown(spent))
+    losses = find_losses(summary, TrainingSetup(is_own_loop=is_own_loop))
+    assert replace(summary, losses=losses).verdict == verdict

@@ -142,7 +142,7 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "",
         "of the timed steps   share  without it, at most  what to do",
         "---------------------------------------------------------------",
-        "2 others              1.0%",
+        "2 smaller             1.0%",
         "GPU work             99.0%                       a larger batch",
         "                                                 torch.compile",
         "                                                 CUDA graphs",

@@ -237,7 +237,7 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
         "2 of 60 steps were slow; their excess is 7.6 % of the time, of it 24 % garbage collection,"
         " 76 % unexplained",
         "",
-        "slowest: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 unexplained;"
+        "largest excess: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 unexplained;"
         " most of it in `loss`",
     ]
     assert summary.to_dict()["slow"]["n"] == 2

@@ -272,9 +272,9 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     with_timer, without = longer_gpu.now - first[0], bare_longer.now - first[1]
     assert 0.003 < with_timer / without - 1 < 0.01
     said = str(longer.summary())
-    assert "timed 1 in " in said
+    assert ", then 1 in " in said
     assert "log_every_n_steps" not in said
-    assert "timing every step would take" in str(longer.summary())
+    assert "timing every step would add" in str(longer.summary())
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_title_says_how_many_of_all_steps_were_timed(
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
     timer = train(DearGPU(40.0), 1000, host_ms=0.2)
     assert timer.summary().timed_every_n_steps == 50
-    said = "of a step of 0.48 ms; a larger log_every_n_steps times fewer"
+    said = "to a step of 0.48 ms; a larger log_every_n_steps times fewer"
     assert said in str(timer.summary())
 
 
@@ -376,3 +376,22 @@ def test_a_number_is_obeyed(loop: Loop) -> None:
         GPUPhaseHooks(nn.Linear(1, 1), every_n_steps=0)
     with pytest.raises(TypeError, match=r"every_n_steps must be an integer .*auto"):
         GPUPhaseTimer(every_n_steps="often")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("last_ms", "is_told"), [(0.0, False), (6.0, True)])
+def test_the_mean_of_a_training_whose_steps_grow_is_told(last_ms: float, is_told: bool) -> None:
+    gpu, n = DearGPU(20.0), 1500
+    model = Layer(gpu, 0.0)
+    optimizer = Adder(model.parameters(), gpu, 0.0)
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
+        for i, x in enumerate(timer.steps([torch.ones(1, 2)] * n)):
+            gpu.work(0.0, host_ms=2.0 + last_ms * i / n)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    summary = timer.summary()
+    # The first 100 steps are all timed, the others by blocks: their mean is nearer to the start.
+    assert ("the first steps were timed more often" in str(summary)) == is_told
+    assert summary.all_steps_mean_ms == pytest.approx(2.0 + last_ms / 2, rel=0.1)
+    if is_told:
+        assert summary.step.mean_ms < 0.9 * summary.all_steps_mean_ms

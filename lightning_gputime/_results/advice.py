@@ -13,6 +13,7 @@ from lightning_gputime._phases import (
     DATA,
     FETCH,
     FORWARD,
+    LOSS,
     OPTIMIZER,
     OTHER,
     WAIT,
@@ -42,6 +43,11 @@ GPU_WORK, CPU_WORK = "GPU work", "CPU work"
 
 _WORTH_IT = 0.05  # From this fraction of the wall clock on, an entry is worth an advice.
 _LONG = 0.1  # From this fraction of the step on, a phase is.
+# Phases that the hooks of a training, or code beside them, may fill.
+_OWN_CODE = {
+    LOSS: "what runs between forward and backward",
+    OPTIMIZER: "hooks, and what runs between backward and the update",
+}
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
@@ -190,6 +196,9 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if share >= _LONG and not rest and (bound != verdict.MIXED or OTHER not in phases):
         what = "code outside of the model, the loss, backward and the update"
         yield f'`other`, {percent(share)} of the step, is {what}: name it, with phase("name")'
+    if bound == verdict.LONGEST and phases[0] in _OWN_CODE:
+        of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, also holds"
+        yield f'{of} {_OWN_CODE[phases[0]]}: name it, with phase("name")'
 
 
 def _leave_out(summary: PhaseSummary, *names: str) -> Advice:
@@ -339,7 +348,7 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     # Its callbacks may take most of it, however few batches it has.
     VALIDATION: ("validate less often: check_val_every_n_epoch or val_check_interval",),
     EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
-    CHECKPOINTS: ("save less often: every_n_train_steps of ModelCheckpoint",),
+    CHECKPOINTS: ("save less often: every_n_train_steps (Lightning), save_steps (transformers)",),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),

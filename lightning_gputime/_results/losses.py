@@ -2,11 +2,26 @@
 
 from dataclasses import dataclass
 
-from lightning_gputime._results.table import Table, Tabular, duration
-from lightning_gputime._results.wall_time import ONCE, OUTSIDE_STEPS
+from lightning_gputime._results.table import Table, Tabular, duration, percent
+from lightning_gputime._results.wall_time import (
+    BETWEEN_LOOPS,
+    CHECKPOINTS,
+    EVALUATION,
+    ONCE,
+    OUTSIDE_STEPS,
+    VALIDATION,
+)
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
 _SHOWN = 0.01  # From this fraction of the wall clock on, an entry has a line of its own.
+_HELD_UP = 0.3  # From this fraction of the wall clock on, what is no step bounds the training.
+# The verdict by the dearest loss, where it lies outside of the steps.
+_HOLD_UP = {
+    VALIDATION: "validation-bound",
+    EVALUATION: "evaluation-bound",
+    CHECKPOINTS: "checkpoint-bound",
+    BETWEEN_LOOPS: "outside of steps",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,15 @@ class Losses(Tabular):
         rows = sorted((self.work, *self.rows), key=lambda row: -row.share)
         return tuple(dict.fromkeys(one for row in rows for one in row.advice))
 
+    @property
+    def verdict(self) -> str:
+        """What bounds the training where it is none of the steps; else empty."""
+        dearest = next((row for row in self.rows if row.name not in ONCE), self.work)
+        if dearest.name not in _HOLD_UP or dearest.share < _HELD_UP:
+            return ""
+        of = "fit" if self.is_fit else "loops"
+        return f"{_HOLD_UP[dearest.name]}: {percent(dearest.share)} of the {of} is `{dearest.name}`"
+
     def __getitem__(self, name: str) -> float:
         """Return the share of an entry, 0 where there is none."""
         return next((row.share for row in (*self.rows, self.work) if row.name == name), 0.0)
@@ -74,7 +98,7 @@ class Losses(Tabular):
         shown = self.rows[: -len(few)] if len(few) > 1 else self.rows
         body = [line for row in shown for line in _lines(row, self._gain(row))]
         if len(few) > 1:
-            body.append((f"{len(few)} others", f"{sum(row.share for row in few):.1%}", "", ""))
+            body.append((f"{len(few)} smaller", f"{sum(row.share for row in few):.1%}", "", ""))
         body += _lines(self.work, "")
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))

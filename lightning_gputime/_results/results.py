@@ -139,6 +139,7 @@ class Results:
             lasting_change=self.levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
+            all_steps_mean_ms=self.levels.mean_ms,
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,

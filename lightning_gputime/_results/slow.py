@@ -131,7 +131,7 @@ class SlowSummary:
         return (
             f"{self.n:,} of {self.steps:,} steps {was} slow; {its} excess is"
             f" {percent(self.share)} of the time, of it {', '.join(known)}",
-            f"slowest: {self.worst}",
+            f"largest excess: {self.worst}",
         )
 
 

@@ -29,6 +29,7 @@ _PEAK = "peak MiB"
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
 
 
+_OTHER_MEAN = 0.1  # From this difference on the mean over all steps is told, as a fraction.
 _BOUNDARY_MS, _DEAR = 0.02, 0.01
 """What a boundary takes the host where its code is cold, see `benchmarks/README.md`; and from which
 fraction of a step on that is said."""
@@ -51,6 +52,8 @@ class PhaseSummary(Tabular):
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why no step can be probed, if so.
         untimed_steps: Number of steps that were not timed, or were probed.
+        all_steps_mean_ms: Mean step where those that were not timed take as long as those timed
+            next to them (in milliseconds); NaN where few were timed.
         timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
         timing_share: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
@@ -81,6 +84,7 @@ class PhaseSummary(Tabular):
     probed_steps: int = 0
     probe_failure: str = ""
     untimed_steps: int = 0
+    all_steps_mean_ms: float = math.nan
     timed_every_n_steps: int = 1
     timing_share: float | None = None
     each_timed_for: str = ""
@@ -115,7 +119,7 @@ class PhaseSummary(Tabular):
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        return str(self._judged)
+        return (self.losses is not None and self.losses.verdict) or str(self._judged)
 
     @property
     def _judged(self) -> Verdict:
@@ -151,8 +155,8 @@ class PhaseSummary(Tabular):
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
         derived = {"verdict": self.verdict, "advice": self.advice}
         found: dict[str, Any] = plain({**asdict(self), **derived})
-        rare = ("untimed_steps", "is_uneven", "each_timed_for", "lasting_change", "slow_period")
-        for name in ("sections", *rare):
+        rare = ("sections", "untimed_steps", "all_steps_mean_ms", "is_uneven", "each_timed_for")
+        for name in (*rare, "lasting_change", "slow_period"):
             if not found[name]:
                 del found[name]
         return found
@@ -245,8 +249,14 @@ class PhaseSummary(Tabular):
             # As many as fit a window between two logs, of which each has a timed step.
             fewer = "; a larger log_every_n_steps times fewer" if cost > n * _DEAR else ""
             yield (
-                f"timed 1 in {n} steps: timing every step would take {percent(cost)} of a step of"
-                f" {step}{fewer}"
+                f"timed the first steps, then 1 in {n}: timing every step would add"
+                f" {percent(cost)} to a step of {step}{fewer}"
+            )
+        if self.untimed_steps and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:
+            mean = unit.of(self.all_steps_mean_ms)
+            yield (
+                f"over all steps, timed or not, the mean is about {mean}: the first steps were"
+                " timed more often than later ones"
             )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)
