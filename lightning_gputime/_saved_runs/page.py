@@ -50,6 +50,7 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         title=" and ".join(run.about or "run" for run in runs),
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
+        limit_ms=limit_ms,
         library=Markup(resources.render_js()),
     )
 
