@@ -21,11 +21,13 @@ def apply_compile_skips() -> None:
     As `torch.compiler.disable`, but at no cost in the call. Call it before they may run, not at
     import: torch's compiler takes a second.
     """
-    from torch._dynamo.trace_rules import FORCE_SKIP_FILES
+    from torch._dynamo import trace_rules
 
     package = Path(__file__).parent.parent
     traced = {package / name for name in _TRACED}
-    FORCE_SKIP_FILES.update(map(str, {*package.rglob("*.py")} - traced))
+    # A newer torch may have another name for it; then it traces what it calls.
+    skipped: set[str] = getattr(trace_rules, "FORCE_SKIP_FILES", set())
+    skipped.update(map(str, {*package.rglob("*.py")} - traced))
 
 
 def do_nothing(*_: Any) -> None:
