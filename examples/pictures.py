@@ -57,7 +57,7 @@ def measure(directory: str, steps: int = 150, width: int = 0) -> GPUPhaseTimer:
     times: list[StepTimes] = []
     folder = Path(directory)
     folder.mkdir(exist_ok=True)
-    timer = GPUPhaseTimer(save_path=folder / RUN, observers=[times.append])
+    timer = GPUPhaseTimer(save_path=folder / RUN, every_n_steps=1, observers=[times.append])
     train(steps=steps, width=width, timer=timer)
     run = load(folder / RUN)
     measured = run.history[run.warmup_steps :]
