@@ -27,7 +27,7 @@ def apply_compile_skips() -> None:
     traced = {package / name for name in _TRACED}
     # A newer torch may have another name for it; then it traces what it calls.
     skipped: set[str] = getattr(trace_rules, "FORCE_SKIP_FILES", set())
-    skipped.update(map(str, {*package.rglob("*.py")} - traced))
+    skipped.update(one.as_posix() for one in {*package.rglob("*.py")} - traced)
 
 
 def do_nothing(*_: Any) -> None:
