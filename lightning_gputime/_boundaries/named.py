@@ -70,9 +70,8 @@ class NamedPhase(ContextDecorator):
 def phase(name: str) -> NamedPhase:
     """Return a context manager, or decorator: its code's time is `name`, then the phase before.
 
-    It acts on the timer that is timing the current step in this thread (on each, if there are
-    several), and does nothing when there is none or when the code is being compiled; so the code of
-    a model can carry it for ever.
+    It acts on each timer that is timing the current step in this thread. Without one, or while the
+    code is being compiled, it does nothing: so the code of a model can carry it for ever.
 
     Inside it the automatic boundaries do not count: what the name says, wins. The timer's own names
     can be given too: `with phase("loss")` in a model that computes its loss inside `forward` splits
