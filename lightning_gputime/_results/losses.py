@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_gputime._results.table import Table, Tabular, duration, percent
+from lightning_gputime._results.verdict import HELD_UP
 from lightning_gputime._results.wall_time import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -14,7 +15,6 @@ from lightning_gputime._results.wall_time import (
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
 _SHOWN = 0.01  # From this fraction of the wall clock on, an entry has a line of its own.
-_HELD_UP = 0.3  # From this fraction of the wall clock on, what is no step bounds the training.
 # The verdict by the dearest loss, where it lies outside of the steps.
 _HOLD_UP = {
     VALIDATION: "validation-bound",
@@ -84,10 +84,17 @@ class Losses(Tabular):
     def verdict(self) -> str:
         """What bounds the training where it is none of the steps; else empty."""
         dearest = next((row for row in self.rows if row.name not in ONCE), self.work)
-        if dearest.name not in _HOLD_UP or dearest.share < _HELD_UP:
+        if dearest.name not in _HOLD_UP or dearest.share < HELD_UP:
             return ""
-        of = "fit" if self.is_fit else "loops"
-        return f"{_HOLD_UP[dearest.name]}: {percent(dearest.share)} of the {of} is `{dearest.name}`"
+        share = f"{percent(dearest.share)} of the {self._whole}"
+        return f"{_HOLD_UP[dearest.name]}: {share} is `{dearest.name}`"
+
+    @property
+    def _whole(self) -> str:
+        """What the shares are of."""
+        if self.is_fit:
+            return "fit"
+        return "loops" if any(row.name in OUTSIDE_STEPS for row in self.rows) else "timed steps"
 
     def __getitem__(self, name: str) -> float:
         """Return the share of an entry, 0 where there is none."""
@@ -102,10 +109,7 @@ class Losses(Tabular):
         body += _lines(self.work, "")
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))
-        is_of_loops = any(row.name in OUTSIDE_STEPS for row in self.rows)
-        of = "of the loops" if is_of_loops else "of the timed steps"
-        of = "of the fit" if self.is_fit else of
-        lines = [(of, "share", _AT_MOST, _WHAT_TO_DO), *body]
+        lines = [(f"of the {self._whole}", "share", _AT_MOST, _WHAT_TO_DO), *body]
         lines.append((duration(1e3 * self.wall_s), "100.0%", "", ""))
         below = [f"Not measured: {self.unknown}"] if self.unknown else []
         return Table("", lines, below, left=(0, 3), drops=(_AT_MOST, _WHAT_TO_DO))

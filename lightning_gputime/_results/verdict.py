@@ -25,7 +25,7 @@ UNEVEN = "uneven"  # Where few steps hold most of what may be no fetch at all.
 _OF_DATA = {FETCH: INPUT, COPY: COPIES, WAIT: RANK}
 # The verdict by where a training waits between two batches.
 _HOLDS_UP = {DATA: INPUT, **_OF_DATA, CALLBACKS: CALLBACK, CALLBACK_WAIT: RANK}
-_HELD_UP = 0.3  # From this fraction of a step on something holds it up.
+HELD_UP = 0.3  # From this fraction of a step, or of the wall clock, on something holds it up.
 _LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
 MANY_GAPS = 0.1  # From this fraction of a step on, launch gaps are worth an advice.
 
@@ -64,7 +64,7 @@ def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:
         shares[CALLBACKS] -= shares[CALLBACK_WAIT]
     name = max(shares, key=shares.__getitem__, default=DATA)
     share = shares.get(name, 0.0)
-    if share < _HELD_UP or _is_of_one_step(rows[name], step):
+    if share < HELD_UP or _is_of_one_step(rows[name], step):
         return None
     return Verdict(_HOLDS_UP[name], f"{percent(share)} of the step is `{name}`", (name,))
 
@@ -74,13 +74,13 @@ def _is_of_one_step(row: PhaseStats, step: PhaseStats) -> bool:
     in_phase_ms = row.n * row.mean_ms
     elsewhere_ms = step.mean_ms - in_phase_ms / step.n
     in_others_ms = in_phase_ms - row.max_ms
-    return in_others_ms < _HELD_UP * (in_others_ms + (step.n - 1) * elsewhere_ms)
+    return in_others_ms < HELD_UP * (in_others_ms + (step.n - 1) * elsewhere_ms)
 
 
 def _held_up_by_ranks(rows: Rows) -> Verdict | None:
     waits = {name: row.share for name, row in rows.items() if is_wait(name)}
     share = sum(waits.values())
-    if share < _HELD_UP:
+    if share < HELD_UP:
         return None
     most = max(waits, key=waits.__getitem__)
     grounds = f"exposed communication takes {percent(share)} of the step, most of it in `{most}`"
