@@ -24,9 +24,8 @@ _NOT_SET_UP = (
 )
 
 _RAW = "optimizers must be as fabric.setup_optimizers(...) returns them, got {}"
-_MAX_UPDATES = (
-    10  # Updates of each optimizer in one step. A prefetcher has a few at the end of a loop.
-)
+# Updates of each optimizer in one step. A prefetcher has a few at the end of a loop.
+_MAX_UPDATES = 10
 _NO_LOADER = (
     "No step ends here: no loader of fabric.setup_dataloaders() is read. Write `for x in"
     " timer.steps(loader)`, or call timer.step() at the end of the loop's body."
