@@ -62,7 +62,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     They go to everything in `report_to`, to `trainer.state.log_history` and to what is printed.
 
     An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
-    `eval_phase_time/forward_ms`. What `train` and `evaluate` return has no means.
+    `eval_phase_time/forward_ms`. In `log_history` they are an entry of their own, before that of
+    `eval_loss`. What `train` and `evaluate` return has no means.
 
     `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
     the time of callbacks, logging and checkpoints.
@@ -276,6 +277,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         added = dict[str, float]()
         if f"{self._stage}_runtime" in logs:
             added, self._evaluation_means = self._evaluation_means, {}
+            if added and state.log_history:
+                # Before the entry of `eval_loss`: of that, a model card makes columns.
+                own = {"epoch": state.epoch, "step": state.global_step, **added}
+                state.log_history.insert(-1, own)
         is_last = "train_runtime" in logs
         if is_last or "loss" in logs:
             if is_last or self._options.sync_ranks == "log":

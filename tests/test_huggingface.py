@@ -364,6 +364,15 @@ def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
     assert [phases(one) for one in history if "loss" in one] == logged
     # A model card makes a column of whatever stands beside `eval_loss`.
     assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
+    # So those of evaluations stand before it: what reads the newest entry finds its own.
+    logged = [phases(one, "eval_phase_time") for one in reporter.logs if "eval_loss" in one]
+    pairs = [*zip(history, history[1:], strict=False)]
+    found = [one for one, after in pairs if "eval_loss" in after]
+    assert [phases(one, "eval_phase_time") for one in found] == logged
+    assert all(logged)
+    assert [(one["step"], one["epoch"]) for one in found] == [
+        (after["step"], after["epoch"]) for _, after in pairs if "eval_loss" in after
+    ]
 
 
 PATCHED = {

@@ -160,7 +160,7 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
 
 def _unknown(summary: PhaseSummary) -> str:
     if summary.on_host_clock:
-        return "launch gaps and work at the peak, which need an accelerator"
+        return ""  # There is neither.
     how = "no step can be probed" if summary.probe_failure else "set probe_every_n_steps=100"
     needs = {
         f"launch gaps ({how})": summary.probed_steps,
