@@ -26,6 +26,7 @@ FETCH = "data/fetch"
 COPY = "data/copy"
 WAIT = "data/comm"
 CALLBACK_WAIT = "callbacks/comm"
+SAVES = "callbacks/checkpoints"  # Of a trainer, wherever it saves them.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
 """The phases in which the device has no work of the step to wait for."""
 # Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
@@ -234,7 +235,8 @@ def label_of_callback(callback: object, hook: str) -> str:
 def of_one_callback(name: str) -> str:
     """Return the callback, and its hook, that a part of `callbacks` is; empty if it is none.
 
-    These parts are for the verdict and for `history`: neither logged nor in the table.
+    These parts are for the verdict and for `history`. They are not logged, and of them the table
+    has checkpoints alone.
     """
     top, _, one = name.partition("/")
     return one if top == CALLBACKS and name != CALLBACK_WAIT else ""

@@ -14,6 +14,7 @@ from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, takes_options
+from lightning_gputime._phases import SAVES
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
@@ -147,6 +148,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
         self._know_loader(trainer.train_dataloader)
         self._open_books(trainer)
+        self._patches.add(Subscription(trainer, "save_checkpoint", self.phase(SAVES)))
         self._results.books = books = self._books
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)
         self._fit.listen(type(self))

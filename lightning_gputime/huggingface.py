@@ -28,6 +28,7 @@ from lightning_gputime._phases import (
     GENERATE,
     OTHER,
     REWARD,
+    SAVES,
     label_of_callback,
 )
 from lightning_gputime._record.clock import clock_for
@@ -336,8 +337,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _patch_saves_and_callbacks(self, trainer: Any) -> None:
         """Attribute time to checkpoints, and to each callback by its name."""
-        saves = NamedPhase(CHECKPOINTS, [self._books])
-        self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
+        for saves in (NamedPhase(CHECKPOINTS, [self._books]), self.phase(SAVES)):
+            self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
         for one in trainer.callback_handler.callbacks:
             if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
                 continue

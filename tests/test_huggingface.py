@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import pickle
 import weakref
@@ -366,7 +367,7 @@ def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
     assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
     # So those of evaluations stand before it: what reads the newest entry finds its own.
     logged = [phases(one, "eval_phase_time") for one in reporter.logs if "eval_loss" in one]
-    pairs = [*zip(history, history[1:], strict=False)]
+    pairs = [*itertools.pairwise(history)]
     found = [one for one, after in pairs if "eval_loss" in after]
     assert [phases(one, "eval_phase_time") for one in found] == logged
     assert all(logged)
@@ -1144,6 +1145,25 @@ def test_the_losses_are_of_the_whole_training_with_its_evaluations(
     assert losses.rows[0].name == "evaluation"
     assert losses.rows[0].advice
     assert losses["checkpoints"] == pytest.approx(60.0 / sum(entries_ms.values()))
+
+
+def test_a_checkpoint_has_one_name_in_the_losses_and_in_the_phases(
+    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
+) -> None:
+    class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+            gpu.host_work(30.0)
+
+    own = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", "max_steps": 6}
+    fake([timer], trainer_class=Saves, **own).train()
+    summary = timer.summary()
+    assert summary.losses is not None
+    # The one behind the last step is in no step.
+    assert summary.losses["checkpoints"] * summary.losses.wall_s == pytest.approx(0.09)
+    assert summary.rows["callbacks/checkpoints"].n == 2
+    # While the host saves, the GPU ends the step, which takes it 15.5 ms.
+    assert timer.history()["callbacks/checkpoints_ms"].tolist()[2::2] == [30.0 - 15.5] * 2
+    assert "\n  checkpoints " in str(summary)
 
 
 def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:

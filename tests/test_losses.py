@@ -162,8 +162,14 @@ AROUND |= {"epoch ends": 11.0, "the rest": 13.0}
 def test_each_loss_of_a_fit_has_the_time_that_was_planted(
     plant: dict[str, Any], expected: dict[str, float]
 ) -> None:
-    found = found_ms(losses_of(planted(**plant).summary()))
+    summary = planted(**plant).summary()
+    found = found_ms(losses_of(summary))
     assert found == pytest.approx({**AROUND, **expected}, abs=1e-6)
+    # In the table of phases checkpoints are a part of `callbacks`: the same time has one name.
+    saves = [step for step in plant.get("saves", ()) if step < 6]
+    rows = [one for name, one in summary.rows.items() if name == "callbacks/checkpoints"]
+    assert [(row.n, row.mean_ms) for row in rows] == [(len(saves), 40.0)] * bool(saves)
+    assert ("\n  checkpoints " in str(summary)) == bool(saves)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,11 @@ def test_a_slow_log_is_told(loop: Loop) -> None:
     logger = Slow()
     slow = only(train(loop, logger=logger, log_every_n_steps=45))
     [cause] = slow.causes
-    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "logging", 50.0)
+    assert (cause.kind, cause.detail, cause.host_ms) == (
+        "callback",
+        "the timer's logging",
+        50.0,
+    )
     assert slow.unexplained_ms == 0.0
     assert "log_metrics" not in vars(logger)
 

@@ -386,7 +386,7 @@ def test_a_slow_log_under_lightning_is_told(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
     [slow] = timer.slow_steps()
     assert [(one.kind, one.detail, one.host_ms) for one in slow.causes] == [
-        ("callback", "logging, a checkpoint or a hook", 40.0)
+        ("callback", "other callbacks", 40.0)
     ]
     assert slow.unexplained_ms == 0.0
 

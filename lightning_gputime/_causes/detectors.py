@@ -153,7 +153,7 @@ def detect_phases(attribution: ExcessAttribution) -> None:
 def _callback(name: str) -> str:
     """Return what a phase runs besides the training itself; empty for a phase of the training."""
     if name == CALLBACKS:
-        return "logging, a checkpoint or a hook"
+        return "other callbacks"
     if name.partition("/")[0] in (*PHASES, TRAINING_STEP):
         return of_one_callback(name)
     return f"phase {name}"

@@ -16,6 +16,7 @@ from lightning_gputime._phases import (
     LOSS,
     OPTIMIZER,
     OTHER,
+    SAVES,
     WAIT,
     is_wait,
 )
@@ -50,6 +51,7 @@ _OWN_CODE = {
 }
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
+_SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
 _ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
 
@@ -270,6 +272,8 @@ def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
     if name:
         took = duration(share * summary.step.mean_ms)
         yield f"run `{name}` less often, or make it cheaper ({took} per step)"
+    elif _share(summary, SAVES) >= _LONG:
+        yield _SAVE_LESS
 
 
 def _meet_the_rank(summary: PhaseSummary, _: TrainingSetup) -> Advice:
@@ -348,7 +352,7 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     # Its callbacks may take most of it, however few batches it has.
     VALIDATION: ("validate less often: check_val_every_n_epoch or val_check_interval",),
     EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
-    CHECKPOINTS: ("save less often: every_n_train_steps (Lightning), save_steps (transformers)",),
+    CHECKPOINTS: (_SAVE_LESS,),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),

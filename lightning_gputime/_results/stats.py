@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from lightning_gputime._phases import BACKWARD, FORWARD, is_wait, of_one_callback
+from lightning_gputime._phases import BACKWARD, FORWARD, SAVES, is_wait, of_one_callback
 
 _MOST_OF_IT = 0.5  # A part that is more than this fraction of its phase is named in its place.
 _MAX_MODULES = 10  # The table shows this many modules, or one more if that is all.
@@ -73,7 +73,7 @@ def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, Phase
         for name in of_phase:
             if _is_module(name) and name.partition("/")[2] not in chosen:
                 hidden += 1
-            elif not of_one_callback(name):
+            elif name == SAVES or not of_one_callback(name):
                 yield name, _title(name, chosen), rows[name]
         if hidden:
             yield f"{top}/<others>", f"  {hidden} others", PhaseStats(0)

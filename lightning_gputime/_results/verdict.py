@@ -9,6 +9,7 @@ from lightning_gputime._phases import (
     COPY,
     DATA,
     FETCH,
+    SAVES,
     WAIT,
     is_wait,
     of_one_callback,
@@ -136,7 +137,8 @@ def _pace(
 
 def longest_callback(rows: Rows) -> tuple[str, float]:
     """Return the callback that takes longest, and its share of the step, from 10 % on."""
-    shares = {one: row.share for name, row in rows.items() if (one := of_one_callback(name))}
+    shares = {of_one_callback(name): row.share for name, row in rows.items() if name != SAVES}
+    shares.pop("", None)
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= _LONG_CALLBACK else ("", 0.0)

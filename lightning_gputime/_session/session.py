@@ -113,7 +113,7 @@ class Session:
         self._probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._means = means
         means.results, means.groups = results, options.logged_groups
-        means.on_logged = partial(self.analyzer.end_own_call, "logging")
+        means.on_logged = partial(self.analyzer.end_own_call, "the timer's logging")
         counters = counters_of(clock) if options.memory else None
         self.recorder = Recorder(
             clock,
