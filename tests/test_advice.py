@@ -11,7 +11,7 @@ from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lightning_gputime import GPUPhaseTimer, load
+from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
 from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.ranks import RankSummary
@@ -54,7 +54,7 @@ def fetching(**phases: float) -> dict[str, float]:
         (
             replace(WORKERS, num_workers=16),
             fetching(),
-            ["cheaper transforms (num_workers=16; 16 CPU cores per rank)"],
+            ["cheaper transforms: the CPU cores are busy (num_workers=16; 16 CPU cores per rank)"],
         ),
         (TrainingSetup(has_loader=True), fetching(), [CHEAPER]),
         (
@@ -259,6 +259,30 @@ def test_without_a_device_nothing_is_advised_on_copies() -> None:
     copies.setup = WORKERS
     copies.add([raw(0, 0.0, **{"data/copy": 8.0, "forward": 8.0})])
     assert copies.summary().advice == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "off_cpu_ms", "is_busy"),
+    [
+        (14, 16, 0.0, False),
+        (15, 16, 0.0, True),  # The loop needs one, too.
+        (1, 2, 0.0, True),
+        (2, None, 0.0, False),
+        # Others had the processor for less than 5 % of 20 ms, or for as much.
+        (2, 16, 0.9, False),
+        (2, 16, 1.0, True),
+    ],
+)
+def test_more_workers_are_advised_where_a_core_is_free(
+    workers: int, cores: int | None, off_cpu_ms: float, is_busy: bool
+) -> None:
+    results = Results(100, 0)
+    results.add([raw(0, 0.0, **fetching())])
+    results.setup = replace(WORKERS, num_workers=workers, cores=cores, pin_memory=True)
+    lost = (Cause("off_cpu", off_cpu_ms, off_cpu_ms, "others had the processor"),)
+    results.slow.add([SlowStep(0, 20.0, 20.0 - off_cpu_ms, "loss", lost, 0.0)], is_known=True)
+    first = results.summary().advice[0]
+    assert first.startswith("cheaper transforms: the CPU cores are busy" if is_busy else "more w")
 
 
 def test_ranks_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,14 @@ def test_the_readme_and_the_manual_are_short() -> None:
     assert len(words) <= 9500
 
 
+def test_the_api_says_what_each_name_is_without_mkdocs() -> None:
+    text = READMES["docs/reference/api.md"]
+    names = re.findall(r"^::: lightning_gputime\.(\S+)$", text, re.MULTILINE)
+    told = re.findall(r"^`(\S+)`: \S.+\.\n\n::: lightning_gputime\.\1$", text, re.MULTILINE)
+    assert told == names
+    assert len(names) > 20
+
+
 def test_the_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bounds = " ".join([project["requires-python"], *project["dependencies"]])

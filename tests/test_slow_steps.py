@@ -247,6 +247,25 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
     assert summary.to_dict()["slow"]["n"] == 2
 
 
+@pytest.mark.parametrize(
+    ("late", "n", "expected"),
+    [
+        (range(3, STEPS, 4), 15, "15 of 60 steps were slow; their excess is 48 % of the time"),
+        (range(2, STEPS, 3), 20, "20 of 60 steps took longer than their baseline: step times vary"),
+        (range(32, STEPS), 28, "28 of 60 steps took longer than their baseline: step times vary"),
+    ],
+)
+def test_where_many_steps_are_long_none_is_called_slow(
+    loop: Loop, late: range, n: int, expected: str
+) -> None:
+    timer = train(loop, in_loss={step: lambda: loop.gpu.host_work(80.0) for step in late})
+    printed = str(timer.summary())
+    assert expected in printed
+    assert ("largest excess: step" in printed) == ("were slow" in expected)
+    # They are found all the same.
+    assert len(timer.slow_steps(STEPS)) == n
+
+
 def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
     logger = Logger()
     late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}

@@ -22,7 +22,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._results import verdict
 from lightning_gputime._results.losses import Loss, Losses
-from lightning_gputime._results.slow import UNEXPLAINED
+from lightning_gputime._results.slow import OFF_CPU, UNEXPLAINED
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration, percent
 from lightning_gputime._results.wall_time import (
@@ -247,15 +247,22 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         yield f"{prefix}num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
-    elif cores is None or workers < cores:
+    elif _has_busy_cores(summary, setup):
+        yield f"cheaper transforms: the CPU cores are busy ({now})"
+    else:
         yield f"more workers ({now}){apart}"
         yield "cheaper transforms"
-    else:
-        yield f"cheaper transforms ({now})"
     if workers and is_uneven and setup.persistent_workers is False:
         yield f"{prefix}persistent_workers=True (now False): few fetches take most of the time"
     if workers and is_uneven and ahead:
         yield f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): fetch times vary"
+
+
+def _has_busy_cores(summary: PhaseSummary, setup: TrainingSetup) -> bool:
+    """Return whether the loop and its workers, or other processes, use all cores."""
+    workers, cores = setup.num_workers or 0, setup.cores
+    off_cpu = summary.slow.cause_shares.get(OFF_CPU, 0.0) if summary.slow is not None else 0.0
+    return (cores is not None and workers + 1 >= cores) or off_cpu >= _WORTH_IT
 
 
 def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
@@ -358,5 +365,5 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
     f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
-    f"{SLOW}off-CPU": ("use fewer workers, threads and other processes than CPU cores",),
+    f"{SLOW}{OFF_CPU}": ("use fewer workers, threads and other processes than CPU cores",),
 }

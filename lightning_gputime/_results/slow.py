@@ -12,6 +12,7 @@ CauseKind = Literal[
 ]
 
 UNEXPLAINED = "unexplained"
+OFF_CPU = "off-CPU"
 # Whose time is that of phases of their own: `data`, `callbacks` and `comm`.
 HAVE_PHASES: tuple[CauseKind, ...] = ("dataloader", "callback", "ranks")
 
@@ -20,10 +21,11 @@ _WORDS: Mapping[str, str] = {
     "garbage_collection": "garbage collection",
     "allocator": "the allocator",
     "dataloader": "the loader",
-    "off_cpu": "off-CPU",
+    "off_cpu": OFF_CPU,
     "ranks": "other ranks",
 }
 
+_MAX_SHARE = 0.25  # Of more of the steps none stands out: that is how much they vary.
 _MAX_KEPT = 1_000  # Of more, those with the largest excess are kept; the others are only added up.
 
 
@@ -127,12 +129,14 @@ class SlowSummary:
         # Of the excess, not of the time: the losses have that, without what is `data` anyway.
         shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
         known = [f"{percent(one / self.share)} {name}" for name, one in shares.items() if one > 0]
-        was, its = ("was", "its") if self.n == 1 else ("were", "their")
-        return (
-            f"{self.n:,} of {self.steps:,} steps {was} slow; {its} excess is"
-            f" {percent(self.share)} of the time, of it {', '.join(known)}",
-            f"largest excess: {self.worst}",
+        was, its = ("was slow", "its") if self.n == 1 else ("were slow", "their")
+        if vary := self.n > _MAX_SHARE * self.steps:
+            was = "took longer than their baseline: step times vary"
+        cost = (
+            f"{self.n:,} of {self.steps:,} steps {was}; {its} excess is"
+            f" {percent(self.share)} of the time, of it {', '.join(known)}"
         )
+        return (cost,) if vary else (cost, f"largest excess: {self.worst}")
 
 
 @dataclass(frozen=True, slots=True)
