@@ -261,8 +261,8 @@ def test_where_many_steps_are_long_none_is_called_slow(
     timer = train(loop, in_loss={step: lambda: loop.gpu.host_work(80.0) for step in late})
     printed = str(timer.summary())
     assert expected in printed
-    assert ("largest excess: step" in printed) == ("were slow" in expected)
     # They are found all the same.
+    assert "largest excess: step" in printed
     assert len(timer.slow_steps(STEPS)) == n
 
 

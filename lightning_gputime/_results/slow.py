@@ -25,7 +25,7 @@ _WORDS: Mapping[str, str] = {
     "ranks": "other ranks",
 }
 
-_MAX_SHARE = 0.25  # Of more of the steps none stands out: that is how much they vary.
+_MAX_SHARE = 0.25  # Of more of the steps none is called slow: that is how much they vary.
 _MAX_KEPT = 1_000  # Of more, those with the largest excess are kept; the others are only added up.
 
 
@@ -130,13 +130,13 @@ class SlowSummary:
         shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
         known = [f"{percent(one / self.share)} {name}" for name, one in shares.items() if one > 0]
         was, its = ("was slow", "its") if self.n == 1 else ("were slow", "their")
-        if vary := self.n > _MAX_SHARE * self.steps:
+        if self.n > _MAX_SHARE * self.steps:
             was = "took longer than their baseline: step times vary"
-        cost = (
+        return (
             f"{self.n:,} of {self.steps:,} steps {was}; {its} excess is"
-            f" {percent(self.share)} of the time, of it {', '.join(known)}"
+            f" {percent(self.share)} of the time, of it {', '.join(known)}",
+            f"largest excess: {self.worst}",
         )
-        return (cost,) if vary else (cost, f"largest excess: {self.worst}")
 
 
 @dataclass(frozen=True, slots=True)
