@@ -111,6 +111,21 @@ def test_the_losses_are_a_waterfall_to_the_whole() -> None:
     assert end == pytest.approx(100.0, abs=1e-3)
 
 
+@needs_bokeh
+def test_a_column_of_times_has_one_unit_also_beside_another_run() -> None:
+    # The losses of 0.2 s and of 30 s in seconds; each slow step in the unit of the step.
+    slow = SlowStep(9, 30.0, 10.0, "loss", (Cause("off_cpu", 0.02, 19.98, ""),), 0.02)
+    runs = [replace(short(n), slow_steps=[slow]) for n in (200, 30_000)]
+    body = without_library(made(*runs))
+    tables = re.findall(r'<table class="fall">.*?</table>', body, re.S)
+    assert [re.findall(r"<td>([\d.]+ \w+)</td>", one) for one in tables] == [
+        ["0.2000 s"],
+        ["30.0000 s"],
+    ]
+    cells = re.findall(r"<td>([\d.]+ \w+)</td>", body.partition("Slowest steps")[2])
+    assert cells == ["19.980 ms", "0.020 ms", "0.020 ms"] * 2
+
+
 def lane(html: str) -> dict[str, float]:
     """The names of the bars of a lane, and their lengths in percent."""
     found = re.findall(r'<i style="width:([\d.]+)%;background:[^"]+" title="(.*?): ', html)
@@ -130,8 +145,8 @@ def test_a_slow_step_opens_into_its_lanes_and_causes() -> None:
     assert sum(lane(found[2]).values()) == pytest.approx(100 * mean_ms / 90.5, abs=1e-3)
     causes = re.findall(r"<td.*?>(.*?)</td>", opened)
     assert causes == [
-        *(f"garbage_collection ({evil})".replace("_", " "), "70.2 ms", "75.5 ms"),
-        *("unexplained", "5.25 ms", ""),
+        *(f"garbage_collection ({evil})".replace("_", " "), "70.250 ms", "75.500 ms"),
+        *("unexplained", "5.250 ms", ""),
     ]
 
 
@@ -205,7 +220,7 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
         assert absent not in body
     # Of the time of these steps all was work.
     [work] = table_rows(body, "fall")[1:]
-    assert work[:4] == ["GPU work", "3 ms", "100.0%", ""]
+    assert work[:4] == ["GPU work", "3.000 ms", "100.0%", ""]
     assert bars(body) == [("GPU work", 0.0, 100.0)]
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from lightning_gputime._phases import colours_of
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.table import duration, marked
+from lightning_gputime._results.table import duration, marked, unit_of
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
 
@@ -40,17 +40,20 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         "table": lambda one: one._table(),
         "summary": lambda run: run.summary(),
         "thinned": lambda run: thin_out(run.history)[1],
+        "unit": unit_of,
     }
     template = environment.from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
     limit_ms = _axis_limit_ms(runs)
+    losses = [run.summary().losses for run in runs]
     return template.render(
         runs=runs,
         title=" and ".join(run.about or "run" for run in runs),
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
         limit_ms=limit_ms,
+        wall_ms=max((1e3 * one.wall_s for one in losses if one is not None), default=0.0),
         library=Markup(resources.render_js()),
     )
 
