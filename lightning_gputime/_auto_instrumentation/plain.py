@@ -19,8 +19,9 @@ from lightning_gputime._phases import BACKWARD
 # updates nothing, such as a loader's worker, needs no timer.
 
 _FOUND = (
-    "Timing the loop that trains %s: a step is one update of its %s. Other models and optimizers"
-    " are not seen; for these write GPUPhaseHooks(model, optimizers) into the script."
+    "Timing the loop that trains %s: a step is one update of its %s. Other models and optimizers,"
+    " and evaluations, are not shown; for these write GPUPhaseHooks(model, optimizers) into the"
+    " script, with timer.steps(loader)."
 )
 _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
