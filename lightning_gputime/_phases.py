@@ -235,8 +235,7 @@ def label_of_callback(callback: object, hook: str) -> str:
 def of_one_callback(name: str) -> str:
     """Return the callback, and its hook, that a part of `callbacks` is; empty if it is none.
 
-    These parts are for the verdict and for `history`. They are not logged, and of them the table
-    has checkpoints alone.
+    These are for the verdict and for `history`: not logged, and the table has checkpoints alone.
     """
     top, _, one = name.partition("/")
     return one if top == CALLBACKS and name != CALLBACK_WAIT else ""

@@ -63,8 +63,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     They go to everything in `report_to`, to `trainer.state.log_history` and to what is printed.
 
     An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
-    `eval_phase_time/forward_ms`. In `log_history` they are an entry of their own, before that of
-    `eval_loss`. What `train` and `evaluate` return has no means.
+    `eval_phase_time/forward_ms` (in `log_history` before it). `train` and `evaluate` return none.
 
     `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
     the time of callbacks, logging and checkpoints.
@@ -336,7 +335,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
     def _patch_saves_and_callbacks(self, trainer: Any) -> None:
-        """Attribute time to checkpoints, and to each callback by its name."""
         for saves in (NamedPhase(CHECKPOINTS, [self._books]), self.phase(SAVES)):
             self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
         for one in trainer.callback_handler.callbacks:
@@ -348,7 +346,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                     self._patches.add(Subscription(one, event, named))
 
     def _leave(self, *, prints_table: bool = False) -> None:
-        """Remove all patches, and print the table if it is wanted."""
         self._books.remove()
         self._patches.remove()
         self._trainer = self._handled = None

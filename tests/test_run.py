@@ -313,7 +313,7 @@ def test_a_script_ends_as_without(
 @pytest.mark.parametrize(
     ("script", "steps", "told"),
     [
-        pytest.param(PLAIN, 28, "optimizers, and evaluations, are not shown", id="plain"),
+        pytest.param(PLAIN, 28, "optimizers and evaluations are not shown", id="plain"),
         pytest.param(ACCUMULATES, 28, "One update has 2 calls of backward: what", id="accumulates"),
         pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 28, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),

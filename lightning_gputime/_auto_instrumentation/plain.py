@@ -19,9 +19,8 @@ from lightning_gputime._phases import BACKWARD
 # updates nothing, such as a loader's worker, needs no timer.
 
 _FOUND = (
-    "Timing the loop that trains %s: a step is one update of its %s. Other models and optimizers,"
-    " and evaluations, are not shown; for these write GPUPhaseHooks(model, optimizers) into the"
-    " script, with timer.steps(loader)."
+    "Timing the loop that trains %s: a step is one update of its %s. Other models, optimizers and"
+    " evaluations are not shown; for these write GPUPhaseHooks with steps(loader) into the script."
 )
 _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"

@@ -19,6 +19,7 @@ from lightning_gputime._phases import (
     SAVES,
     WAIT,
     is_wait,
+    of_one_callback,
 )
 from lightning_gputime._results import verdict
 from lightning_gputime._results.losses import Loss, Losses
@@ -164,11 +165,9 @@ def _unknown(summary: PhaseSummary) -> str:
     if summary.on_host_clock:
         return ""  # There is neither.
     how = "no step can be probed" if summary.probe_failure else "set probe_every_n_steps=100"
-    needs = {
-        f"launch gaps ({how})": summary.probed_steps,
-        'work at the peak (set flops="count")': summary.mfu is not None,
-    }
-    return "; ".join(name for name, is_said in needs.items() if not is_said)
+    gaps = "" if summary.probed_steps else f"launch gaps ({how})"
+    peak = "" if summary.mfu is not None else 'work at the peak (set flops="count")'
+    return "; ".join(filter(None, (gaps, peak)))
 
 
 def _advise(
@@ -235,6 +234,7 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         return
     workers, cores, ahead = setup.num_workers, setup.cores, setup.prefetch_factor
     prefix = setup.loader_prefix
+    off_cpu = summary.slow.cause_shares.get(OFF_CPU, 0.0) if summary.slow is not None else 0.0
     # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
     is_uneven = fetches is not None and fetches.is_uneven
@@ -247,7 +247,8 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         yield f"{prefix}num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
-    elif _has_busy_cores(summary, setup):
+    elif off_cpu >= _WORTH_IT or (cores is not None and workers + 1 >= cores):
+        # The loop needs a core, too.
         yield f"cheaper transforms: the CPU cores are busy ({now})"
     else:
         yield f"more workers ({now}){apart}"
@@ -256,13 +257,6 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield f"{prefix}persistent_workers=True (now False): few fetches take most of the time"
     if workers and is_uneven and ahead:
         yield f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): fetch times vary"
-
-
-def _has_busy_cores(summary: PhaseSummary, setup: TrainingSetup) -> bool:
-    """Return whether the loop and its workers, or other processes, use all cores."""
-    workers, cores = setup.num_workers or 0, setup.cores
-    off_cpu = summary.slow.cause_shares.get(OFF_CPU, 0.0) if summary.slow is not None else 0.0
-    return (cores is not None and workers + 1 >= cores) or off_cpu >= _WORTH_IT
 
 
 def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
@@ -275,10 +269,11 @@ def _copy_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
 
 
 def _call_back_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
-    name, share = verdict.longest_callback(summary.rows)
-    if name:
-        took = duration(share * summary.step.mean_ms)
-        yield f"run `{name}` less often, or make it cheaper ({took} per step)"
+    others = {one: row.share for one, row in summary.rows.items() if one != SAVES}
+    name = max(filter(of_one_callback, others), key=others.__getitem__, default="")
+    if others.get(name, 0.0) >= _LONG:
+        took = duration(others[name] * summary.step.mean_ms)
+        yield f"run `{of_one_callback(name)}` less often, or make it cheaper ({took} per step)"
     elif _share(summary, SAVES) >= _LONG:
         yield _SAVE_LESS
 

@@ -103,10 +103,10 @@ class Losses(Tabular):
     def _table(self) -> Table:
         few = [row for row in self.rows if row.share < _SHOWN]
         shown = self.rows[: -len(few)] if len(few) > 1 else self.rows
-        body = [line for row in shown for line in _lines(row, self._gain(row))]
+        body = [line for row in shown for line in self._lines(row)]
         if len(few) > 1:
             body.append((f"{len(few)} smaller", f"{sum(row.share for row in few):.1%}", "", ""))
-        body += _lines(self.work, "")
+        body += self._lines(self.work)
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))
         lines = [(f"of the {self._whole}", "share", _AT_MOST, _WHAT_TO_DO), *body]
@@ -114,12 +114,9 @@ class Losses(Tabular):
         below = [f"Not measured: {self.unknown}"] if self.unknown else []
         return Table("", lines, below, left=(0, 3), drops=(_AT_MOST, _WHAT_TO_DO))
 
-    def _gain(self, row: Loss) -> str:
-        if row.at_most is None:
-            return f"{duration(1e3 * row.share * self.wall_s)}, once"
-        return f"{row.at_most:.2f}x faster"
-
-
-def _lines(row: Loss, at_most: str) -> list[tuple[str, ...]]:
-    first, *more = row.advice or ("",)
-    return [(row.name, f"{row.share:.1%}", at_most, first), *(("", "", "", one) for one in more)]
+    def _lines(self, row: Loss) -> list[tuple[str, ...]]:
+        once = f"{duration(1e3 * row.share * self.wall_s)}, once"
+        gain = once if row.at_most is None else f"{row.at_most:.2f}x faster"
+        first, *more = row.advice or ("",)
+        line = (row.name, f"{row.share:.1%}", "" if row is self.work else gain, first)
+        return [line, *(("", "", "", one) for one in more)]

@@ -9,10 +9,8 @@ from lightning_gputime._phases import (
     COPY,
     DATA,
     FETCH,
-    SAVES,
     WAIT,
     is_wait,
-    of_one_callback,
 )
 from lightning_gputime._results.stats import PhaseStats, largest_part
 from lightning_gputime._results.table import percent, unit_of
@@ -27,7 +25,6 @@ _OF_DATA = {FETCH: INPUT, COPY: COPIES, WAIT: RANK}
 # The verdict by where a training waits between two batches.
 _HOLDS_UP = {DATA: INPUT, **_OF_DATA, CALLBACKS: CALLBACK, CALLBACK_WAIT: RANK}
 HELD_UP = 0.3  # From this fraction of a step, or of the wall clock, on something holds it up.
-_LONG_CALLBACK = 0.1  # From this fraction of a step on a callback is named.
 MANY_GAPS = 0.1  # From this fraction of a step on, launch gaps are worth an advice.
 
 
@@ -133,12 +130,3 @@ def _pace(
     if launch_gap_share < MANY_GAPS:
         return Verdict(GPU, f"launch gaps are only {share}", of_gpu)
     return Verdict(LAUNCH, f"{idles} ({share})")
-
-
-def longest_callback(rows: Rows) -> tuple[str, float]:
-    """Return the callback that takes longest, and its share of the step, from 10 % on."""
-    shares = {of_one_callback(name): row.share for name, row in rows.items() if name != SAVES}
-    shares.pop("", None)
-    name = max(shares, key=shares.__getitem__, default="")
-    share = shares.get(name, 0.0)
-    return (name, share) if share >= _LONG_CALLBACK else ("", 0.0)

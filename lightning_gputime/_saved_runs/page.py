@@ -38,14 +38,15 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         "marked": lambda text: Markup(marked(text)),
         "share": lambda part: f"{100 * part:.4f}%",
         "table": lambda one: one._table(),
-        "summary": lambda run: run.summary(),
         "thinned": lambda run: thin_out(run.history)[1],
         "unit": unit_of,
     }
     template = environment.from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
-    limit_ms = _axis_limit_ms(runs)
+    # Charts go up to where all can be compared. A first step of a second would flatten the others.
+    steps = [run.history["step_ms"] for run in runs if len(run.history)]
+    limit_ms = max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
     losses = [run.summary().losses for run in runs]
     return template.render(
         runs=runs,
@@ -80,13 +81,6 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], in
         for name in history.dtype.names or ()
     }
     return {**columns, "step": history["step"][starts]}, every
-
-
-def _axis_limit_ms(runs: Sequence[Run]) -> float:
-    """Return up to where the charts of some runs go, so that they can be compared."""
-    # A first step of a second would flatten all others.
-    steps = [run.history["step_ms"] for run in runs if len(run.history)]
-    return max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
 
 
 def _charts(run: Run, limit_ms: float) -> list[Markup]:
