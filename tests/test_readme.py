@@ -361,7 +361,7 @@ def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
 
 
 HELD_UP: Any = SimpleNamespace(
-    rows={CALLBACK: stats(2.26, 0.3066)}, step=stats(7.374, 1.0), is_uneven=False
+    slow=None, rows={CALLBACK: stats(2.26, 0.3066)}, step=stats(7.374, 1.0), is_uneven=False
 )
 
 
