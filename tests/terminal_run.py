@@ -1,10 +1,17 @@
-"""Trains a small net on a terminal, with a progress bar and the timer's table below it."""
+"""Trains a small net on terminals, with a progress bar and the timer's table below it.
 
+python tests/terminal_run.py BAR,COLUMNS,RICH...
+
+Each training has a process and a terminal of its own. Prints the lines that stand there in the end.
+"""
+
+import json
 import sys
 import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import terminals
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,11 +36,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-if __name__ == "__main__":
-    bar, *without = sys.argv[1:]
-    if without:
-        # As where rich is not installed.
-        sys.modules["rich"] = None  # type: ignore[assignment]
+def train(bar: str) -> None:
     warnings.simplefilter("ignore")
     data = TensorDataset(torch.randn(160, 8), torch.randn(160, 1))
     trainer = pl.Trainer(
@@ -46,3 +49,22 @@ if __name__ == "__main__":
     )
     trainer.fit(Net(), DataLoader(data, batch_size=4))
     print("training is over")
+
+
+def main(cases: list[str]) -> None:
+    shown = {}
+    for case in cases:
+        bar, columns, rich = case.split(",")
+        process, terminal = terminals.fork(int(columns))
+        if not process:
+            if rich == "without":
+                # As where rich is not installed.
+                sys.modules["rich"] = None  # type: ignore[assignment]
+            train(bar)
+            return
+        shown[case] = terminals.read(process, terminal, int(columns))
+    print(json.dumps(shown))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,52 +1,49 @@
-"""A terminal that runs a command, and what stands on it at the end."""
+"""Terminals that processes run on, and what stands on them at the end."""
 
 import fcntl
+import gc
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
-from pathlib import Path
+from typing import Any
 
 import pyte
 
 ROWS = 60
 
 
-def run(*command: str, columns: int, rows: int = ROWS) -> pyte.Screen:
-    """Runs Python in a terminal of so many columns; returns its screen."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    unset = ("COLUMNS", "LINES", "NO_COLOR")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"TERM": "xterm-256color", "PYTHONPATH": f"{Path(__file__).parent.parent}"}
-    with subprocess.Popen(
-        [sys.executable, *command],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-        cwd=Path(__file__).parent,
-    ) as process:
-        os.close(theirs)
-        screen = pyte.Screen(columns, rows)
-        stream = pyte.ByteStream(screen)
-        while True:
-            try:
-                read = os.read(ours, 65536)
-            except OSError:  # Linux says so where the other end is closed.
-                read = b""
-            if not read:
-                break
-            stream.feed(read)
-    os.close(ours)
-    assert process.returncode == 0, "\n".join(screen.display)
-    return screen
+def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
+    """Starts a copy of this process on a terminal of so many columns, as `pty.fork`."""
+    gc.freeze()  # Else the copy looks in all that is imported for garbage, when it ends.
+    process, terminal = pty.fork()
+    if not process:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm-256color"
+        streams: Any = (sys.stdout, sys.stderr)
+        for stream in streams:
+            stream.reconfigure(line_buffering=True)  # As where they were a terminal from the start.
+    return process, terminal
 
 
-def text(screen: pyte.Screen) -> list[str]:
-    """Returns the lines of a screen, without the empty ones below."""
+def read(process: int, terminal: int, columns: int, rows: int = ROWS) -> list[str]:
+    """Waits for a process, and returns the lines on its terminal, without the empty ones below."""
+    screen = pyte.Screen(columns, rows)
+    stream = pyte.ByteStream(screen)
+    while True:
+        try:
+            read = os.read(terminal, 65536)
+        except OSError:  # Linux says so where the other end is closed.
+            read = b""
+        if not read:
+            break
+        stream.feed(read)
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    assert status == 0, "\n".join(screen.display)
     lines = [line.rstrip() for line in screen.display]
     while lines and not lines[-1]:
         lines.pop()

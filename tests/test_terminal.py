@@ -1,14 +1,16 @@
 """What stands on a terminal when training ends, and how tables fit its width."""
 
 import io
+import json
 import re
 import sys
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import raw
+from processes import run
 
 from lightning_gputime import Run, compare
 from lightning_gputime._results.ranks import RankStats, RankSummary
@@ -17,6 +19,7 @@ from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import Table, duration, show, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
+TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
 NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
 
@@ -46,27 +49,26 @@ def header(lines: list[str]) -> list[str]:
     return re.split(r"\s{2,}", found)
 
 
-@cache
-def on_terminal(bar: str, with_rich: bool, columns: int) -> list[str]:
-    """The lines that stand on a terminal after a training."""
-    terminals = pytest.importorskip("terminals", reason="needs pyte")
-    without = () if with_rich else ("-",)
-    lines: list[str] = terminals.text(
-        terminals.run("terminal_run.py", bar, *without, columns=columns)
-    )
-    return lines
+BARS = [("tqdm", "with"), ("rich", "with"), ("tqdm", "without")]
+"""Progress bars, with rich installed and without."""
+
+
+@pytest.fixture(scope="module")
+def terminals() -> dict[str, list[str]]:
+    """The lines that stand on terminals after a training on each."""
+    pytest.importorskip("pyte")
+    cases = [f"{bar},{columns},{rich}" for bar, rich in BARS for columns in (80, 120)]
+    shown: dict[str, list[str]] = json.loads(run(TERMINAL_RUN, *cases))
+    return shown
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bar", ["tqdm", "rich"])
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("with_rich", [True, False])
+@pytest.mark.parametrize(("bar", "rich"), BARS)
 def test_the_whole_table_is_on_the_terminal_when_training_ends(
-    bar: str, columns: int, with_rich: bool
+    bar: str, rich: str, columns: int, terminals: dict[str, list[str]]
 ) -> None:
-    if bar == "rich" and not with_rich:
-        pytest.skip("the bar needs rich")
-    lines = on_terminal(bar, with_rich, columns)
+    lines = terminals[f"{bar},{columns},{rich}"]
     first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
     # On a busy machine there is more advice, and it takes more lines.
     verdict = r"(longest phase|input-bound|callback-bound): \d+ % of the step"
