@@ -22,8 +22,15 @@ from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.wall_time import WallTimeBreakdown
-from lightning_gputime._saved_runs import saved, statistics
-from lightning_gputime._saved_runs.compare import Difference
+from lightning_gputime._saved_runs import saved
+from lightning_gputime._saved_runs.compare import (
+    Difference,
+    differences,
+    mean_of_all,
+    quantile_of_t,
+    typical,
+    variance,
+)
 from lightning_gputime._saved_runs.environment import Environment
 
 PHASES = ("data", "forward", "backward")
@@ -74,7 +81,7 @@ def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -
     step = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0])
     forward = step / 4
     times = np.stack([step, forward, step - forward], axis=1)
-    values, influence = statistics.typical(times)
+    values, influence = typical(times)
     assert values.tolist() == [4.5, 1.125, 3.375]
     # Beyond the borders a step moves the estimate as the border does, here by 2 (4.5 - 2.5).
     assert influence[:, 0].tolist() == [-4.0, -4.0, -3.0, -1.0, 1.0, 3.0, 4.0, 4.0]
@@ -82,7 +89,7 @@ def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -
 
 
 def test_the_mean_moves_with_each_step() -> None:
-    values, influence = statistics.mean(np.array([[1.0], [2.0], [6.0]]))
+    values, influence = mean_of_all(np.array([[1.0], [2.0], [6.0]]))
     assert values.tolist() == [3.0]
     assert influence.ravel().tolist() == [-2.0, -1.0, 3.0]
 
@@ -91,7 +98,7 @@ def test_the_mean_moves_with_each_step() -> None:
 def test_the_variance_is_that_of_the_means_of_many_series(lasting: float) -> None:
     series = [noise(seed, lasting=lasting)[:, np.newaxis] for seed in range(300)]
     means = [float(one.mean()) for one in series]
-    found = np.mean([statistics.variance(one)[0] for one in series])
+    found = np.mean([variance(one)[0] for one in series])
     # A little more is right: an interval may be too wide, but not too narrow.
     assert 1.0 <= found / np.var(means) < 1.4
 
@@ -99,7 +106,7 @@ def test_the_variance_is_that_of_the_means_of_many_series(lasting: float) -> Non
 def test_steps_that_are_alike_for_long_count_less() -> None:
     shuffled = noise(1).copy()
     np.random.default_rng(0).shuffle(shuffled)
-    lasting, alone = (statistics.variance(x[:, np.newaxis])[0] for x in (noise(1), shuffled))
+    lasting, alone = (variance(x[:, np.newaxis])[0] for x in (noise(1), shuffled))
     assert lasting > 5 * alone
 
 
@@ -107,7 +114,7 @@ def test_steps_that_are_alike_for_long_count_less() -> None:
 @pytest.mark.parametrize("confidence", [0.95, 0.995, 0.9995])
 def test_the_quantiles_of_t_are_right(freedom: int, confidence: float) -> None:
     right = stats.t.ppf((1 + confidence) / 2, freedom)
-    assert statistics.quantile_of_t(freedom, confidence) == pytest.approx(right, rel=1e-3)
+    assert quantile_of_t(freedom, confidence) == pytest.approx(right, rel=1e-3)
 
 
 # What is found
@@ -225,10 +232,10 @@ def test_equal_runs_of_two_speeds_are_rarely_called_different(part: float) -> No
 
     def side() -> tuple[float, float]:
         steps = np.where(rng.random(2000) < part, 20, 10) + rng.normal(0, 0.1, 2000)
-        values, influence = statistics.typical(steps[:, np.newaxis])
-        return float(values[0]), float(statistics.variance(influence)[0])
+        values, influence = typical(steps[:, np.newaxis])
+        return float(values[0]), float(variance(influence)[0])
 
-    width = statistics.quantile_of_t(11, 0.95)
+    width = quantile_of_t(11, 0.95)
     pairs = [(side(), side()) for _ in range(100)]
     different = sum(abs(a - b) > width * math.sqrt(of_a + of_b) for (a, of_a), (b, of_b) in pairs)
     assert different <= 10
@@ -306,8 +313,7 @@ def test_a_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> 
 
     before, after = steps(), steps() + more_ms
     chances = np.array([0.98, 0.996])
-    found = statistics.difference([before], [after], how=statistics.typical, confidence=chances)
-    phase = Difference(*found.tolist()[1])
+    _, phase = differences([before], [after], how=typical, confidence=chances)
     assert (phase.verdict, phase.is_above(0.05), phase.is_above(1.0)) == ("slower", True, True)
 
 

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
 from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import Cause, SlowStep
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.throughput import WorkSummary
+from lightning_gputime._results.sums import WorkSummary
 from lightning_gputime._results.wall_time import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -33,6 +32,8 @@ from lightning_gputime._results.wall_time import (
     SET_UP,
     STEPS,
     VALIDATION,
+    Loss,
+    Losses,
     WallTimeBreakdown,
 )
 

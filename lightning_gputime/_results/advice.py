@@ -22,7 +22,6 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 from lightning_gputime._results import verdict
-from lightning_gputime._results.losses import Loss, Losses
 from lightning_gputime._results.slow import OFF_CPU, UNEXPLAINED
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.table import duration, percent
@@ -33,6 +32,8 @@ from lightning_gputime._results.wall_time import (
     FIRST_STEP,
     STEPS,
     VALIDATION,
+    Loss,
+    Losses,
     WallTimeBreakdown,
 )
 

@@ -27,8 +27,7 @@ from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.throughput import ThroughputReference, tflops_of_phases
+from lightning_gputime._results.sums import Sums, ThroughputReference, tflops_of_phases
 from lightning_gputime._results.wall_time import WallTimeRecorder
 
 

@@ -9,19 +9,18 @@ from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 from lightning_gputime._results.changes import LastingChange, SlowPeriod
 from lightning_gputime._results.files import plain
-from lightning_gputime._results.losses import Losses
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
+from lightning_gputime._results.sums import WorkSummary
 from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
-from lightning_gputime._results.throughput import WorkSummary
 from lightning_gputime._results.verdict import (
     INPUT,
     UNEVEN,
     Verdict,
     judge,
 )
-from lightning_gputime._results.wall_time import WallTimeBreakdown
+from lightning_gputime._results.wall_time import Losses, WallTimeBreakdown
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime._results.throughput import ThroughputReference
+from lightning_gputime._results.sums import ThroughputReference
 from lightning_gputime._work.flops import unwrapped
 
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")

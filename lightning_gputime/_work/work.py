@@ -14,7 +14,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._phases import BACKWARD, EXCLUDED
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
-from lightning_gputime._results.throughput import ThroughputReference
+from lightning_gputime._results.sums import ThroughputReference
 from lightning_gputime._work.flops import (
     Call,
     CallFlops,
