@@ -206,6 +206,7 @@ def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_the_tutorial_makes_one_change_after_another(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
