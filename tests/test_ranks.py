@@ -718,7 +718,7 @@ def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
     # These are real times: what else the machine does can spoil them, but not every time.
     spoiled: dict[str, Any] = dict.fromkeys(CASES)
     for attempt in range(3):
-        results = train_together(world_size, tmp_path / str(attempt))
+        results = train_together(world_size, tmp_path / str(attempt), [*spoiled])
         spoiled = {case: results[case] for case in spoiled if not is_named(case, results[case])}
         if not spoiled:
             break
@@ -739,15 +739,15 @@ def test_where_a_rank_dies_at_the_end_of_an_epoch_the_trainings_own_error_comes_
     assert found["seconds"] < 5.0
 
 
-def train_together(world_size: int, directory: Path) -> dict[str, dict[str, Any]]:
-    """Trains in real processes, and returns what rank zero has found in each case."""
+def train_together(world_size: int, directory: Path, cases: list[str]) -> dict[str, dict[str, Any]]:
+    """Trains in real processes, and returns what rank zero has found in each of the cases."""
     directory.mkdir()
-    finish(*(start(SCRIPT, directory, world_size, rank) for rank in range(world_size)))
+    finish(*(start(SCRIPT, directory, world_size, rank, *cases) for rank in range(world_size)))
     results: dict[str, dict[str, Any]] = json.loads((directory / "results.json").read_text())
-    assert list(results) == CASES
+    assert list(results) == cases
     assert all(math.isfinite(found["comm_ms"]) for found in results.values())
     # A rank that raised in its last step kept nobody.
-    assert results["one raises"]["seconds"] < 10
+    assert all(results[case]["seconds"] < 10 for case in cases if case == "one raises")
     return results
 
 

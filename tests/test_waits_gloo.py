@@ -40,19 +40,24 @@ class Runs:
         self.directory = directory
         self.attempt = cache(self._attempt)
 
-    def _attempt(self, number: int) -> list[dict[str, Any]]:
-        directory = self.directory / str(number)
+    def _attempt(self, *case: str | int) -> list[dict[str, Any]]:
+        directory = self.directory / "_".join(map(str, case))
         directory.mkdir()
-        finish(*(start(SCRIPT, directory, rank) for rank in RANKS))
+        finish(*(start(SCRIPT, directory, rank, *case[:1]) for rank in RANKS))
         return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
+
+    def found(self, case: str, attempt: int) -> list[dict[str, Any]]:
+        """What each rank has found. All cases are tried together, and again one by one."""
+        ranks = self.attempt(case, attempt) if attempt else self.attempt("all")
+        return [found[case] for found in ranks]
 
     def totals(self, case: str, attempt: int) -> dict[int, PhaseTotals]:
         """The totals of each rank, as they are gathered to be compared."""
-        return dict(enumerate(found[case]["totals"] for found in self.attempt(attempt)))
+        return dict(enumerate(found["totals"] for found in self.found(case, attempt)))
 
     def said(self, case: str, attempt: int) -> tuple[int | None, str]:
         """The rank that is slow, and the end of what rank zero says of it."""
-        told = self.attempt(attempt)[0][case]
+        told = self.found(case, attempt)[0]
         return told["slowest_rank"], told["sentence"].partition("of the others, in ")[2]
 
 
@@ -124,8 +129,8 @@ def test_where_nobody_is_late_both_take_about_as_long(runs: Runs, way: str) -> N
 
 @pytest.mark.parametrize("way", ["FSDP2", "TP"])
 def test_gradients_and_weights_are_bitwise_the_same_on_every_rank(runs: Runs, way: str) -> None:
-    assert [found[f"{way} is bitwise"] for found in runs.attempt(0)] == [True, True]
+    assert [found[f"{way} is bitwise"] for found in runs.attempt("all")] == [True, True]
 
 
 def test_nothing_is_left_on_the_classes_of_torch(runs: Runs) -> None:
-    assert [found["nothing is left"] for found in runs.attempt(0)] == [True, True]
+    assert [found["nothing is left"] for found in runs.attempt("all")] == [True, True]

@@ -3,8 +3,6 @@ import io
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, trainer
+from processes import run
 
 from lightning_gputime import GPUPhaseTimer, load
 from lightning_gputime._results.wall_time import (
@@ -295,23 +294,36 @@ class Model(LightningModule):
         self.net = torch.nn.Linear(4, 1)
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 25:
-            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+            os.kill(os.getpid(), getattr(signal, name))
         return self.net(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters())
 
+# A process for each, of which this one has the imports.
+for name in sys.argv[1:]:
+    if not os.fork():
+        break
+    os.wait()
+else:
+    sys.exit()
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-timer = GPUPhaseTimer(save_path=sys.argv[1])
+timer = GPUPhaseTimer(save_path=f"{name}.json.gz")
 Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 4))
 """
 
 
+@pytest.fixture(scope="module")
+def of_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder to which processes save that are killed in the middle of the third epoch."""
+    folder = tmp_path_factory.mktemp("killed")
+    run("-c", _KILLED, "SIGKILL", "SIGTERM", cwd=folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
-def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
-    command = [sys.executable, "-c", _KILLED, str(path), name]
-    subprocess.run(command, capture_output=True, timeout=120, check=False)
+def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, of_killed: Path) -> None:
+    path = of_killed / f"{name}.json.gz"
     # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
     assert len(load(path).history) >= steps
     assert load(path).summary().wall_time is not None
