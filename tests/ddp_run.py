@@ -1,8 +1,8 @@
 """Trains the fake model in several processes; each writes the steps that its timer measured.
 
-python tests/ddp_run.py DEVICES DIRECTORY STRATEGY...
+python tests/ddp_run.py DIRECTORY "DEVICES STRATEGY"...
 
-The strategies train one after the other in the same processes.
+They train one after the other, in the same processes where they can.
 """
 
 import json
@@ -75,5 +75,6 @@ def train(strategy: str, devices: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    for strategy in sys.argv[3:]:
-        train(strategy, int(sys.argv[1]), Path(sys.argv[2], strategy))
+    for case in sys.argv[2:]:
+        devices, strategy = case.split()
+        train(strategy, int(devices), Path(sys.argv[1], case))

@@ -314,8 +314,8 @@ def test_a_script_ends_as_without(
     ("script", "steps", "told"),
     [
         pytest.param(PLAIN, 28, "optimizers and evaluations are not shown", id="plain"),
-        pytest.param(ACCUMULATES, 28, "One update has 2 calls of backward: what", id="accumulates"),
-        pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 28, "trains Linear", id="two models"),
+        pytest.param(ACCUMULATES, 23, "One update has 2 calls of backward: what", id="accumulates"),
+        pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 23, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by an optimizer of torch's was seen", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by an optimizer", id="one update"),
@@ -330,7 +330,10 @@ def test_a_script_gets_one_timer(
 ) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-    flags = ("--save-path", "run.json.gz", "--warmup-steps", "0")
+    flags = ["--save-path", "run.json.gz"]
+    if script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS):
+        # One for each front end: to check an option, the command imports torch for itself.
+        flags += ["--warmup-steps", "0"]
     code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
     assert code == 0, said
     assert told in said
