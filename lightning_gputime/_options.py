@@ -3,18 +3,16 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Number
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from torch import nn
-
 from lightning_gputime._boundaries.modules import Modules
 from lightning_gputime._messages import format_value, suggest
-from lightning_gputime._phases import COMM, StepTimes, check_name
+from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.means import GROUPS
 from lightning_gputime._results.observers import is_observer
@@ -43,8 +41,7 @@ class TimerOptions(TypedDict, total=False):
         warmup_steps: Number of first steps to exclude from the summary.
         history_size: Number of newest steps in `history` and in percentiles.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
-            as 2, "all", dotted names, patterns such as "layers.*", or a mapping from names to
-            modules.
+            as 2, "all", dotted names, or patterns such as "layers.*".
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         memory: Whether to measure the peak memory of each phase (in MiB), in the first 3 steps and
             in 1 of 20 after them. Each of these steps resets torch's peak counters, and so changes
@@ -307,24 +304,10 @@ def _check_modules(modules: Any) -> None:
     if isinstance(modules, int) and not isinstance(modules, bool):
         check_int("modules", modules, 1, "a depth: 1 for the modules that the model itself holds")
         return
-    is_mapping = isinstance(modules, Mapping)
-    names = [*modules] if is_mapping or _is_several(modules) else [modules]
-    parts = [*modules.values()] if is_mapping else []
-    is_right = all(isinstance(name, str) and "/" not in name for name in names)
-    if not is_right or not all(isinstance(part, nn.Module) for part in parts):
+    names = modules if _is_several(modules) else [modules]
+    if not all(isinstance(name, str) and "/" not in name for name in names):
         raise TypeError(
             "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
-            " 'layers.*', a list of these such as ['body', 'head.norm'], or a mapping from names"
-            f" without '/' to modules, got {format_value(modules)}"
+            " 'layers.*', or a list of these such as ['body', 'head.norm'], got"
+            f" {format_value(modules)}"
         )
-    try:
-        for name in names if is_mapping else ():
-            check_name(name)
-    except ValueError as error:
-        raise ValueError(f"modules: {error}") from None
-    if is_mapping and COMM in names:
-        raise ValueError(
-            "modules must not name a module 'comm': 'backward/comm' is the wait for other ranks"
-        )
-    if len({*map(id, parts)}) < len(parts):
-        raise ValueError(f"modules must not name a module twice, got {names}")

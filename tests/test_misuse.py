@@ -84,7 +84,7 @@ def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any) -> None:
     name = timer.__name__
     said = f"got a Sequential by position: write {name}(option=value)"
     assert str(error.value) == f"{name} takes its options by name, {said}"
-    with pytest.raises(TypeError, match=r"to modules, got a Sequential$"):
+    with pytest.raises(TypeError, match=r"'head.norm'\], got a Sequential$"):
         timer(modules=nn.Sequential(NET, NET))
 
 

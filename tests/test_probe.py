@@ -421,7 +421,7 @@ def test_a_wait_inside_a_module_that_has_a_sub_phase_is_a_wait(gpu: FakeGPU) -> 
     loop = Loop(gpu)
     model: Any = nn.Sequential(Waiting(gpu, 1.0, 0.25, 0.5))
     loop.model = model
-    summary = run(loop, 40, modules={"body": model[0]}).summary()
+    summary = run(loop, 40, modules=["0"]).summary()
     assert summary.probed_steps == 0
     assert len(gpu.spins) == 3
     assert "the host waits for the GPU inside them, in `forward`" in summary.probe_failure

@@ -18,7 +18,7 @@ from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
 
-Modules = int | str | Sequence[str] | Mapping[str, nn.Module]
+Modules = int | str | Sequence[str]
 
 ALL = "all"
 """The option `modules` for all modules inside the model."""
@@ -32,8 +32,6 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that the option means, by name, in the order of the model."""
-    if isinstance(modules, Mapping):
-        return dict(modules)
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
     inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
     # A module that the model holds twice has two names.
