@@ -9,7 +9,7 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 
@@ -41,15 +41,6 @@ def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
-def known_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a trainer knows of what it runs on, see `Environment`."""
-    every: Any = trainer.accumulate_grad_batches
-    return {
-        "precision": str(trainer.precision),
-        "accumulate_grad_batches": every if isinstance(every, int) else None,
-    }
-
-
 def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
     """Return the clock of a trainer's device, or the one that takes its place."""
     return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
@@ -77,19 +68,7 @@ def step_number(trainer: pl.Trainer) -> int:
 
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
-    every: Any = trainer.accumulate_grad_batches
-    counts = isinstance(every, int) and every > 0
-    return not counts or (batch_idx + 1) % every == 0 or trainer.is_last_batch
-
-
-def fetch_action(trainer: pl.Trainer) -> str:
-    """Return the name of the action that fetches a batch."""
-    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-
-
-def copy_action(trainer: pl.Trainer) -> str:
-    """Return the name of the action that takes a batch to the device."""
-    return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def callback_action(callback: pl.Callback, hook: str) -> str:
@@ -177,13 +156,3 @@ class _Dispatcher:
                     calls[action_name]()
                 except Exception as error:
                     fail(error)
-
-
-def call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
-    """Call a function, without arguments, whenever `owner.name` is called."""
-
-    def begins(*_: Any, **__: Any) -> bool:
-        call()
-        return False
-
-    return Subscription(owner, name, Calls(begins))

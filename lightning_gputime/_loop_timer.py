@@ -87,7 +87,6 @@ class LoopTimer(Timer):
     """The part that timers of loops over loaders share; a front end calls `_start_loop`."""
 
     _loop: Loop
-    _FIRST = "call attach() first, or use 'with GPUPhaseHooks(...) as timer:'"
 
     def __init__(self, options: Options, log_every_n_steps: int) -> None:
         super().__init__(options)
@@ -300,7 +299,7 @@ class LoopTimer(Timer):
 
     def _begin(self, call: str) -> None:
         if not self._session.was_attached:
-            raise RuntimeError(f"{call} needs an attached timer: {self._FIRST}")
+            raise RuntimeError(f"{call} needs an attached timer. {self._USE}")
         self._leave_loop()
         session = self._session
         # Batches that were looked at alone, as for a mean, belong to no step.

@@ -84,16 +84,10 @@ class TimerOptions(TypedDict, total=False):
 
 
 class AllOptions(TimerOptions, total=False):
-    """Also those that only tests and benchmarks use: no signature shows them.
+    """Also those that only tests and benchmarks use: no signature shows them."""
 
-    Attributes:
-        _clock: Clock to use in place of the device's.
-        _lag: Maximum number of ended steps that the GPU may still be running. With 1 a whole step
-            stays queued while the host waits, so that the GPU never idles. With 0 a step is read
-            when it ends.
-    """
-
-    _clock: Clock | None
+    _clock: Clock | None  # In place of the device's.
+    # Ended steps that the GPU may still be running: with 1 it has work while the host waits.
     _lag: int
 
 
@@ -238,10 +232,6 @@ def _is_amount(value: Any) -> bool:
     return is_number and isfinite(value) and value > 0
 
 
-def _is_function(value: Any) -> bool:
-    return value is None or callable(value)
-
-
 def _is_several(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
@@ -289,7 +279,7 @@ _IS_KEY = "be a key such as 'phase_time', without outer '/'"
 
 # Of the other options: the error if a value is not right, and what it must be.
 _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]] = (
-    ("items", TypeError, lambda value: _is_function(value) or _is_amount(value), _IS_ITEMS),
+    ("items", TypeError, lambda n: n is None or callable(n) or _is_amount(n), _IS_ITEMS),
     ("flops", TypeError, _is_flops, _IS_FLOPS),
     ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
     ("observers", TypeError, _are_observers, _IS_OBSERVERS),

@@ -118,13 +118,7 @@ class Timer(Tabular):
 
     # For front ends
 
-    def _start(
-        self,
-        clock: Clock,
-        loop: Loop,
-        means: MeanLog,
-        **known: Any,
-    ) -> None:
+    def _start(self, clock: Clock, loop: Loop, means: MeanLog, **known: Any) -> None:
         """Start a new measurement, and put the hooks on.
 
         `known` has fields of the `Environment` that the front end knows better; None if not.
@@ -160,7 +154,6 @@ class Timer(Tabular):
         return session
 
     def _detach(self) -> None:
-        """Abort whatever runs, without a wait for the device or other ranks."""
         self._evaluations.abort()
         self._abort()
 
@@ -171,13 +164,7 @@ class Timer(Tabular):
 
     @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
-        """Read a loader's settings, such as the batch size.
-
-        Args:
-            loader: The loader.
-            in_data: Whether all `data` is its fetch.
-            prefix: What stands before the names of its settings, as in transformers.
-        """
+        """Read a loader's settings; `in_data` says that its fetch is all `data`."""
         self._session.analyzer.set_loader(loader, in_data)
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known, loader_prefix=prefix)

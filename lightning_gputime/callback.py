@@ -144,7 +144,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             _lightning.clock_of(trainer, self._options._clock),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row),
-            **_lightning.known_of(trainer),
+            precision=str(trainer.precision),
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
         self._know_loader(trainer.train_dataloader)
         self._open_books(trainer)
@@ -167,12 +168,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.batch_begins(batch)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._fit is not None:
             self._fit.batch_ends(batch, batch_idx)

@@ -59,15 +59,9 @@ class FabricPhaseTimer(LoopTimer):
         >>> print(timer.summary())
     """
 
-    _FIRST = "give it to Fabric(callbacks=[...]), and call fabric.setup()"
     _USE = "Nothing was set up: give it to Fabric(callbacks=[...]), and call fabric.setup()."
 
-    def __init__(
-        self,
-        *,
-        log_every_n_steps: int = 50,
-        **options: Unpack[AllOptions],
-    ) -> None:
+    def __init__(self, *, log_every_n_steps: int = 50, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options), log_every_n_steps)
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []

@@ -18,7 +18,7 @@ except ImportError as error:
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import NamedPhase, phase
-from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -154,13 +154,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The last callback before the workers of the loader start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
-    def _start_fetch(self, *_: Any, **__: Any) -> bool:
+    def _start_fetch(self, *_: Any, **__: Any) -> None:
         self._has_fetched = True
         if self._books.entry is not STEPS:
             self._books.steps_go_on()
         if not self._batch.is_open:
             self._session.recorder.resume_or_mark(FETCH)
-        return True
 
     def _end_fetch(self, fetched: Any = None) -> None:
         work = self._session.work
@@ -222,11 +221,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     # Evaluations
 
-    def _start_evaluate(self, *_: Any, **__: Any) -> bool:
+    def _start_evaluate(self, *_: Any, **__: Any) -> None:
         # It makes the loader, or a method of one's own does all in it.
         self._session.recorder.pause_now()
         self._books.switch_to(EVALUATION)
-        return True
 
     def _end_evaluate(self, _: Any) -> None:
         # What follows until the next fetch, such as a checkpoint, is the evaluation's, too.
@@ -235,7 +233,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._books.steps_go_on()
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
-    def _start_loop(self, *args: Any, **kwargs: Any) -> bool:
+    def _start_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
         options, trainer = self._options, self._trainer
         self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
@@ -253,11 +251,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             trainer.state.global_step,
             publish,
         )
-        return True
 
-    def _start_prediction(self, model: nn.Module, inputs: Any = None, *_: Any, **__: Any) -> bool:
+    def _start_prediction(self, model: nn.Module, inputs: Any = None, *_: Any, **__: Any) -> None:
         self._evaluations.batch_begins(inputs)
-        return False
 
     @never_raises
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -314,13 +310,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # Before transformers 5 there is none for an epoch, and an error in another callback stays
         # unknown.
         runs = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
-        run = Calls(lambda *_, **__: True, self._end_run)
+        run = Calls(do_nothing, self._end_run)
         for name, calls in {
             "get_batch_samples": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
-            "log": Calls(lambda *_, **__: True, self._end_log),
+            "log": Calls(do_nothing, self._end_log),
             "_calculate_rewards": phase(REWARD),  # Of TRL's Trainers.
             runs: run,
             "_evaluate": run,

@@ -60,7 +60,7 @@ class PlainLoop:
             calls = Calls(self._next_backward)
             self._subscription = Subscription(torch.autograd, ENGINE, calls)
 
-    def _next_backward(self, *_: Any, **__: Any) -> bool:
+    def _next_backward(self, *_: Any, **__: Any) -> None:
         self._subscription.remove()
         if self._timer is not None:
             self._let_go()
@@ -68,7 +68,6 @@ class PlainLoop:
             self._attach(self._optimizer)
         if self._timer is None:
             self._handle.remove()
-        return False
 
     @tells_errors()
     def _attach(self, optimizer: Optimizer) -> None:

@@ -30,7 +30,7 @@ def apply_compile_skips() -> None:
     skipped.update(one.as_posix() for one in {*package.rglob("*.py")} - traced)
 
 
-def do_nothing(*_: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, for a listener or a hook that has nothing to do."""
 
 
