@@ -10,7 +10,6 @@ import torch
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Subscription
-from lightning_gputime._record.clock import Clock, clock_for
 from lightning_gputime._results.means import MeanLog
 
 
@@ -18,6 +17,7 @@ def loop_of(
     trainer: pl.Trainer, model: pl.LightningModule, submodules: Mapping[str, torch.nn.Module]
 ) -> Loop:
     """Describe the loop in which a trainer trains a model."""
+    wrappers = [] if model.automatic_optimization else model.optimizers()
     return Loop(
         model,
         # Those in the style of Lookahead are none of torch's, and may never update by one inside.
@@ -27,7 +27,7 @@ def loop_of(
             for one in trainer.optimizers
             if is_optimizer(one) and type(one).__name__ != "_MockOptimizer"
         ],
-        optimizer_wrappers=_optimizer_wrappers(model),
+        optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
         wrapper=_wrapper(trainer),
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,
         submodules=submodules,
@@ -39,11 +39,6 @@ def loop_of(
 def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
     """Describe the loop in which a trainer evaluates a model."""
     return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
-
-
-def clock_of(trainer: pl.Trainer, clock: Clock | None) -> Clock:
-    """Return the clock of a trainer's device, or the one that takes its place."""
-    return clock or clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero)
 
 
 def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:
@@ -106,14 +101,6 @@ def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
     model = trainer.strategy.model
     return None if model is trainer.lightning_module else model
-
-
-def _optimizer_wrappers(model: pl.LightningModule) -> list[Any]:
-    """Return what `self.optimizers()` returns in a training_step with manual optimization."""
-    if model.automatic_optimization:
-        return []
-    optimizers = model.optimizers()
-    return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
 def listen_to_actions(

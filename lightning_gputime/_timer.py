@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
@@ -18,7 +19,7 @@ from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._phases import EXCLUDED, StepTimes
-from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.slow import SlowStep
@@ -138,6 +139,10 @@ class Timer(Tabular):
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
         self._session = Session(options, clock, loop, self._results, means)
+
+    def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
+        """Return the clock of a device, or the one that was given in its place."""
+        return self._options._clock or clock_for(device, tell=tell)
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""

@@ -19,7 +19,6 @@ from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
 from lightning_gputime._results.wall_time import (
-    CHECKPOINTS,
     EPOCH_ENDS,
     REST,
     SANITY_CHECK,
@@ -141,7 +140,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
         self._start(
-            _lightning.clock_of(trainer, self._options._clock),
+            self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row),
             precision=str(trainer.precision),
@@ -149,8 +148,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
         self._know_loader(trainer.train_dataloader)
         self._open_books(trainer)
-        self._patches.add(Subscription(trainer, "save_checkpoint", self.phase(SAVES)))
         self._results.books = books = self._books
+        saves = NamedPhase(SAVES, [*self._session.recorders, books])
+        self._patches.add(Subscription(trainer, "save_checkpoint", saves))
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)
         self._fit.listen(type(self))
 
@@ -218,7 +218,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
-            _lightning.clock_of(trainer, self._options._clock),
+            self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             _lightning.evaluation_loop_of(trainer, model),
             _lightning.step_number(trainer),
             partial(_lightning.publish, trainer),
@@ -286,13 +286,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if trainer is not self._books_trainer:
             self._close_books()
             clock = self._options._clock
-            self._books = books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
+            self._books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
             self._books_trainer = trainer
-            saves = NamedPhase(CHECKPOINTS, [books])
-            self._patches.add(Subscription(trainer, "save_checkpoint", saves))
 
     def _close_books(self) -> None:
-        """Close those that are open. Safe to call twice."""
         self._books.remove()
         self._patches.remove()
         self._books_trainer = None

@@ -13,7 +13,6 @@ from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._loop_timer import LoopTimer, Steps
 from lightning_gputime._messages import format_value
 from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._record.clock import clock_for
 from lightning_gputime._timer import callers, never_raises
 
 T = TypeVar("T")
@@ -116,7 +115,7 @@ class FabricPhaseTimer(LoopTimer):
             submodules=submodules,
             needs_updates=True,
         )
-        clock = self._options._clock or clock_for(fabric.device, tell=fabric.is_global_zero)
+        clock = self._clock_for(fabric.device, tell=fabric.is_global_zero)
         self._start_loop(clock, fabric.loggers)
         loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
         self._patches.add(Subscription(loaders, "__iter__", this, _followed))

@@ -22,7 +22,7 @@ from lightning_gputime._options import (
     check_int,
     takes_options,
 )
-from lightning_gputime._record.clock import check_device, clock_for, device_of
+from lightning_gputime._record.clock import check_device, device_of
 from lightning_gputime._results.means import MetricsLogger, check_loggers
 
 
@@ -95,8 +95,8 @@ class GPUPhaseHooks(LoopTimer):
         tell_what_is_odd(model, self._loop.optimizers)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
-        if self._device is not None and self._options._clock is None:
-            clock_for(self._device)
+        if self._device is not None:
+            self._clock_for(self._device)  # Raises where it is not here.
         self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
         states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
         self._gradient_state = next((one for one in states if one is not None), None)
@@ -108,7 +108,7 @@ class GPUPhaseHooks(LoopTimer):
             device = self._device or device_of(self._loop.model)
             if self._device is None:
                 tell_devices(self._loop.model, device)
-            clock = self._options._clock or clock_for(device, tell=True)
+            clock = self._clock_for(device, tell=True)
             every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
             self._start_loop(clock, self._loggers, accumulate_grad_batches=every)
         return self

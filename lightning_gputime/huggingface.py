@@ -31,10 +31,8 @@ from lightning_gputime._phases import (
     SAVES,
     label_of_callback,
 )
-from lightning_gputime._record.clock import clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.wall_time import (
-    CHECKPOINTS,
     EPOCH_ENDS,
     EVALUATION,
     STEPS,
@@ -122,7 +120,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         loop = Loop(model, optimizers, submodules=submodules, splits_loss=True)
         self._unlogged.clear()
         self._has_fetched = False
-        clock = self._options._clock or clock_for(args.device, tell=state.is_world_process_zero)
+        clock = self._clock_for(args.device, tell=state.is_world_process_zero)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         self._start(
             clock,
@@ -235,18 +233,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
-        options, trainer = self._options, self._trainer
+        prefix, trainer = self._options.prefix, self._trainer
         self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
             # As the Trainer names its own.
-            old, new = f"{options.prefix}/{stage}", f"{stage}_{options.prefix}"
+            old, new = f"{prefix}/{stage}", f"{stage}_{prefix}"
             self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
 
         self._evaluations.start(
             stage,
-            options._clock or clock_for(trainer.args.device),
+            self._clock_for(trainer.args.device),
             Loop(trainer.model, wrap_backward=False),
             trainer.state.global_step,
             publish,
@@ -331,8 +329,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
     def _patch_saves_and_callbacks(self, trainer: Any) -> None:
-        for saves in (NamedPhase(CHECKPOINTS, [self._books]), self.phase(SAVES)):
-            self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
+        saves = NamedPhase(SAVES, [*self._session.recorders, self._books])
+        self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
         for one in trainer.callback_handler.callbacks:
             if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
                 continue

@@ -310,7 +310,9 @@ def test_a_model_on_the_cpu_is_timed_on_the_host_clock_which_is_said(
 @pytest.mark.parametrize("call", ["step", "steps"])
 def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
     timer = hooks(loop)
-    with pytest.raises(RuntimeError, match=rf"{call}\(\) needs an attached timer\. .* call attach\(\)"):
+    with pytest.raises(
+        RuntimeError, match=rf"{call}\(\) needs an attached timer\. .* call attach\(\)"
+    ):
         list(timer.steps([1])) if call == "steps" else timer.step()
     with timer.phase("augment"):
         pass

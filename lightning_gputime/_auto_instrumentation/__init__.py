@@ -75,25 +75,24 @@ def fabric_callbacks() -> list[Any]:
 
 def watch_imports() -> None:
     """Add timers to what needs no Lightning, once the script has imported it."""
-    if (wanted := options()) is not None:
-        sys.meta_path.insert(0, finder := _AfterImport(wanted))
-        finder.call_for_imported()
+    if (wanted := options()) is None:
+        return
+    calls = {
+        "torch": lambda: _watch_updates(wanted),
+        "transformers.trainer": lambda: _watch_trainers(wanted),
+    }
+    sys.meta_path.insert(0, _AfterImport(calls))
+    # What is imported already, as by a `sitecustomize` of the user's.
+    for name in calls.keys() & sys.modules.keys():
+        with tells_errors():
+            calls.pop(name)()
 
 
 class _AfterImport:
-    """A finder of modules that finds none, and has a function called after some are imported."""
+    """A finder of modules that finds none, and calls a function after one is imported."""
 
-    def __init__(self, wanted: dict[str, Any]) -> None:
-        self._calls: dict[str, Callable[[], None]] = {
-            "torch": lambda: _watch_updates(wanted),
-            "transformers.trainer": lambda: _watch_trainers(wanted),
-        }
-
-    def call_for_imported(self) -> None:
-        """Call the functions of what is imported already, as by a `sitecustomize` of the user's."""
-        for name in self._calls.keys() & sys.modules.keys():
-            with tells_errors():
-                self._calls.pop(name)()
+    def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
+        self._calls = calls
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gputime._phases import EXCLUDED
+from lightning_gputime._phases import EXCLUDED, SAVES
 from lightning_gputime._results.table import Table, Tabular, duration, percent
 from lightning_gputime._results.verdict import HELD_UP
 
@@ -25,6 +25,7 @@ _ENTRIES = (
     *(SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, EVALUATION, CHECKPOINTS, EPOCH_ENDS),
     *(PAUSED, BETWEEN_LOOPS, REST),
 )
+_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
@@ -158,8 +159,8 @@ class WallTimeRecorder:
             now_ns = self._now_ns()
             elapsed_ns, self._since_ns = now_ns - self._since_ns, now_ns
             entry = self._inside[-1] if self._inside else self.entry
-            self._ns[PAUSED if entry == EXCLUDED else entry] += elapsed_ns
-            if self._inside == [CHECKPOINTS] and self.entry == STEPS:
+            self._ns[_OF_PHASE.get(entry, entry)] += elapsed_ns
+            if self._inside == [SAVES] and self.entry == STEPS:
                 self._saves_in_steps_ns += elapsed_ns
 
 
