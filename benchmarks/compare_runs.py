@@ -33,7 +33,7 @@ from torch import nn
 
 from lightning_gputime import Environment, GPUPhaseHooks, Run, RunComparison, compare, load
 from lightning_gputime._auto_instrumentation.bench import _LOOKS
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs.compare import compare_groups
 from lightning_gputime._saved_runs.page import page

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_gputime import SlowStep
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog
 

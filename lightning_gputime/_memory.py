@@ -15,12 +15,12 @@ from lightning_gputime._phases import (
     FORWARD,
     LOSS,
     OPTIMIZER,
+    StepRecord,
     of_one_callback,
     resolve_labels,
 )
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.recorder import FIRST_SAMPLED, SAMPLED_EVERY
-from lightning_gputime._record.steps import StepRecord
 
 _MIB = 2**20
 _NEARLY_FULL = 0.9  # From this fraction of the device's memory on, advice is given.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._timer import Timer
 
 MS = 1_000_000

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
 from lightning_gputime._boundaries import boundaries
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.recorder import Annotator
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._session.session import Session
 
 

@@ -7,10 +7,9 @@ import test_recorder_properties as properties
 from fake_gpu import FakeAllocator, FakeEvent, FakeGPU
 
 from lightning_gputime._memory import PhaseMemory, sampler
-from lightning_gputime._phases import resolve_labels
+from lightning_gputime._phases import StepRecord, resolve_labels
 from lightning_gputime._record import recorder
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.steps import StepRecord
 
 SEEDS = range(300)
 

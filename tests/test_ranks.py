@@ -18,7 +18,7 @@ from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._results.ranks import (
     BatchMeans,
     PhaseTotals,

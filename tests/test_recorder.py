@@ -5,9 +5,8 @@ import pytest
 from fake_gpu import FakeEvent, FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import EXCLUDED
+from lightning_gputime._phases import EXCLUDED, StepRecord
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.steps import StepRecord
 
 
 class Recorded:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGPU
 
-from lightning_gputime._phases import EXCLUDED
+from lightning_gputime._phases import EXCLUDED, StepRecord
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.steps import StepRecord
 
 SEEDS = range(600)
 """A sequence each, of every kind. A failed test names the seeds that break it: `play(KIND, SEED)`

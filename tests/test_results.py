@@ -12,7 +12,7 @@ import pytest
 from fake_gpu import raw
 
 from lightning_gputime import Environment, Run, load
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._session.schedule import AutoSchedule, Schedule
 
 

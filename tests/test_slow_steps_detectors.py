@@ -30,8 +30,8 @@ from lightning_gputime._causes.detectors import (
     allocator_of,
     detect_phases,
 )
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog
 

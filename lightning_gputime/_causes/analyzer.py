@@ -17,8 +17,8 @@ from lightning_gputime._causes.detectors import (
     thread_usage,
 )
 from lightning_gputime._messages import WarnOnce
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.slow import SlowLog, SlowStep
 

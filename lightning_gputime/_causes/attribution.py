@@ -10,12 +10,12 @@ from typing import Any
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     CALLBACKS,
+    StepRecord,
     in_order,
     is_wait,
     of_one_callback,
     resolve_labels,
 )
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.slow import HAVE_PHASES, UNEXPLAINED, Cause, CauseKind, SlowStep
 
 _SIZE = 50  # Number of steps in a baseline.

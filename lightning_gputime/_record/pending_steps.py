@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_gputime._messages import WarnOnce
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent
-from lightning_gputime._record.steps import StepRecord
 
 BATCH = 25
 """This many steps are read together where nobody waits for them.

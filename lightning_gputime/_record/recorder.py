@@ -26,10 +26,10 @@ from lightning_gputime._phases import (
     OTHER,
     RECEIVES,
     WAITS,
+    StepRecord,
 )
 from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.pending_steps import LEFT_OUT, PendingStep, PendingSteps
-from lightning_gputime._record.steps import StepRecord
 
 MOST_MARKS = 100_000
 """A step with more marks is dropped, and the user is told: perhaps none ever ends."""

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._messages import suggest
-from lightning_gputime._phases import in_order, resolve_labels
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord, in_order, resolve_labels
 
 # Steps with this many marks, as with many modules, are packed, which takes a microsecond.
 MIN_PACKED_MARKS = 40

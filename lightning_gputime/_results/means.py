@@ -14,10 +14,10 @@ from lightning_gputime._phases import (
     CALLBACK_WAIT,
     CALLBACKS,
     COMM,
+    StepRecord,
     StepTimes,
     is_wait,
 )
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.observers import ReadSteps, metrics_of
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import StepTimes, is_metric
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord, StepTimes, is_metric
 from lightning_gputime._results.changes import LastingChange
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.sums import Sums

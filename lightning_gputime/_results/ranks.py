@@ -10,12 +10,12 @@ from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     COMM,
     DATA,
+    StepRecord,
     in_order,
     is_wait,
     of_one_callback,
     resolve_labels,
 )
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.stats import largest_part
 from lightning_gputime._results.sums import Sums
 from lightning_gputime._results.table import duration

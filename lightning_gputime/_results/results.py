@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import DATA, StepTimes, in_order
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import DATA, StepRecord, StepTimes, in_order
 from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
 from lightning_gputime._results.history import (

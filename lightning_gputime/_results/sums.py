@@ -8,8 +8,7 @@ from itertools import groupby
 from math import nan
 from operator import attrgetter
 
-from lightning_gputime._phases import BACKWARD, FORWARD, resolve_labels
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
 from lightning_gputime._results.table import percent
 
 

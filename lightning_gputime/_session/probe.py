@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, in_order
+from lightning_gputime._phases import EXCLUDED, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
 

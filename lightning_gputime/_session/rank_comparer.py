@@ -14,7 +14,7 @@ import torch.distributed
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.ranks import BatchMeans, RankTotals, compare, since, totals_of

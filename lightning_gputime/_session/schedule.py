@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
-from lightning_gputime._record.steps import StepRecord
+from lightning_gputime._phases import StepRecord
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949

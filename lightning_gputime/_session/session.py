@@ -27,11 +27,11 @@ from lightning_gputime._phases import (
     EVALUATES,
     OPTIMIZER,
     OTHER,
+    StepRecord,
 )
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
-from lightning_gputime._record.steps import StepRecord
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._results.results import Results
