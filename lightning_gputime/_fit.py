@@ -75,7 +75,7 @@ class Fit:
     def end_late_step(self) -> None:
         """End a step of manual optimization whose update came after its last batch."""
         session = self._session
-        if self._accumulates and session.has_updated:
+        if self._accumulates and session.optimizer.has_updated:
             self._accumulates = False
             number = _lightning.step_number(self.trainer) - 1  # That batch is counted already.
             if not session.is_left(number):
@@ -111,7 +111,8 @@ class Fit:
                 self._end_batch_off(batch_idx)
                 return
             self._in_batch = self._batch.is_open = False
-            if session.updates and session.times_all and self._model.automatic_optimization:
+            has_updated = session.optimizer.updates > 0
+            if has_updated and session.times_all and self._model.automatic_optimization:
                 self._accumulates, self._patience = False, math.inf
             else:
                 self._accumulates = not self._ends_step(batch_idx)
@@ -158,22 +159,22 @@ class Fit:
 
     def _ends_step(self, batch_idx: int) -> bool:
         """Return whether a step ends with this batch, by what was seen of it."""
-        session = self._session
+        session, optimizer = self._session, self._session.optimizer
         if not self._model.automatic_optimization:
             # Only the optimizers know.
-            return session.has_updated or not session.sees_updates
+            return optimizer.has_updated or not optimizer.has_any
         is_due = _lightning.ends_update(self.trainer, batch_idx)
-        if session.updates:
+        if optimizer.updates:
             self._patience = math.inf
-        ends = session.updates > 0 or (is_due and self._is_complete())
+        ends = optimizer.updates > 0 or (is_due and self._is_complete())
         # Else the trainer's count tells the end of a step also where no update is seen.
         session.needs_updates |= ends != is_due
         return ends
 
     def _is_complete(self) -> bool:
         """Return whether a step without an update that was due has ended."""
-        session = self._session
-        if session.has_updated or not session.sees_updates or self.trainer.is_last_batch:
+        optimizer = self._session.optimizer
+        if optimizer.has_updated or not optimizer.has_any or self.trainer.is_last_batch:
             return True
         # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
         # trainer's count is what is left.
@@ -213,7 +214,8 @@ class Fit:
             self.epoch_begins()
         if self._books.entry is not STEPS:
             self._books.steps_go_on()
-        if self._accumulates and not self._model.automatic_optimization and session.has_updated:
+        by_hand = not self._model.automatic_optimization
+        if self._accumulates and by_hand and session.optimizer.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
             if not session.end_step(_lightning.step_number(self.trainer) - 1, CALLBACKS):

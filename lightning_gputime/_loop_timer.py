@@ -240,7 +240,7 @@ class LoopTimer(Timer):
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
     def _is_evaluation(self, loader: object) -> bool:
-        if torch.is_grad_enabled() or not self._session.has_trained:
+        if torch.is_grad_enabled() or not self._session.forward.has_trained:
             return False
         return not is_training(self._loop.model)
 
@@ -249,7 +249,7 @@ class LoopTimer(Timer):
         body, self._body = self._body, None
         # Gradients that were left may be used after the loop.
         is_over = body == (self._step, self._micro_batches) or (
-            self._micro_batches > 0 and self._session.has_updated
+            self._micro_batches > 0 and self._session.optimizer.has_updated
         )
         if is_over and self._session.is_left(self._step):
             self._step += 1
@@ -259,7 +259,7 @@ class LoopTimer(Timer):
         """End a loop with its last step. Micro-batches of a known number go into no other loop."""
         session = self._session
         # Of a step that was left there are a few, if there are several optimizers.
-        if (untold := session.updates) > 2 * (1 + len(self._loop.optimizers)):
+        if (untold := session.optimizer.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
         # Each batch has two marks.
@@ -288,7 +288,7 @@ class LoopTimer(Timer):
             is_last = self._micro_batches >= batches
         else:
             is_last = accelerate is None or accelerate.sync_gradients
-        if not (is_last or session.has_updated):
+        if not (is_last or session.optimizer.has_updated):
             session.batch_ends()
             return
         session.end_step(self._step)

@@ -126,7 +126,7 @@ class FabricPhaseTimer(LoopTimer):
         """Warn where no loop ends steps. Fabric calls it."""
         if not self._session.was_attached:
             self._warn_once(_NOT_SET_UP)
-        elif self._session.updates > _MAX_UPDATES * len(self._optimizers):
+        elif self._session.optimizer.updates > _MAX_UPDATES * len(self._optimizers):
             self._warn_once(_NO_LOADER)
 
     # For users
@@ -156,7 +156,7 @@ class FabricPhaseTimer(LoopTimer):
         if not torch.is_grad_enabled():
             return True
         # Some train in eval mode, as with frozen batch norms; or say `train()` after the fetch.
-        is_unknown = self._session.has_trained and id(loader) != self._trained_on
+        is_unknown = self._session.forward.has_trained and id(loader) != self._trained_on
         return is_unknown and not any(one.training for one in self._models)
 
     # The end

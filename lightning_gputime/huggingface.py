@@ -181,7 +181,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
         is_known = self._is_in_step
-        if is_known and not self._session.sees_updates:
+        if is_known and not self._session.optimizer.has_any:
             self._session.recorder.mark(AFTER_UPDATE)
         self._is_in_step, self._batch.is_open = False, not is_known
         self._session.end_step(state.global_step)

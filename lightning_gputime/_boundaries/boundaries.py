@@ -77,14 +77,6 @@ class Boundaries:
         activate(recorder)
 
     @property
-    def has_updated(self) -> bool:
-        """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
-        optimizer = self.optimizer
-        if optimizer.updates or optimizer.was_tried:
-            return True
-        return bool(optimizer.depth or optimizer.ended_early) and optimizer.is_running()
-
-    @property
     def has_worked(self) -> bool:
         """Whether a model was called or an optimizer updated in the open step."""
         return self.forward.calls > 0 or self.optimizer.updates > 0

@@ -123,12 +123,16 @@ class OptimizerBoundary:
         if id(optimizer) in self._given or self._is_ours(optimizer):
             self._end()
 
-    def is_running(self) -> bool:
-        return _steps_on_stack() > 0
+    @property
+    def has_updated(self) -> bool:
+        """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
+        if self.updates or self.was_tried:
+            return True
+        return bool(self.depth or self.ended_early) and _steps_on_stack() > 0
 
     def end_early(self) -> None:
         """End the update that is running, where a step ends: at its own end it is over."""
-        if self.is_running():
+        if _steps_on_stack():
             self.depth = 1
             self._end()
             self.ended_early = True

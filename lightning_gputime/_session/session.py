@@ -127,6 +127,7 @@ class Session:
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
+        self.forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         self._comparison = RankComparer(results, means, options)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
         # The log asks for metrics of the steps that the others have been told of.
@@ -176,15 +177,10 @@ class Session:
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
-        self._boundaries.optimizer.was_tried = True
+        self.optimizer.was_tried = True
         # Where there was no backward, nothing else tells it.
         if self.recorder.label != AFTER_BACKWARD:
             self.recorder.mark(OPTIMIZER)
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether an optimizer has run, or tried, its update in the open step."""
-        return self._boundaries.has_updated
 
     def has_idled(self, *, is_first: bool) -> bool:
         """Return whether nothing was done in the open step but to fetch.
@@ -194,15 +190,15 @@ class Session:
         """
         recorder = self.recorder
         is_blind = self.is_off or has_compiled() or recorder.has_captured
-        if is_blind or recorder.was_elsewhere or not self.sees_updates:
+        if is_blind or recorder.was_elsewhere or not self.optimizer.has_any:
             return False
-        is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
+        is_idle = (is_first or self.forward.has_trained) and not self._boundaries.has_worked
         return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
     def has_evaluated(self) -> bool:
         """Whether nothing was done in the open step but to evaluate a model that was trained."""
-        if self.recorder.label not in EVALUATES or not self.has_trained:
+        if self.recorder.label not in EVALUATES or not self.forward.has_trained:
             return False
         is_idle = not self._boundaries.has_worked
         return is_idle and self.recorder.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
@@ -211,18 +207,6 @@ class Session:
         """Keep the hooks on in untimed steps, too, as `has_idled` needs them."""
         self._stays_on = True
         self.wake()
-
-    @property
-    def has_trained(self) -> bool:
-        return self._boundaries.forward.has_trained
-
-    @property
-    def updates(self) -> int:
-        return self._boundaries.optimizer.updates
-
-    @property
-    def sees_updates(self) -> bool:
-        return self._boundaries.optimizer.has_any
 
     def batch_ends(self, label: str = DATA) -> None:
         self.work.end_batch()
@@ -266,17 +250,17 @@ class Session:
             return False
         self.recorder.work_counts = self.work.take_step_work()
         if self.is_off:
-            has_ended = self.has_updated or not self.needs_updates
+            has_ended = self.optimizer.has_updated or not self.needs_updates
         elif self._kind is TIMED:
-            last = AFTER_UPDATE if self.sees_updates else AFTER_FORWARD
-            if not self.sees_updates and BACKWARD in self.recorder.phases:
+            last = AFTER_UPDATE if self.optimizer.has_any else AFTER_FORWARD
+            if not self.optimizer.has_any and BACKWARD in self.recorder.phases:
                 # An update by hand shows nowhere: it is over here, and is `other`.
                 self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
                 self.recorder.mark(AFTER_UPDATE)
                 last = AFTER_UPDATE
             has_ended = self.recorder.end_at(last, number)
         else:
-            has_ended = self.has_updated
+            has_ended = self.optimizer.has_updated
         if has_ended:
             self._newest = number
             self._end_due_step(number)
@@ -415,7 +399,7 @@ class Session:
         """Count a step while off. Return whether hooks are on again."""
         self._index += 1
         if self.needs_updates:
-            optimizer = self._boundaries.optimizer
+            optimizer = self.optimizer
             optimizer.updates, optimizer.depth, optimizer.was_tried = 0, 0, False
         if self._index < self._due_at:
             return False
@@ -616,7 +600,7 @@ class _NoSession:
 
     home = -1
     recorders: Sequence[Recorder] = ()  # For phases that are named by hand.
-    is_attached = is_off = has_updated = sees_updates = has_trained = False
+    is_attached = is_off = has_updated = has_any = has_trained = False
     updates = 0
 
     def __init__(self, was_attached: bool) -> None:
