@@ -111,15 +111,15 @@ class PendingSteps:
         self.ended += steps
         self._untimed += steps
         if self._pending or (read and self._finished):
-            self._unless_capturing(self._finish, self._lag, read)
+            self._finish_safely(self._lag, read)
 
     def flush(self) -> None:
         """Wait for all steps that have ended, and read them."""
-        self._unless_capturing(self._finish, 0, True)
+        self._finish_safely(0, read=True)
 
     def drain(self) -> None:
         """Read the steps that the device has finished, without waiting for the others."""
-        self._unless_capturing(self._read_finished)
+        self._finish_safely(0, read=True, may_wait=False)
 
     def take_back(self, marks: list[Mark]) -> None:
         """Use the events of an open step that is dropped again."""
@@ -149,15 +149,15 @@ class PendingSteps:
         self._pending.clear()
         self._fail(error)
 
-    def _unless_capturing(self, call: Callable[..., None], *args: int) -> None:
+    def _finish_safely(self, lag: int, read: bool, may_wait: bool = True) -> None:
         try:
             # Even the query of an event that is not in the graph breaks the capture.
             if not self._is_capturing():
-                call(*args)
+                self._finish(lag, read, may_wait)
         except Exception as error:
             self.give_up(error)
 
-    def _finish(self, lag: int, read: bool) -> None:
+    def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
         """Finish the steps that ended `lag` steps ago or before, and read if a batch is full.
 
         It counts the steps that have ended, timed or not: so all ranks leave the same ones out.
@@ -165,15 +165,11 @@ class PendingSteps:
         while self._pending and self._pending[0].ended <= self.ended - lag:
             step = self._pending[0]
             if not step.marks[-1][1].query():
+                if not may_wait:
+                    break
                 self._wait_for(step)
             self._finished.append(self._pending.popleft())
         if self._finished and (read or len(self._finished) >= self._batch):
-            self._read()
-
-    def _read_finished(self) -> None:
-        while self._pending and self._pending[0].marks[-1][1].query():
-            self._finished.append(self._pending.popleft())
-        if self._finished:
             self._read()
 
     def _wait_for(self, step: PendingStep) -> None:
