@@ -262,8 +262,8 @@ class LoopTimer(Timer):
         if (untold := session.optimizer.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
-        # Each batch has two marks.
-        passed_over = (session.recorder.place_before + 1) // 2 if self._body else 0
+        # Each batch has two marks; the last one begins the next fetch.
+        passed_over = (len(session.recorder.labels) - 1) // 2 if self._body else 0
         if passed_over >= _MAX_IDLE and session.has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()

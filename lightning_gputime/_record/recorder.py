@@ -210,14 +210,9 @@ class Recorder:
         else:
             self.mark(label)
 
-    @property
-    def place_before(self) -> int:
-        """The index of the mark before the last one in the open step, waits not counted."""
-        return self._uninterrupted(len(self._open) - 2)
-
     def rename_before(self, of: str, label: str) -> None:
         """Give the time of the mark before the last one, if it went to `of`, to `label`."""
-        place = self.place_before
+        place = self._uninterrupted(len(self._open) - 2)
         if place >= 0 and self._open[place][0] == of:
             self._open[place] = (label, *self._open[place][1:])
 
@@ -461,9 +456,7 @@ class Recorder:
     def abandon(self) -> list[Any]:
         """End all recording, in a process that was forked off; return what holds its events."""
         self.state, self.thread, self.home = AT_REST, -1, -1
-        marks = self._open
-        self._forget_open()
-        return [marks, self.pending.forget()]
+        return [self._forget_open(), self.pending.forget()]
 
     # How a mark is recorded
 
@@ -574,13 +567,12 @@ class Recorder:
 
     def _drop(self) -> None:
         """Forget the open step, and use its events again."""
-        marks = self._open
-        self._forget_open()
-        self.pending.take_back(marks)
+        self.pending.take_back(self._forget_open())
 
-    def _forget_open(self) -> None:
-        self._open, self.label, self._post_spin_index = [], None, 0
+    def _forget_open(self) -> list[Mark]:
+        marks, self._open, self.label, self._post_spin_index = self._open, [], None, 0
         self._watch(sampled=False)
+        return marks
 
     def _fail(self, error: Exception) -> None:
         self.warn_once(LEFT_OUT, error)
