@@ -262,7 +262,7 @@ class LoopTimer(Timer):
         if (untold := session.optimizer.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
-        # Each batch has two marks; the last one begins the next fetch.
+        # Each batch has two marks, and the end of the loop one.
         passed_over = (len(session.recorder.labels) - 1) // 2 if self._body else 0
         if passed_over >= _MAX_IDLE and session.has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
