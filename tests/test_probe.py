@@ -19,9 +19,8 @@ from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._results.results import Results
-from lightning_gputime._session import probe
-from lightning_gputime._session.probe import Probe
-from lightning_gputime._session.schedule import Schedule
+from lightning_gputime._session import schedule
+from lightning_gputime._session.schedule import Probe, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""
@@ -176,7 +175,7 @@ def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> N
 def test_with_several_ranks_no_step_is_probed_which_is_said(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "is_distributed", lambda: True)
+    monkeypatch.setattr(schedule, "is_distributed", lambda: True)
     timer = run(Loop(gpu), 25, sync_ranks=False)
     assert gpu.spins == []
     assert timer.history()["step"].tolist() == [*range(25)]

@@ -168,23 +168,22 @@ class Exchange:
 
         So no rank waits as long as they are less than one turn apart.
         """
-        if not self._is_alone:
-            try:
-                self._take_wish(next(self._turns), wish)
-            except Exception as error:
-                # Those who do not share it may time other steps; nobody waits for this one.
-                self._is_alone, n = True, self._agreed
-                messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
+        if self._is_alone:
+            return self._agreed
+        turn = next(self._turns)
+        try:
+            if self._rank == 0:
+                self._store.set(f"{turn}/agreed", str(wish))
+            if turn:
+                agreed = f"{turn - 1}/agreed"
+                if not wait_for(self._store, [agreed], min(_AGREEMENT_TIMEOUT_S, self._timeout_s)):
+                    raise TimeoutError("rank 0 has said nothing")
+                self._agreed = int(self._store.get(agreed))
+        except Exception as error:
+            # Those who do not share it may time other steps; nobody waits for this one.
+            self._is_alone, n = True, self._agreed
+            messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
         return self._agreed
-
-    def _take_wish(self, turn: int, wish: int) -> None:
-        if self._rank == 0:
-            self._store.set(f"{turn}/agreed", str(wish))
-        if turn:
-            agreed = f"{turn - 1}/agreed"
-            if not wait_for(self._store, [agreed], min(_AGREEMENT_TIMEOUT_S, self._timeout_s)):
-                raise TimeoutError("rank 0 has said nothing")
-            self._agreed = int(self._store.get(agreed))
 
 
 def wait_for(store: Any, keys: list[str], timeout_s: float) -> list[str]:

@@ -36,7 +36,6 @@ from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._results.results import Results
 from lightning_gputime._session.checkup import LoopDiagnostics
-from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (
     LONGEST_STRETCH,
@@ -44,6 +43,7 @@ from lightning_gputime._session.schedule import (
     TIMED,
     UNTIMED,
     AutoSchedule,
+    Probe,
     Schedule,
     StepKind,
 )
@@ -567,11 +567,10 @@ class _UserCalls:
         self.batch = 1 if self._on_step else BATCH
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Call them. They may read the timer, which has the steps by now, or remove it."""
+        """Call them, just after the analyzer. They may read the timer, or remove it."""
         slow = self._analyzer.newest
         if not self._on_step and not slow:
             return
-        self._analyzer.start_own_call()
         for step in steps if self._on_step else ():
             call_safely(self._on_step, step.times())
         for one in slow:
