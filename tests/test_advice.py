@@ -67,7 +67,7 @@ def fetching(**phases: float) -> dict[str, float]:
             TrainingSetup(),
             {"data": 8.0, "forward": 4.0},
             [
-                "iterate over timer.steps(loader), so that `data` is the loader's time alone",
+                "iterate over timer.steps(loader): without it, `data` may also hold your own code",
                 CHEAPER,
             ],
         ),
@@ -220,6 +220,16 @@ def test_a_long_other_is_to_be_named(other_ms: float, share: int, on_host_clock:
     what = "code outside of the model, the loss, backward and the update"
     told = f'`other`, {share} % of the step, is {what}: name it, with phase("name")'
     assert losses.work.advice == ((told,) if share else ())
+
+
+@pytest.mark.parametrize(("n", "said"), [(0, ["`other`, 20 %"]), (1, ["`other`, 10 %"]), (2, [])])
+def test_an_other_that_is_long_in_slow_steps_alone_is_theirs(n: int, said: list[str]) -> None:
+    results = Results(100, 0, True)
+    results.add([raw(i, 0.01, forward=8.0, other=2.0) for i in range(3)])
+    slow = SlowStep(1, 19.0, 10.0, "other", (), 9.0, lost_ms={"other": {"unexplained": 3.0}})
+    results.slow.add([slow] * n, is_known=True)
+    told = [one for one in results.summary().advice if "with phase" in one]
+    assert [one[:13] for one in told] == said
 
 
 def test_what_the_host_is_to_do_in_other_is_said_once() -> None:

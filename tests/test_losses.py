@@ -654,9 +654,9 @@ def test_a_measurement_that_is_over_has_the_losses_of_its_own_loops() -> None:
         ({EVALUATION: 31.0}, False, "evaluation-bound: 31 % of the fit is `evaluation`"),
         ({CHECKPOINTS: 31.0}, False, "checkpoint-bound: 31 % of the fit is `checkpoints`"),
         ({BETWEEN_LOOPS: 31.0}, True, "outside of steps: 31 % of the loops is `between loops`"),
-        # Once, by hand, less than 30 %, and less than a loss of the steps.
+        ({PAUSED: 31.0}, True, "outside of steps: 31 % of the loops is `paused`"),
+        # Once, less than 30 %, and less than a loss of the steps.
         ({SET_UP: 60.0}, False, "input-bound: 40 % of the step is `data/fetch`"),
-        ({PAUSED: 60.0}, True, "input-bound: 40 % of the step is `data/fetch`"),
         ({VALIDATION: 29.0}, False, "input-bound: 40 % of the step is `data/fetch`"),
         ({VALIDATION: 31.0, "fetch": 1}, False, "input-bound: 80 % of the step is `data/fetch`"),
     ],

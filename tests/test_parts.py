@@ -203,9 +203,7 @@ def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
     assert timer._results._copy()[0][0].times().phase_ms["backward/head"] == 8.0
 
 
-@pytest.mark.parametrize(
-    "modules", [{"x": nn.Linear(1, 1)}, [1], True, 1.5, {"body"}, "a/b"]
-)
+@pytest.mark.parametrize("modules", [{"x": nn.Linear(1, 1)}, [1], True, 1.5, {"body"}, "a/b"])
 def test_what_names_no_modules_is_refused_in_the_constructor(gpu: FakeGPU, modules: Any) -> None:
     with pytest.raises(TypeError, match="modules must be a depth such as 2, 'all', a dotted name"):
         GPUPhaseHooks(Net(gpu), modules=modules)

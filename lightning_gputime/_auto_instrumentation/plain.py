@@ -28,8 +28,8 @@ _NOT_FOUND = (
 )
 _MICRO_BATCHES = (
     "One update has %d calls of backward: what lies between them, such as the fetch of a batch,"
-    " counts for `other`. If gradients accumulate, write a GPUPhaseHooks with steps(loader) and"
-    ' accumulate_grad_batches="auto" into the script.'
+    " counts for `other` or `loss`. If gradients accumulate, write a GPUPhaseHooks with"
+    ' steps(loader) and accumulate_grad_batches="auto" into the script.'
 )
 _MAX_UPDATES = 50  # The loop is over when others have updated so often since its last update.
 

@@ -30,6 +30,7 @@ from lightning_gputime._results.wall_time import (
     CHECKPOINTS,
     EVALUATION,
     FIRST_STEP,
+    PAUSED,
     STEPS,
     VALIDATION,
     Loss,
@@ -54,7 +55,7 @@ _OWN_CODE = {
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-_ITERATE = "iterate over timer.steps(loader), so that `data` is the loader's time alone"
+_ITERATE = "iterate over timer.steps(loader): without it, `data` may also hold your own code"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
 
 Advice = Iterator[str]
@@ -194,7 +195,8 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield from _fuse(summary, setup)
     if bound in (verdict.GPU, verdict.LONGEST):
         yield from _look_inside(summary, setup)
-    share = _share(summary, OTHER)
+    # Slow steps are a loss of their own.
+    share = _share(summary, OTHER) - sum(_lost(summary, OTHER).values())
     if share >= _LONG and not rest and (bound != verdict.MIXED or OTHER not in phases):
         what = "code outside of the model, the loss, backward and the update"
         yield f'`other`, {percent(share)} of the step, is {what}: name it, with phase("name")'
@@ -209,10 +211,15 @@ def _leave_out(summary: PhaseSummary, *names: str) -> Advice:
     # Longer batches are longer in backward, too.
     least = _LONG + max(_excess(summary, BACKWARD), 0.0)
     for name in names:
-        lost = summary.slow.lost_shares.get(name, {}) if summary.slow is not None else {}
-        known = sum(share for cause, share in lost.items() if cause != UNEXPLAINED)
+        lost = _lost(summary, name).items()
+        known = sum(share for cause, share in lost if cause != UNEXPLAINED)
         if _excess(summary, name) - known >= least:
             yield f"`{name}` is long in few steps: {_PAUSE}"
+
+
+def _lost(summary: PhaseSummary, name: str) -> Mapping[str, float]:
+    """Return what slow steps lost in a phase, by cause, as fractions of the step."""
+    return summary.slow.lost_shares.get(name, {}) if summary.slow is not None else {}
 
 
 def _excess(summary: PhaseSummary, name: str) -> float:
@@ -357,6 +364,7 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
     CHECKPOINTS: (_SAVE_LESS,),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
+    PAUSED: ("do less often what is paused, such as an evaluation",),
     f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),

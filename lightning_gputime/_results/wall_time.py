@@ -36,6 +36,7 @@ _HOLD_UP = {
     EVALUATION: "evaluation-bound",
     CHECKPOINTS: "checkpoint-bound",
     BETWEEN_LOOPS: "outside of steps",
+    PAUSED: "outside of steps",
 }
 
 
