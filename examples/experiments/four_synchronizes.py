@@ -73,7 +73,7 @@ class Training:
     def with_one_wait(self, n: int) -> dict[str, float]:
         """Trains, and returns the time of each part on the device's clock (in milliseconds)."""
         models = {"body": self.body, "head": self.head}
-        with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer, modules=models) as timer:
+        with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer, modules=[*models]) as timer:
             for _ in timer.steps(range(n)):
                 self.loss(self.head(self.body(self.inputs))).backward()
                 self.update()
