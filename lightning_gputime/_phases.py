@@ -30,6 +30,7 @@ CALLBACK_WAIT = "callbacks/comm"
 SAVES = "callbacks/checkpoints"  # Of a trainer, wherever it saves them.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
 """The phases in which the device has no work of the step to wait for."""
+FIRST_STEPS = 100  # With `every_n_steps="auto"` this many first steps are timed, all of them.
 # Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
 # cannot be named so, see `check_name`.
 AFTER_FORWARD = "<after forward>"

@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -113,7 +112,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             raise ValueError(f"stage must be one of {', '.join(('fit', *_STAGES))}, got {stage!r}")
         none = Results(1, 0, hint=f"No {_STAGES[stage]} loop has run since the last fit began.")
         results = self._evaluations.results.get(stage, none)
-        return replace(results.summary(), stage=_STAGES[stage])
+        return results.summary(_STAGES[stage])
 
     # Lightning's hooks
 

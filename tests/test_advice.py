@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
 from lightning_gputime._boundaries import loop as boundaries
+from lightning_gputime._results import advice as advices
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
@@ -26,7 +27,7 @@ from lightning_gputime._saved_runs.environment import (
 
 CORES = 16
 WORKERS = TrainingSetup(has_loader=True, num_workers=2, pin_memory=False, cores=CORES)
-BY_INDEX = "index whole batches: the dataset's tensors are already on the device"
+BY_INDEX = "index whole batches, by dataset[indices]: its tensors are in memory already"
 CHEAPER = "cheaper transforms, or workers that load ahead"
 
 
@@ -57,12 +58,19 @@ def fetching(**phases: float) -> dict[str, float]:
             ["cheaper transforms: the CPU cores are busy (num_workers=16; 16 CPU cores per rank)"],
         ),
         (TrainingSetup(has_loader=True), fetching(), [CHEAPER]),
+        # Below 10 % of the step workers cost about as much as they save.
+        (replace(WORKERS, num_workers=0), {"data/fetch": 1.9, "callbacks": 18.0}, []),
+        (
+            replace(WORKERS, num_workers=0),
+            {"data/fetch": 2.1, "callbacks": 18.0},
+            ["num_workers=4 (now 0)"],
+        ),
         (
             replace(WORKERS, num_workers=0, is_iterable=True),
             fetching(),
             ["num_workers=4 (now 0); give each its own part of the IterableDataset"],
         ),
-        (replace(WORKERS, num_workers=0, is_on_device=True), fetching(), [BY_INDEX]),
+        (replace(WORKERS, num_workers=0, is_in_memory=True), fetching(), [BY_INDEX]),
         (
             TrainingSetup(),
             {"data": 8.0, "forward": 4.0},
@@ -305,11 +313,13 @@ def test_ranks_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_dataset_is_made_of_is_known() -> None:
-    there = TensorDataset(torch.zeros(8, 2, device="meta"))
+    there = TensorDataset(torch.zeros(8, 2))
     known = known_of_loader(DataLoader(Subset(there, [0, 1])))
-    assert (known["is_on_device"], known["is_iterable"]) == (True, False)
+    assert (known["is_in_memory"], known["is_iterable"]) == (True, False)
     known = known_of_loader([loader(), DataLoader(Endless())])
-    assert (known["is_on_device"], known["is_iterable"]) == (False, True)
+    assert (known["is_in_memory"], known["is_iterable"]) == (True, True)
+    other: Any = [1, 2]
+    assert not known_of_loader(DataLoader(other))["is_in_memory"]
 
 
 class Endless(IterableDataset[Tensor]):
@@ -336,6 +346,34 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
         "start with rank 1, in `forward`: the other ranks wait for it",
         less,
     )
+
+
+@pytest.mark.parametrize(("n", "is_judged"), [(19, False), (20, True)])
+def test_of_a_short_evaluation_nothing_is_judged(n: int, is_judged: bool) -> None:
+    results = Results(100, 0, on_host_clock=True)
+    results.add([raw(i, 0.0, forward=1.0, other=4.0) for i in range(n)])
+    summary = results.summary("validation")
+    assert (bool(summary.verdict), summary.losses is not None) == (is_judged, is_judged)
+    after = "`other`, 80 % of the step, is code after the model: metrics, self.log: name it"
+    assert any(one.startswith(after) for one in summary.advice) == is_judged
+    assert results.summary().verdict
+
+
+@pytest.mark.parametrize(("workers", "who"), [(0, ""), (2, "workers, "), (None, "workers, ")])
+def test_no_worker_is_blamed_where_there_is_none(workers: int | None, who: str) -> None:
+    told = f"use fewer {who}threads and other processes than CPU cores"
+    summary = Results(100, 0).summary()
+    advise = advices._ABOUT["slow steps: off-CPU"]
+    assert callable(advise)
+    assert [*advise(summary, replace(WORKERS, num_workers=workers))] == [told]
+
+
+def test_slow_steps_without_a_cause_are_shown_by_the_timer() -> None:
+    results = Results(100, 0)
+    results.add([raw(i, 0.0, forward=90.0 if i == 10 else 10.0) for i in range(30)])
+    slow = SlowStep(10, 90.0, 10.0, "forward", (), 80.0, lost_ms={"forward": {"unexplained": 80.0}})
+    results.slow.add([slow], is_known=True)
+    assert "see timer.slow_steps()" in results.summary().advice
 
 
 def test_nothing_is_advised_where_nothing_was_timed_or_only_the_warm_up() -> None:

@@ -182,8 +182,8 @@ def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
     for shown in (
         "Phases over steps",
         "Slowest steps",
-        "70.2 garbage collection",
-        "5.25 unexplained",
+        "70.2 ms garbage collection",
+        "5.25 ms unexplained",
         "Evaluation",
         "Where the time went",
         "20.0%",

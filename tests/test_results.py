@@ -133,6 +133,12 @@ def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history(
     assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
 
 
+def test_the_summary_says_how_many_first_steps_are_timed() -> None:
+    summary = filled(raw(0, forward=2.0)).summary()
+    text = str(replace(summary, timed_every_n_steps=8, timing_share=0.04))
+    assert "timed the first 100 steps, then 1 in 8: timing every step would add 4 %" in text
+
+
 def test_to_dict_is_ready_for_json() -> None:
     summary = filled(raw(0, forward=2.0)).summary()
     read_back = json.loads(json.dumps(summary.to_dict()))
@@ -147,14 +153,14 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 1.5 of 130 ms"
         " per step for the GPU",
         "",
-        "of the timed steps   share  without it, at most  what to do",
-        "---------------------------------------------------------------",
-        "2 smaller             1.0%",
-        "GPU work             99.0%                       a larger batch",
-        "                                                 torch.compile",
-        "                                                 CUDA graphs",
-        "---------------------------------------------------------------",
-        "130 ms              100.0%",
+        "of the timed steps         share  without it, at most  what to do",
+        "---------------------------------------------------------------------",
+        "2 others, below 1 % each    1.0%",
+        "GPU work                   99.0%                       a larger batch",
+        "                                                       torch.compile",
+        "                                                       CUDA graphs",
+        "---------------------------------------------------------------------",
+        "130 ms                    100.0%",
         "",
         "Not measured: launch gaps (set probe_every_n_steps=100); work at the peak"
         ' (set flops="count")',

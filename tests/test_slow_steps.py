@@ -221,9 +221,9 @@ def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
     assert [str(slow) for slow in timer.slow_steps()] == [
-        "step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 garbage collection"
+        "step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 ms garbage collection"
         " (generation 2); most of it in `loss`",
-        "step 20 took 34.4 ms (baseline 15.6 ms), +18.8 ms: 18.8 garbage collection"
+        "step 20 took 34.4 ms (baseline 15.6 ms), +18.8 ms: 18.8 ms garbage collection"
         " (generation 2); most of it in `loss`",
     ]
     assert [slow.step for slow in timer.slow_steps(1)] == [30]
@@ -238,10 +238,10 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
     assert summary.slow.share == pytest.approx(77.5 / all_ms)
     assert summary.slow.cause_shares == {"garbage collection": pytest.approx(18.75 / all_ms)}
     assert str(summary).splitlines()[-3:] == [
-        "2 of 60 steps were slow; their excess is 7.6 % of the time, of it 24 % garbage collection,"
+        "2 of 60 steps were slow, and cost 7.6 % of the time; of that 24 % garbage collection,"
         " 76 % unexplained",
         "",
-        "largest excess: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 unexplained;"
+        "largest excess: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 ms unexplained;"
         " most of it in `loss`",
     ]
     assert summary.to_dict()["slow"]["n"] == 2
@@ -250,9 +250,13 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
 @pytest.mark.parametrize(
     ("late", "n", "expected"),
     [
-        (range(3, STEPS, 4), 15, "15 of 60 steps were slow; their excess is 48 % of the time"),
-        (range(2, STEPS, 3), 20, "20 of 60 steps took longer than their baseline: step times vary"),
-        (range(32, STEPS), 28, "28 of 60 steps took longer than their baseline: step times vary"),
+        (range(3, STEPS, 4), 15, "15 of 60 steps were slow, and cost 48 % of the time; of that "),
+        (
+            range(2, STEPS, 3),
+            20,
+            "20 of 60 steps took longer than their baseline (step times vary",
+        ),
+        (range(32, STEPS), 28, "28 of 60 steps took longer than their baseline (step times vary"),
     ],
 )
 def test_where_many_steps_are_long_none_is_called_slow(

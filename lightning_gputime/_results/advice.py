@@ -1,7 +1,7 @@
 """Where the wall clock of a run went, and what to do about it as far as the numbers back it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_gputime._phases import (
@@ -55,10 +55,11 @@ _OWN_CODE = {
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
+_BY_BATCH = "index whole batches, by dataset[indices]: its tensors are in memory already"
 _ITERATE = "iterate over timer.steps(loader): without it, `data` may also hold your own code"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
 
-Advice = Iterator[str]
+Advice = Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class TrainingSetup:
     is_own_loop: bool = False  # No trainer runs it.
     has_loader: bool = False
     is_iterable: bool = False  # Each worker has a copy of the dataset.
-    is_on_device: bool = False  # The batches come from tensors that are there already.
+    is_in_memory: bool = False  # The dataset is a TensorDataset.
     num_workers: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
@@ -85,8 +86,8 @@ class TrainingSetup:
 
 
 def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
-    """Return where the wall clock of a run went; None where no step was timed."""
-    if not summary.steps or not summary.step.mean_ms:
+    """Return where the wall clock of a run went; None where nothing is judged."""
+    if not summary._judged.bound:
         return None
     work = CPU_WORK if summary.on_host_clock else GPU_WORK
     # A fit that was looked at before its second step has no steps yet.
@@ -199,6 +200,8 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     share = _share(summary, OTHER) - sum(_lost(summary, OTHER).values())
     if share >= _LONG and not rest and (bound != verdict.MIXED or OTHER not in phases):
         what = "code outside of the model, the loss, backward and the update"
+        if summary.stage:
+            what = "code after the model: metrics, self.log"
         yield f'`other`, {percent(share)} of the step, is {what}: name it, with phase("name")'
     if bound == verdict.LONGEST and phases[0] in _OWN_CODE:
         of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, also holds"
@@ -233,9 +236,9 @@ def _excess(summary: PhaseSummary, name: str) -> float:
 def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if not setup.has_loader and FETCH not in summary.rows:
         yield from _leave_out(summary, DATA)
-    if setup.is_on_device:
-        # Workers cannot use the device that the training process has begun to use.
-        yield "index whole batches: the dataset's tensors are already on the device"
+    if setup.is_in_memory:
+        # To a worker a batch is copied twice, and on a device no worker can read it.
+        yield _BY_BATCH
         return
     if summary.is_uneven:
         yield _ITERATE
@@ -243,15 +246,18 @@ def _load_faster(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     workers, cores, ahead = setup.num_workers, setup.cores, setup.prefetch_factor
     prefix = setup.loader_prefix
     off_cpu = summary.slow.cause_shares.get(OFF_CPU, 0.0) if summary.slow is not None else 0.0
-    # Most steps hardly wait for the loader, but some for long.
     fetches = summary.rows.get(FETCH, summary.rows.get(DATA))
+    # Without parts nothing says that it is the loader.
+    if workers is None and not setup.has_loader and FETCH not in summary.rows:
+        yield _ITERATE
+    is_short = fetches is not None and fetches.share < _LONG
+    if is_short and summary._judged.bound != verdict.MIXED:
+        return  # Workers cost about as much.
+    # Most steps hardly wait for the loader, but some for long.
     is_uneven = fetches is not None and fetches.is_uneven
     apart = "; give each its own part of the IterableDataset" if setup.is_iterable else ""
     now = f"{prefix}num_workers={workers}{'' if cores is None else f'; {cores} CPU cores per rank'}"
     if workers is None:
-        # Without parts nothing says that it is the loader.
-        if not setup.has_loader and FETCH not in summary.rows:
-            yield _ITERATE
         yield "cheaper transforms, or workers that load ahead"
     elif workers == 0:
         yield f"{prefix}num_workers={min(_FIRST_WORKERS, cores or _FIRST_WORKERS)} (now 0){apart}"
@@ -343,6 +349,11 @@ def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield f"remove .item(){copies} from {', '.join(others)}"
 
 
+def _free_cores(_: PhaseSummary, setup: TrainingSetup) -> Advice:
+    workers = "" if setup.num_workers == 0 else "workers, "
+    yield f"use fewer {workers}threads and other processes than CPU cores"
+
+
 def _share(summary: PhaseSummary, name: str) -> float:
     """Return the fraction of the step that a phase is, from 0 to 1."""
     return summary.rows[name].share if name in summary.rows else 0.0
@@ -365,9 +376,11 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     CHECKPOINTS: (_SAVE_LESS,),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     PAUSED: ("do less often what is paused, such as an evaluation",),
-    f"{SLOW}{UNEXPLAINED}": lambda summary, _: _leave_out(summary, OTHER, FORWARD),
+    f"{SLOW}{UNEXPLAINED}": lambda summary, _: (
+        [*_leave_out(summary, OTHER, FORWARD)] or ["see timer.slow_steps()"]
+    ),
     f"{SLOW}garbage collection": ("gc.freeze() after the set-up",),
     f"{SLOW}compilation": ("batches of equal shape, or torch.compile(dynamic=True)",),
     f"{SLOW}the allocator": ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
-    f"{SLOW}{OFF_CPU}": ("use fewer workers, threads and other processes than CPU cores",),
+    f"{SLOW}{OFF_CPU}": _free_cores,
 }

@@ -124,7 +124,7 @@ class Results:
         newest, warmup = self._copy()
         return history(newest), warmup
 
-    def summary(self) -> PhaseSummary:
+    def summary(self, stage: str = "") -> PhaseSummary:
         """Return the statistics of all steps but the warm-up; of that where there are no others."""
         with self._lock:
             steps, warmup = self._copy()
@@ -141,6 +141,7 @@ class Results:
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,
+            stage=stage,
         )
         return replace(summary, losses=find_losses(summary, self.setup))
 

@@ -95,18 +95,18 @@ class SlowStep:
         unit, grounds = unit_of(self.baseline_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-            grounds.append(f"{unit.number(cause.exposed_ms)} {cause.name}{detail}")
+            grounds.append(f"{unit.of(cause.exposed_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
-            grounds.append(f"{unit.number(self.unexplained_ms)} unexplained")
+            grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
         return ", ".join(grounds)
 
     def __str__(self) -> str:
         unit = unit_of(self.baseline_ms)
-        here_ms = self.phase_excess_ms
-        where = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.number(here_ms)} of it"
+        here_ms, excess = self.phase_excess_ms, unit.of(self.excess_ms)
+        here = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.of(here_ms)} of {excess}"
         return (
             f"step {self.step} took {unit.of(self.step_ms)} (baseline {unit.of(self.baseline_ms)}),"
-            f" +{unit.of(self.excess_ms)}: {self.why}; {where} in `{self.phase}`"
+            f" +{excess}: {self.why}; {here} in `{self.phase}`"
         )
 
 
@@ -129,12 +129,12 @@ class SlowSummary:
         # Of the excess, not of the time: the losses have that, without what is `data` anyway.
         shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
         known = [f"{percent(one / self.share)} {name}" for name, one in shares.items() if one > 0]
-        was, its = ("was slow", "its") if self.n == 1 else ("were slow", "their")
+        was = "was slow, and cost" if self.n == 1 else "were slow, and cost"
         if self.n > _MAX_SHARE * self.steps:
-            was = "took longer than their baseline: step times vary"
+            was = "took longer than their baseline (step times vary), and cost"
         return (
-            f"{self.n:,} of {self.steps:,} steps {was}; {its} excess is"
-            f" {percent(self.share)} of the time, of it {', '.join(known)}",
+            f"{self.n:,} of {self.steps:,} steps {was} {percent(self.share)} of the time;"
+            f" of that {', '.join(known)}",
             f"largest excess: {self.worst}",
         )
 

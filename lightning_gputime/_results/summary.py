@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_gputime._memory import MemorySummary
-from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
+from lightning_gputime._phases import BETWEEN_BATCHES, FIRST_STEPS, is_wait
 from lightning_gputime._results.changes import LastingChange, SlowPeriod
 from lightning_gputime._results.files import plain
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
@@ -28,6 +28,7 @@ _PEAK = "peak MiB"
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
 
 
+_FEWEST_BATCHES = 20  # Of a shorter evaluation nothing is judged.
 _OTHER_MEAN = 0.1  # From this difference on the mean over all steps is told, as a fraction.
 _BOUNDARY_MS, _DEAR = 0.02, 0.01
 """What a boundary takes the host where its code is cold, see `benchmarks/README.md`; and from which
@@ -123,7 +124,8 @@ class PhaseSummary(Tabular):
     @property
     def _judged(self) -> Verdict:
         """What bounds the training."""
-        if self.is_warmup or not self.steps or not self.step.mean_ms:
+        is_short = self.stage and self.steps < _FEWEST_BATCHES
+        if self.is_warmup or is_short or not self.steps or not self.step.mean_ms:
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
         found = judge(self.rows, self.step, host_wait_ms, self.launch_gap_share)
@@ -248,7 +250,7 @@ class PhaseSummary(Tabular):
             # As many as fit a window between two logs, of which each has a timed step.
             fewer = "; a larger log_every_n_steps times fewer" if cost > n * _DEAR else ""
             yield (
-                f"timed the first steps, then 1 in {n}: timing every step would add"
+                f"timed the first {FIRST_STEPS} steps, then 1 in {n}: timing every step would add"
                 f" {percent(cost)} to a step of {step}{fewer}"
             )
         if self.untimed_steps and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:

@@ -246,7 +246,8 @@ class Losses(Tabular):
         shown = self.rows[: -len(few)] if len(few) > 1 else self.rows
         body = [line for row in shown for line in self._lines(row)]
         if len(few) > 1:
-            body.append((f"{len(few)} smaller", f"{sum(row.share for row in few):.1%}", "", ""))
+            few_share = f"{sum(row.share for row in few):.1%}"
+            body.append((f"{len(few)} others, below 1 % each", few_share, "", ""))
         body += self._lines(self.work)
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))

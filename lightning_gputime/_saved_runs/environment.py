@@ -168,11 +168,10 @@ def known_of_loader(loader: object) -> dict[str, Any]:
     is_several = isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS
     loaders: list[object] = [*inside] if is_several else [loader]  # type: ignore[misc]
     datasets = [_dataset(one) for one in loaders]
-    tensors = [one for data in datasets if isinstance(data, TensorDataset) for one in data.tensors]
     return {
         "has_loader": True,
         "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
-        "is_on_device": any(one.device.type != "cpu" for one in tensors),
+        "is_in_memory": any(isinstance(one, TensorDataset) for one in datasets),
         **{name: _common(loaders, name) for name in _OF_LOADERS},
     }
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, StepRecord, in_order
+from lightning_gputime._phases import EXCLUDED, FIRST_STEPS, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.sums import Sums
@@ -66,7 +66,6 @@ class Schedule:
         return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
 
 
-FIRST_STEPS = 100  # With "auto" this many first steps are timed, all of them.
 LONGEST_STRETCH = 10  # The host's time is looked at after this many untimed steps.
 
 # What timing may take as a fraction of the time: below 1 %, as it is not measured exactly. What is
