@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -100,9 +99,6 @@ class SlowPeriod:
         return f"1 in {self.every} steps, at regular intervals, takes {longer}{workers}"
 
 
-_device_ms = attrgetter("device_ms")
-
-
 class LevelRecorder:
     """Keep the sums of a run after every block of steps, in bounded memory."""
 
@@ -126,9 +122,7 @@ class LevelRecorder:
         names: Collection[str] = sums.phases
         if len(names) > _MOST_PHASES:
             names = [name for name in names if "/" not in name]
-        # Without a function of Python for each phase.
-        of_names = map(_device_ms, map(sums.phases.__getitem__, names))
-        totals = dict(zip(names, of_names, strict=True))
+        totals = {name: sums.phases[name].device_ms for name in names}
         totals[""] = sums.step.device_ms
         # Of the epochs that have begun inside the block, the next block starts in the last.
         before = self._totals[-1][0] if self._totals else -1
@@ -257,9 +251,7 @@ def _best(values: Floats, shapes: Floats) -> tuple[Floats, float]:
 
 def _if_certain(values: Floats, shape: Floats) -> tuple[float, float, float] | None:
     """Return the level before, the change and its error; None where the change is not certain."""
-    n, centered = len(values), shape - shape.mean()
-    squares = float(centered @ centered)
-    change = float(centered @ values) / squares
+    n, change = len(values), _slope(values, shape)
     if change == 0.0:
         return None
     before = float(values.mean()) - change * float(shape.mean())
@@ -269,9 +261,9 @@ def _if_certain(values: Floats, shape: Floats) -> tuple[float, float, float] | N
     # term is its bias in short runs.
     correlation = float(left[1:] @ left[:-1]) / of_left if of_left else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
-    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation) / squares
+    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
     # The start was chosen, too.
-    error = math.sqrt(variance) * (1.0 + 6.0 / n)
+    error = math.sqrt(variance / n) / float(shape.std()) * (1.0 + 6.0 / n)
     earlier, later = values[shape == 0.0], values[shape == 1.0]
     if _is_trend(shape):
         earlier, later = values[: max(_span(shape)[0], n // 3)], values[-(n // 3) :]

@@ -178,10 +178,7 @@ class MeanLog:
         """
         if self._kept is not None:
             self._kept.append({"stage": self._stage, "step": step, **values, **own})
-        wanted: dict[str, float] = {}
-        for name, value in values.items():
-            if group_of(name) in self.groups:
-                wanted[name] = value
+        wanted = {name: one for name, one in values.items() if group_of(name) in self.groups}
         wanted |= own
         if not wanted:
             return

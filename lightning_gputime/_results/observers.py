@@ -1,6 +1,7 @@
 """What gets the steps of a loop: results, logs, ranks, causes, observers of the user's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from lightning_gputime._messages import messages
@@ -16,7 +17,6 @@ class ReadSteps:
 
     def __init__(self, records: Sequence[StepRecord], warmup: int) -> None:
         self.records, self.warmup = records, warmup
-        self._sums: Sums | None = None
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)
@@ -28,11 +28,9 @@ class ReadSteps:
     def measured(self) -> Sequence[StepRecord]:
         return self.records[self.warmup :] if self.warmup else self.records
 
-    @property
+    @cached_property
     def sums(self) -> Sums:
-        if self._sums is None:
-            self._sums = Sums(self.records)
-        return self._sums
+        return Sums(self.records)
 
 
 class StepObserver(Protocol):

@@ -184,10 +184,6 @@ class RankSummary:
     sentence: str = ""
     slow: tuple[int, ...] = ()
 
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        return (self.sentence,)
-
     def metrics(self) -> dict[str, float]:
         """Return what is logged; `slowest_rank` is -1 where no rank is slow."""
         metrics: dict[str, float] = {}

@@ -15,12 +15,7 @@ from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, StepRecord, StepTimes, in_order
 from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
-from lightning_gputime._results.history import (
-    MIN_PACKED_MARKS,
-    history,
-    pack,
-    unpack,
-)
+from lightning_gputime._results.history import MIN_PACKED_MARKS, history, pack, unpack
 from lightning_gputime._results.observers import ReadSteps, call_safely, methods, sections_of
 from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog

@@ -14,19 +14,13 @@ from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.sums import WorkSummary
 from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
-from lightning_gputime._results.verdict import (
-    INPUT,
-    UNEVEN,
-    Verdict,
-    judge,
-)
+from lightning_gputime._results.verdict import INPUT, UNEVEN, Verdict, judge
 from lightning_gputime._results.wall_time import Losses, WallTimeBreakdown
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"
 # The columns to leave out where a table is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
-
 
 _FEWEST_BATCHES = 20  # Of a shorter evaluation nothing is judged.
 _OTHER_MEAN = 0.1  # From this difference on the mean over all steps is told, as a fraction.
@@ -196,10 +190,8 @@ class PhaseSummary(Tabular):
             are = "is" if self.steps == 1 else "are"
             return f"{over}, which {are} warm-up: no other was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
-        if 2 * self.skipped_updates >= self.steps + self.warmup_steps:
-            skipped = (
-                f"; {self.skipped_updates} of all {self.steps + self.warmup_steps} have no update"
-            )
+        if 2 * self.skipped_updates >= self.steps + n:
+            skipped = f"; {self.skipped_updates} of all {self.steps + n} have no update"
         return f"{over}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -267,7 +259,7 @@ class PhaseSummary(Tabular):
                 f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
         yield from map(str, filter(None, (self.lasting_change, self.slow_period)))
-        for later in (self.slow, self.ranks):
-            yield from later.sentences if later is not None else ()
+        yield from self.slow.sentences if self.slow is not None else ()
+        yield self.ranks.sentence if self.ranks is not None else ""
         for section in self.sections:
             yield from section.sentences

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import nan
@@ -167,13 +167,10 @@ class ThroughputReference:
         model_flops, *ran = sums.flops
         return WorkSummary(
             items_per_sec=metrics.get("items_per_sec"),
-            items_by=self.items_by,
+            **asdict(self),
             tflops=model_flops / sums.flops_ms[0] / 1e9 if sums.flops_ms[0] else None,
             mfu=mfu,
             hfu=metrics.get("hfu", mfu if sum(ran) == sum(ran) else None),
-            precision=self.precision,
-            peak_tflops=self.peak_tflops,
-            note=self.note,
         )
 
 

@@ -1,5 +1,6 @@
 """Where the whole of a training went: its wall time, and what each loss of it costs."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,6 @@ BETWEEN_LOOPS = "between loops"
 REST = "the rest"
 OUTSIDE_STEPS = (EVALUATION, PAUSED, BETWEEN_LOOPS)
 """What lies outside of the steps of a plain loop."""
-_ENTRIES = (
-    *(SET_UP, SANITY_CHECK, FIRST_STEP, STEPS, VALIDATION, EVALUATION, CHECKPOINTS, EPOCH_ENDS),
-    *(PAUSED, BETWEEN_LOOPS, REST),
-)
 _OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
@@ -87,7 +84,7 @@ class WallTimeRecorder:
         self._clock, self._is_fit = now_ns, is_fit
         self._now_ns = now_ns if is_fit else None  # None while time belongs to nothing.
         self._loops = 0  # The number of plain loops that are open.
-        self._ns = dict.fromkeys(_ENTRIES, 0)
+        self._ns = defaultdict[str, int](int)
         self.entry = SET_UP  # What the time goes to, but for what lies inside of it.
         self._inside: list[str] = []  # Such as saves; the innermost last.
         self.has_stepped = False  # Whether `step_ends` was called.
@@ -96,7 +93,7 @@ class WallTimeRecorder:
 
     def __getstate__(self) -> dict[str, Any]:
         self._add_elapsed()  # A copy is of the time up to here: it has no clock.
-        return {**self.__dict__, "_ns": dict(self._ns), "_now_ns": None, "_clock": None}
+        return {**self.__dict__, "_ns": self._ns.copy(), "_now_ns": None, "_clock": None}
 
     def switch_to(self, entry: str) -> None:
         if entry != self.entry:
@@ -150,7 +147,7 @@ class WallTimeRecorder:
     def summary(self) -> WallTimeBreakdown | None:
         """Return where the time went; None of plain loops with nothing but steps."""
         self._add_elapsed()
-        entries_s = {name: ns / 1e9 for name, ns in self._ns.items() if ns}
+        entries_s = {name: ns / 1e9 for name, ns in self._ns.copy().items() if ns}
         if not self._is_fit and entries_s.keys() <= {FIRST_STEP, STEPS}:
             return None
         return WallTimeBreakdown(entries_s, self._saves_in_steps_ns / 1e9)
