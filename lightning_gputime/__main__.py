@@ -1,8 +1,212 @@
-"""What runs as `lightning-gputime`, and as `python -m lightning_gputime`."""
+"""What runs as `lightning-gputime`: run and bench, and on saved runs show, compare, report."""
 
+import argparse
+import io
+import json
+import os
+import re
 import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
-from lightning_gputime._cli import main
+import lightning_gputime as package  # Imports torch where a name is asked for.
+from lightning_gputime._auto_instrumentation import bench, command
+
+GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
+
+_ABOUT = """\
+Run a script with a timer. Show, compare and report runs that were saved by
+timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.json.gz").
+
+  python -m lightning_gputime run train.py
+  python -m lightning_gputime show run.json.gz
+  python -m lightning_gputime compare before.json.gz after.json.gz --fail-above 2%
+  python -m lightning_gputime bench "train.py" "train.py --new"
+  python -m lightning_gputime report run.json.gz -o report.html
+"""
+_SHOW = "Print the table of a run again."
+_COMPARE = """\
+Show whether the step and its phases take longer after a change, and by how much. The times are
+those of a typical step (the mean over the middle half of the steps), without the warm-up. An error
+is half of an interval, and all intervals hold together with 95 % confidence.
+
+  compare before.json.gz after.json.gz
+  compare folder_before folder_after folder_other
+
+A folder stands for all runs in it. Of more than two, each is compared with the first. One run per
+side does not show how much equal runs differ (the machine, its temperature, other users): run each
+side several times, in turns, as bench does.
+"""
+_REPORT = """\
+Make one page of a run, or of two side by side, to send to others: it needs no network and no other
+file. Needs bokeh: python -m pip install bokeh.
+"""
+_CODES = """\
+exit code: 0; 1 if --fail-above is given and the whole interval of a change lies above it; 2 if a
+file cannot be read, or the runs cannot be compared.
+"""
+
+_WIDTH = 120  # Of the table of slow steps.
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command by its arguments, those of the process; return the exit code."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # An encoding may have no bytes for "±", or for a name of the user's.
+            sys.stdout.reconfigure(errors="backslashreplace")
+    parser = _new_parser()
+    args = parser.parse_args(arguments or ["--help"])
+    try:
+        return int(args.command(args))
+    except (ImportError, OSError, ValueError) as error:
+        why = str(error)
+    except Exception as error:
+        # Never 1, which means that the step is slower.
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        why = f"the runs cannot be read or compared: {what}"
+    print(f"{parser.prog}: {why}", file=sys.stderr)
+    return BAD
+
+
+def _new_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning_gputime", description=_ABOUT, formatter_class=_RAW
+    )
+    version = f"{parser.prog} {package.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    new = partial(commands.add_parser, formatter_class=_RAW)
+
+    run = new("run", help="run a script with a timer", description=command.ABOUT)
+    command.add_arguments(run)
+
+    printed = new("show", help="print the table of a run again", description=_SHOW)
+    printed.set_defaults(command=_show)
+    printed.add_argument("run", help="the file of a run")
+    printed.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
+    versus.set_defaults(command=_compare)
+    versus.epilog = _CODES
+    one, others = "the run before, or the folder of several", "what came after"
+    versus.add_argument("before", metavar="BEFORE", help=one)
+    versus.add_argument("after", nargs="+", metavar="AFTER", help=others)
+    _add_judgement(versus)
+
+    turns = new("bench", help="run two commands in turns", description=bench.ABOUT)
+    turns.set_defaults(command=lambda args: _judge(bench.bench(args), args))
+    turns.epilog = f"{_CODES}The code of a command that fails is that of the bench."
+    bench.add_arguments(turns)
+    _add_judgement(turns)
+
+    paper = new("report", help="make a page of a run, or of two", description=_REPORT)
+    paper.set_defaults(command=_report)
+    paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
+    paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
+    paper.add_argument("--allow-mismatch", action="store_true", help="as with compare")
+    return parser
+
+
+def _add_judgement(parser: argparse.ArgumentParser) -> None:
+    above = (
+        "exit with 1 if the whole interval of a change lies above this: of the typical step, of the"
+        " mean step, or of a phase that takes 1 %% of the step; PHASE:5%% is for one phase,"
+        " step:2%% for the step alone; may be repeated"
+    )
+    parser.add_argument(
+        "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above
+    )
+    allow_mismatch = "also compare runs of another GPU, world size or batch"
+    parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _bound(text: str) -> tuple[float, str]:
+    """Return a bound as a fraction, and the phase that it is for."""
+    found = re.fullmatch(r"\s*(?:(.+):)?\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"must be a percentage such as 2%, or with a phase loss:5%, got {text!r}"
+        )
+    return float(found[2]) / 100, found[1] or ""
+
+
+def _show(args: argparse.Namespace) -> int:
+    run = package.load(args.run)
+    if args.json:
+        _print(_json(run.summary()))
+        return GOOD
+    slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
+    _print(run.summary(), f"\n{run.about}", *slow)
+    return GOOD
+
+
+def _compare(args: argparse.Namespace) -> int:
+    return _judge(
+        package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch), args
+    )
+
+
+def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
+    """Print a comparison, and what lies above a bound; return the exit code."""
+    told, above = [], []
+    for one in (found, *found.others):
+        about = f"{one.names[1]}: " if found.others else ""
+        if args.fail_above and min(one.runs) < 2:
+            told.append(
+                f"warning: {about}--fail-above has one run on a side: equal runs may differ as"
+                " much, and fail. Give two or more per side, as bench does."
+            )
+        for bound, phase in args.fail_above:
+            for name in [phase] if phase else ["step", *one.judged]:
+                if one.is_above(bound, name):  # Raises where there is no such phase.
+                    is_mean = name == "step" and not one.step.is_above(bound)
+                    what = "the mean of all steps" if is_mean else name
+                    above.append(f"{about}{what} is slower by more than {100 * bound:g} %.")
+    _print(_json(found) if args.json else found)
+    for line in (*told, *above):
+        print(line, file=sys.stderr)
+    return ABOVE if above else GOOD
+
+
+def _report(args: argparse.Namespace) -> int:
+    from lightning_gputime._results import files
+    from lightning_gputime._saved_runs.page import page
+
+    if len(args.runs) > 2:
+        raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
+    runs = [package.load(path) for path in args.runs]
+    found = package.compare(*runs, allow_mismatch=args.allow_mismatch) if len(runs) == 2 else None
+    text = page(runs, found)
+    Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    files.write(args.out, text)
+    _print(args.out)
+    return GOOD
+
+
+def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
+    """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
+    from lightning_gputime._results.table import show
+
+    try:
+        for one in parts:
+            if isinstance(one, str):
+                print(one)
+            else:
+                show(one)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _json(found: "package.PhaseSummary | package.RunComparison") -> str:
+    return json.dumps(found.to_dict(), indent=2, allow_nan=False)
+
 
 if __name__ == "__main__":
     sys.exit(main())

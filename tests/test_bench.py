@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 from test_compare import run
 
+from lightning_gputime.__main__ import main
 from lightning_gputime._auto_instrumentation import bench
-from lightning_gputime._cli import main
 from lightning_gputime._saved_runs import saved
 
 TRAIN = """\

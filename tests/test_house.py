@@ -31,7 +31,6 @@ FLOORS = [
     "callback energy fabric hooks huggingface metric",
     "_api _auto_instrumentation",
     "__init__",
-    "_cli",
     "__main__",
 ]
 """The rooms, from the lowest floor to the highest; none imports from above, nor from beside it."""

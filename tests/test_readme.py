@@ -28,8 +28,8 @@ from lightning_gputime import (
     MemorySummary,
     PhaseStats,
     SlowStep,
-    _cli,
 )
+from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._options import Options
 from lightning_gputime._results import advice, verdict
 from lightning_gputime._results.advice import TrainingSetup
@@ -150,7 +150,7 @@ def test_the_commands_of_the_package_are_taken() -> None:
     commands = [one for one in map(shlex.split, lines) if one[:1] == ["lightning-gputime"]]
     assert len(commands) > 8
     for command in commands:
-        _cli._new_parser().parse_args(command[1:])
+        _new_parser().parse_args(command[1:])
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")

@@ -15,7 +15,7 @@ from test_compare import run
 from test_runs import timed
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
-from lightning_gputime._cli import main
+from lightning_gputime.__main__ import main
 from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.history import list_top_phases
 from lightning_gputime._results.ranks import RankStats, RankSummary

@@ -15,7 +15,8 @@ import pytest
 import torch
 from processes import ENVIRONMENT, PACKAGE
 
-from lightning_gputime import GPUPhaseTimer, TimerOptions, _cli, load
+from lightning_gputime import GPUPhaseTimer, TimerOptions, load
+from lightning_gputime.__main__ import main
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
@@ -198,7 +199,7 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     for name in ("execv", "execvp"):
         monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
-    _cli.main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 
@@ -438,8 +439,8 @@ def test_flags_of_python_are_passed_on_or_refused(
     script = "import sys\nprint(sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)"
     # With these flags a process finds the package by its own path alone.
     paths = [str(PACKAGE), *filter(None, sys.path)]
-    starts = f"import sys; sys.path[:] = {paths}; from lightning_gputime import _cli;"
-    starts += "sys.argv[0] = 'run'; sys.exit(_cli.main(['run', 'train.py']))"
+    starts = f"import sys; sys.path[:] = {paths}; from lightning_gputime.__main__ import main;"
+    starts += "sys.argv[0] = 'run'; sys.exit(main(['run', 'train.py']))"
     code, printed, said = run(script, tmp_path, environment, *flags, "-c", starts)
     if flags[0] == "-O":
         assert (code, printed) == (0, "1 1 ['error::UserWarning']\n"), said

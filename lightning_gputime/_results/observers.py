@@ -79,12 +79,10 @@ class StepObserver(Protocol):
         """End: the measurement is over. Safe to call twice."""
 
 
-_METHODS = {name for name in vars(StepObserver) if not name.startswith("_")}
-
-
 def is_observer(one: object) -> bool:
     """Return whether `observers=` takes it."""
-    has_method = any(callable(getattr(one, name, None)) for name in _METHODS)
+    names = (name for name in vars(StepObserver) if not name.startswith("_"))
+    has_method = any(callable(getattr(one, name, None)) for name in names)
     return not isinstance(one, type) and (callable(one) or has_method)
 
 

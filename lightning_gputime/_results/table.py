@@ -110,13 +110,13 @@ class Table:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, whole = self.lines
         rows = "".join(self._row(line, "td") for line in body) + self._row(whole, "th")
-        lead = []
+        lead = ""
         if self.above:
-            lead = [f"<p><strong>{marked(self.above[0])}</strong></p>", self.above[1].html()]
+            lead = f"<p><strong>{marked(self.above[0])}</strong></p>{self.above[1].html()}"
         sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
         table = f"{caption}<thead>{self._row(header, 'th')}</thead><tbody>{rows}</tbody>"
-        return f"{''.join(lead)}<table>{table}</table>{sentences}"
+        return f"{lead}<table>{table}</table>{sentences}"
 
     def _fitting(self, width: int) -> "Table":
         """Leave out ever more columns, until it is no wider than `width`."""

@@ -303,9 +303,8 @@ def _compare_two(
     chances = np.array([_CHANCES["step"], *[of_phase] * len(phases)]) / tries
     in_turns = _took_turns(before, after)
     step, *rows = differences(*times, how=typical, confidence=1 - chances, in_turns=in_turns)
-    wholes = [[one[:, :1] for one in side] for side in times]
     chance = _CHANCES["mean"] / tries
-    [mean] = differences(*wholes, how=mean_of_all, confidence=1 - chance, in_turns=in_turns)
+    mean, *_ = differences(*times, how=mean_of_all, confidence=1 - chance, in_turns=in_turns)
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
