@@ -52,7 +52,10 @@ class Sums:
             else:
                 phases_ms[name] = of_steps_ms
             phase = self.step if name is None else self.phases[name]
-            phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
+            phase.n += n
+            phase.device_ms += sum(of_steps_ms)
+            phase.host_ms += took_ns / 1e6
+            phase.max_ms = max(phase.max_ms, *of_steps_ms)
         self.wait_ms += sum(waits_ms)
         self.skipped_updates += sum(skipped_updates)
 
@@ -114,15 +117,7 @@ class PhaseSum:
     def mean_ms(self) -> float:
         return self.device_ms / self.n if self.n else nan
 
-    def add(self, n: int, device_ms: float, host_ms: float, max_ms: float) -> None:
-        self.n += n
-        self.device_ms += device_ms
-        self.host_ms += host_ms
-        if max_ms > self.max_ms:
-            self.max_ms = max_ms
-
     def merge(self, other: "PhaseSum") -> None:
-        # Not by `add`: reading calls this for each phase.
         self.n += other.n
         self.device_ms += other.device_ms
         self.host_ms += other.host_ms

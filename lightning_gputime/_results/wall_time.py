@@ -20,8 +20,6 @@ EPOCH_ENDS = "epoch ends"
 PAUSED = "paused"
 BETWEEN_LOOPS = "between loops"
 REST = "the rest"
-OUTSIDE_STEPS = (EVALUATION, PAUSED, BETWEEN_LOOPS)
-"""What lies outside of the steps of a plain loop."""
 _OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
@@ -232,7 +230,8 @@ class Losses(Tabular):
         """What the shares are of."""
         if self.is_fit:
             return "fit"
-        return "loops" if any(row.name in OUTSIDE_STEPS for row in self.rows) else "timed steps"
+        outside = (EVALUATION, PAUSED, BETWEEN_LOOPS)
+        return "loops" if any(row.name in outside for row in self.rows) else "timed steps"
 
     def __getitem__(self, name: str) -> float:
         """Return the share of an entry, 0 where there is none."""
