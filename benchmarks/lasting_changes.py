@@ -116,7 +116,8 @@ def find(steps: Floats, step_ms: float = 100.0) -> LastingChange | None:
     for first in range(0, len(steps), 25):
         block = steps[first : first + 25] * step_ms
         for one in (sums.step, forward):
-            one.add(len(block), float(block.sum()), 0.0, float(block.max()))
+            one.n += len(block)
+            one.device_ms += float(block.sum())
         recorder.note(first + len(block) - 1, sums)
     return recorder.find()
 

@@ -16,12 +16,18 @@ from fake_loop import Loop, hooks
 import lightning_gputime
 from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
-from lightning_gputime._results.sums import Sums
+from lightning_gputime._results.sums import PhaseSum, Sums
 
 MADE = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "lasting_changes.py"))
 find, count, of_any_length = (MADE[name] for name in ("find", "count", "of_any_length"))
 STEADY, PLANTED = MADE["STEADY"], MADE["PLANTED"]
 N = 4000
+
+
+def add(to: PhaseSum, device_ms: float) -> None:
+    """Add a block of 25 steps."""
+    to.n += 25
+    to.device_ms += device_ms
 
 
 def level(first: float, last: float, at: int) -> Any:
@@ -77,8 +83,8 @@ def test_the_phase_that_grew_is_named_by_its_smallest_part() -> None:
         parts = {"data": 2.0 + 3.0 * grown, "data/fetch": 1.0 + 2.5 * grown, "data/copy": 1.0}
         parts |= {"data/copy": 1.0 + 0.5 * grown, "forward": 5.0 - grown}
         for name, ms in parts.items():
-            sums.phases[name].add(25, 25 * ms, 0.0, ms)
-        sums.step.add(25, 25 * (parts["data"] + parts["forward"]), 0.0, 9.0)
+            add(sums.phases[name], 25 * ms)
+        add(sums.step, 25 * (parts["data"] + parts["forward"]))
         recorder.note(25 * number + 24, sums)
     found = recorder.find()
     assert found is not None
@@ -93,7 +99,7 @@ def test_a_long_run_takes_no_more_memory() -> None:
     recorder, sums = LevelRecorder(), Sums()
     sizes = []
     for number in range(0, 1_000_000, 25):
-        sums.step.add(25, 2500.0 if number < 600_000 else 3000.0, 0.0, 120.0)
+        add(sums.step, 2500.0 if number < 600_000 else 3000.0)
         recorder.note(number, sums)
         sizes.append(len(recorder._totals))
     assert max(sizes) <= 513
@@ -123,7 +129,7 @@ def test_a_lasting_change_names_its_epoch_in_bounded_memory(
         while epoch * length <= number + 1:
             recorder.start_epoch(epoch * length, epoch)
             epoch += 1
-        sums.step.add(25, 2500.0 if first < 0.6 * steps else 3000.0, 0.0, 120.0)
+        add(sums.step, 2500.0 if first < 0.6 * steps else 3000.0)
         recorder.note(number, sums)
         sizes.append(len(recorder._epochs))
     found = recorder.find()
