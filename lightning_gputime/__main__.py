@@ -174,8 +174,8 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lightning_gputime._results import files
     from lightning_gputime._saved_runs.page import page
+    from lightning_gputime._saved_runs.saved import write
 
     if len(args.runs) > 2:
         raise ValueError(f"report takes one run, or two, got {len(args.runs)}")
@@ -183,7 +183,7 @@ def _report(args: argparse.Namespace) -> int:
     found = package.compare(*runs, allow_mismatch=args.allow_mismatch) if len(runs) == 2 else None
     text = page(runs, found)
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
-    files.write(args.out, text)
+    write(args.out, text)
     _print(args.out)
     return GOOD
 

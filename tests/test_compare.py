@@ -17,8 +17,8 @@ from scipy import signal, stats
 
 import lightning_gputime
 from lightning_gputime import Cause, Run, RunComparison, SlowStep, compare
-from lightning_gputime._phases import StepRecord
 from lightning_gputime.__main__ import main
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._results.history import history
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.wall_time import WallTimeBreakdown

@@ -15,7 +15,6 @@ from fake_loop import Loop, hooks
 
 import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, Run, SlowStep, load
-from lightning_gputime._results import files
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
@@ -339,12 +338,12 @@ def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: P
     path = tmp_path / "run.json"
     old = os.umask(0o027)
     try:
-        files.write(path, "a")
+        saved.write(path, "a")
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o640
     path.chmod(0o604)
-    files.write(path, "b")
+    saved.write(path, "b")
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("b", 0o604)
 
 
@@ -359,7 +358,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         (Path("/dev/null"), irregular),
     ):
         with pytest.raises(OSError, match=rf"Cannot write .* \({reason}\)"):
-            files.write(path, "a")
+            saved.write(path, "a")
     assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}
 
 

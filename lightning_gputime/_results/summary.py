@@ -8,7 +8,6 @@ from typing import Any
 from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, FIRST_STEPS, is_wait
 from lightning_gputime._results.changes import LastingChange, SlowPeriod
-from lightning_gputime._results.files import plain
 from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
@@ -263,3 +262,14 @@ class PhaseSummary(Tabular):
         yield self.ranks.sentence if self.ranks is not None else ""
         for section in self.sections:
             yield from section.sentences
+
+
+def plain(value: Any) -> Any:
+    """Return `value` in types that JSON has words for, with None for a number that is none."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import list_phases
 from lightning_gputime._results.stats import largest_part
+from lightning_gputime._results.summary import plain
 from lightning_gputime._results.table import Table, Tabular, Unit, duration, unit_of
 from lightning_gputime._results.wall_time import STEPS
 from lightning_gputime._saved_runs.environment import Environment

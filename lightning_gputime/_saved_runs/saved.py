@@ -1,13 +1,17 @@
 """A saved run: a versioned JSON file of a few bytes per step and phase."""
 
+import errno
 import gzip
 import io
 import json
 import math
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,11 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._messages import Named
-from lightning_gputime._results import files
-from lightning_gputime._results.files import plain
 from lightning_gputime._results.history import History, list_phases, structured
 from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.summary import PhaseSummary
+from lightning_gputime._results.summary import PhaseSummary, plain
 from lightning_gputime._results.table import Table, Tabular, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
@@ -110,7 +112,32 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         # Level 1 takes a third of the time, for a tenth more bytes. Without a time of day, two
         # files of one run are the same.
         data = gzip.compress(data, compresslevel=1, mtime=0)
-    files.write(path, data)
+    write(path, data)
+
+
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replace a file whole, in one move; its mode stays. Raise an OSError that names it."""
+    target = Path(os.path.expanduser(path)).resolve()
+    # Beside its target, so that the move is one, and nobody sees half a file.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        if target.is_dir():
+            raise OSError(errno.EISDIR, "it is a folder: pass the path of a file in it")
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file: pass the path of one")
+        try:
+            # Not by `tempfile`, whose files are for their owner alone, whatever the umask.
+            with temporary.open("xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            if target.exists():
+                shutil.copymode(target, temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        message = f"Cannot write {target} ({error.strerror})"
+        raise type(error)(error.errno, message) from error
 
 
 def load(path: str | os.PathLike[str]) -> Run:
