@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import lightning_gputime as package  # Imports torch where a name is asked for.
-from lightning_gputime._auto_instrumentation import bench, command
+from lightning_gputime._auto_instrumentation import command
 
 GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
 
@@ -81,8 +81,8 @@ def _new_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     new = partial(commands.add_parser, formatter_class=_RAW)
 
-    run = new("run", help="run a script with a timer", description=command.ABOUT)
-    command.add_arguments(run)
+    run = new("run", help="run a script with a timer", description=command.ABOUT_RUN)
+    command.add_run_arguments(run)
 
     printed = new("show", help="print the table of a run again", description=_SHOW)
     printed.set_defaults(command=_show)
@@ -97,10 +97,10 @@ def _new_parser() -> argparse.ArgumentParser:
     versus.add_argument("after", nargs="+", metavar="AFTER", help=others)
     _add_judgement(versus)
 
-    turns = new("bench", help="run two commands in turns", description=bench.ABOUT)
-    turns.set_defaults(command=lambda args: _judge(bench.bench(args), args))
+    turns = new("bench", help="run two commands in turns", description=command.ABOUT_BENCH)
+    turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
     turns.epilog = f"{_CODES}The code of a command that fails is that of the bench."
-    bench.add_arguments(turns)
+    command.add_bench_arguments(turns)
     _add_judgement(turns)
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)

@@ -5,9 +5,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-_MAX_SHOWN = 60
-"""A message shows this many characters of what was given."""
-
+_MAX_SHOWN = 60  # Characters of what was given.
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning,"
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"

@@ -86,7 +86,7 @@ class Timer(Tabular):
     _logs_fit = False  # Whether it knows the wall time of a fit, the group "fit".
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
-    def __init__(self, options: Options, *, print_summary: bool = False) -> None:
+    def __init__(self, options: Options, *, print_summary: bool = True) -> None:
         check_bools(print_summary=print_summary)
         if "fit" in options.asked_groups and not self._logs_fit:
             raise ValueError(
@@ -282,12 +282,9 @@ class Timer(Tabular):
 
     def _show(self, is_wanted: bool) -> None:
         """Print the table at the end of a training, on rank zero, unless the user wants none."""
-        if is_wanted and self._prints_table:
-            self._print_table()
-
-    def _print_table(self) -> None:
         try:
-            show(self._read().summary(), on_stderr=self._prints_on_stderr)
+            if is_wanted and self._prints_table:
+                show(self._read().summary(), on_stderr=self._prints_on_stderr)
         except Exception as error:
             # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
             messages.warning("The table could not be shown: %r", error)

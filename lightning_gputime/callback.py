@@ -119,7 +119,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     @never_raises
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._close_books()
             self._open_books(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,7 +13,6 @@ from scipy import stats
 from test_compare import run
 
 from lightning_gputime.__main__ import main
-from lightning_gputime._auto_instrumentation import bench
 from lightning_gputime._saved_runs import saved
 
 TRAIN = """\
@@ -39,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         one = run(len(runs), 200, more={"backward": float(command)})
         saved.save(replace(one, name=""), path)
 
-    monkeypatch.setattr(bench, "_run", fake)
+    monkeypatch.setattr("lightning_gputime._auto_instrumentation.command._save_run", fake)
     return runs
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from processes import ENVIRONMENT, PACKAGE
 
-from lightning_gputime import GPUPhaseTimer, TimerOptions, load
-from lightning_gputime.__main__ import main
+from lightning_gputime import GPUPhaseTimer, TimerOptions, __main__, load
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
@@ -199,7 +198,7 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     for name in ("execv", "execvp"):
         monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
-    main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    __main__.main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 

@@ -76,7 +76,7 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
             timer.remove()
         has_steps = timer.last_step is not None
         if has_steps and prints:
-            timer._print_table()
+            timer._show(True)
         if has_steps and path is not None:
             timer.save(_unused(path))
     except Exception as error:
