@@ -28,17 +28,12 @@ def loop_of(
             if is_optimizer(one) and type(one).__name__ != "_MockOptimizer"
         ],
         optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
-        wrapper=_wrapper(trainer),
+        wrapper=wrapper_of(trainer),
         compiled_step=getattr(model, "_compiler_ctx", None) is not None,
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,
     )
-
-
-def evaluation_loop_of(trainer: pl.Trainer, model: pl.LightningModule) -> Loop:
-    """Describe the loop in which a trainer evaluates a model."""
-    return Loop(model, wrapper=_wrapper(trainer), wrap_backward=False)
 
 
 def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:
@@ -96,7 +91,7 @@ def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
     return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
 
 
-def _wrapper(trainer: pl.Trainer) -> torch.nn.Module | None:
+def wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
     """Return the module that the strategy calls in place of the LightningModule, if it does."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
     model = trainer.strategy.model

@@ -21,9 +21,6 @@ AUTO = "auto"
 
 SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
-# What is no number comes last: LightningCLI writes a value by the first type that it fits.
-ItemsOption = float | Callable[[Any], float] | None
-FlopsOption = float | Sequence[float] | Literal["count"] | None
 
 _PROBES = "1 of every n steps is probed, and the next one is not timed; 0 for none"
 
@@ -78,8 +75,9 @@ class TimerOptions(TypedDict, total=False):
     every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
-    items: ItemsOption
-    flops: FlopsOption
+    # What is no number comes last: LightningCLI writes a value by the first type that it fits.
+    items: float | Callable[[Any], float] | None
+    flops: float | Sequence[float] | Literal["count"] | None
     observers: Sequence[Callable[[StepTimes], object] | Any]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
+from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._fit import Fit
@@ -217,7 +218,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.start(
             stage,
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
-            _lightning.evaluation_loop_of(trainer, model),
+            Loop(model, wrapper=_lightning.wrapper_of(trainer), wrap_backward=False),
             _lightning.step_number(trainer),
             partial(_lightning.publish, trainer),
             trainer.loggers,

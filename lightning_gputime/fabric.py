@@ -136,11 +136,6 @@ class FabricPhaseTimer(LoopTimer):
             return Steps(lambda: iter(iterable), iterable)  # It is followed.
         return super().steps(iterable)
 
-    def remove(self) -> None:
-        """Read and log the last steps, then remove all hooks. Safe to call twice."""
-        super().remove()
-        self._forget()
-
     # Loops over loaders
 
     def follow(self, items: Iterator[T], loader: object) -> Generator[T, None, None]:
@@ -166,6 +161,10 @@ class FabricPhaseTimer(LoopTimer):
         self._optimizers.clear()
         self._loop = _NO_LOOP
         self._patches.remove()
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._forget()
 
     def _detach(self) -> None:
         super()._detach()

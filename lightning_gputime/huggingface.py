@@ -32,12 +32,7 @@ from lightning_gputime._phases import (
     label_of_callback,
 )
 from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.wall_time import (
-    EPOCH_ENDS,
-    EVALUATION,
-    STEPS,
-    WallTimeRecorder,
-)
+from lightning_gputime._results.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
 from lightning_gputime._timer import Timer, callers, never_raises
 
 # Events of callbacks around and inside of steps.
