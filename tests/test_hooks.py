@@ -333,8 +333,6 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": "all"}, "accumulate_grad_batches must be an int.* got 'all'"),
         ({"first_step": -1}, "first_step must be 0 or more .* got -1"),
-        ({"modules": {"step": nn.Linear(1, 1)}}, "modules: phase name 'step' is taken"),
-        ({"modules": {"": nn.Linear(1, 1)}}, "modules: phase name '' is not usable"),
         ({"log_every_n_steps": 0}, "log_every_n_steps must be 1 or more .* got 0"),
         ({"prefix": "/"}, "prefix must be a key .* got '/'"),
         ({"device": "gpu"}, "device 'gpu' is unknown"),
