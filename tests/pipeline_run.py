@@ -22,7 +22,7 @@ from torch.autograd.variable import Variable
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-import lightning_gputime.hooks
+import lightning_gputime._timer
 from lightning_gputime import GPUPhaseHooks, phase
 
 STEPS, MICRO_BATCHES, CHUNKS, WORLD = 4, 2, 2, 2
@@ -170,7 +170,7 @@ NAMES = {"GPUPhaseHooks": GPUPhaseHooks, "phase": phase, "torch": torch}
 def main(manual: Path, directory: Path, rank: int) -> None:
     store = f"file://{directory}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    vars(lightning_gputime.hooks)["clock_for"] = lambda *_, **__: gpu
+    vars(lightning_gputime._timer)["clock_for"] = lambda *_, **__: gpu
     blocks = re.findall(r"```text\n(.*?)```", manual.read_text(), re.DOTALL)
     found = {}
     for loop, word in ((megatron, "training.train_step"), (torchtitan, "class Timed(Trainer)")):

@@ -45,17 +45,18 @@ def test_it_is_told_when_some_steps_after_the_warm_up_are_read(
     assert len(told(caplog)) == 3
 
 
-@pytest.mark.parametrize("strange", [True, False])
+@pytest.mark.parametrize("unused", [True, False])
 def test_modules_of_which_the_model_calls_none_are_told(
-    loop: Loop, strange: bool, caplog: pytest.LogCaptureFixture
+    loop: Loop, unused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    modules = {"strange": nn.Linear(1, 1)} | ({} if strange else {"own": loop.model})
+    loop.model.add_module("unused", nn.Linear(1, 1))
+    modules = ["unused"] if unused else ["unused", "linear"]
     with hooks(loop, warmup_steps=WARMUP, modules=modules) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
     assert [message[:45] for message in told(caplog)] == [
         "None of the modules that `modules` means was "
-    ] * strange
+    ] * unused
 
 
 def test_a_model_that_is_not_called_is_told_before_the_end(

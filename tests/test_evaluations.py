@@ -202,6 +202,7 @@ def test_a_pause_of_a_timer_that_is_not_attached_does_nothing(loop: Loop) -> Non
         with timer.paused():
             loop.train(torch.ones(1, 2))
         timer.remove()
+        assert str(timer.summary()).startswith("No step was timed.")
 
 
 def test_a_pause_ends_when_its_code_raises(loop: Loop) -> None:
