@@ -21,7 +21,9 @@ def main(source: Path, target: Path) -> None:
     """Draws the figure."""
     found = json.loads(source.read_text())
     rows = {model: found["results"][model]["lightning"] for model in MODELS}
-    ways = [way for way in rows["gpt12"] if way not in LEFT_OUT]
+    # What was not installed is in the file as a word.
+    ways = [way for way, row in rows["gpt12"].items() if isinstance(row, dict)]
+    ways = [way for way in ways if way not in LEFT_OUT]
     ways.sort(key=lambda way: max(rows[model][way]["ratio"] for model in MODELS))
     figure = Figure(figsize=(9, 5.2), layout="constrained")
     ax = figure.add_subplot()
