@@ -631,15 +631,16 @@ def test_show_prints_slow_steps_as_one_table(
     steps = [SlowStep(7, 20.0, 15.0, "loss", causes, 0.5), SlowStep(9, 18.0, 15.0, "data", (), 3.0)]
     saved.save(replace(run(1), slow_steps=steps), tmp_path / "run.json.gz")
     assert main(["show", str(tmp_path / "run.json.gz")]) == 0
-    assert capsys.readouterr().out.splitlines()[-9:] == [
+    assert capsys.readouterr().out.splitlines()[-10:] == [
         "Slow steps in ms",
         "",
         " step    time  baseline  excess  most in  excess is",
-        "-" * 80,
-        "    7  20.000    15.000   5.000  loss     3 other ranks, 1.5 off-CPU (stopped or",
-        "                                            blocked), 0.5 unexplained",
-        "    9  18.000    15.000   3.000  data     3 unexplained",
-        "-" * 80,
+        "-" * 74,
+        "    7  20.000    15.000   5.000  loss     3 ms other ranks, 1.5 ms off-CPU",
+        "                                            (stopped or blocked), 0.5 ms",
+        "                                            unexplained",
+        "    9  18.000    15.000   3.000  data     3 ms unexplained",
+        "-" * 74,
         "all 2                     8.000",
     ]
 
