@@ -1,4 +1,4 @@
-"""Runs scripts that accelerate ships, with a timer over each loop whose parts they prepare.
+"""Runs a script that accelerate ships, with a timer over each loop whose parts it prepares.
 
 Each rank checks that a step is an update, and rank zero prints how many each loop has.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -41,11 +40,8 @@ def prepare_timed(accelerator: Any, *parts: Any, **options: Any) -> Any:
     return tuple(timer.steps(one) if one is loader else one for one in prepared)
 
 
-def run(name: str) -> list[int]:
-    """Run a script, and the loops that it runs on GPUs alone. Return the updates of each loop."""
-    timers.clear()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def main(name: str) -> None:
+    """Run the script, and the loops that it runs on GPUs alone."""
     script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     Accelerator.prepare = prepare_timed
     if name == "test_sync":
@@ -58,10 +54,9 @@ def run(name: str) -> list[int]:
         assert {"forward", "loss", "backward", "backward/comm", "optimizer"} < {
             *timer.summary().rows
         }
-    return [len(updates) for _, updates in timers]
+    if os.environ["RANK"] == "0":
+        print(json.dumps([len(updates) for _, updates in timers]))
 
 
 if __name__ == "__main__":
-    found = {name: run(name) for name in sys.argv[1:]}
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found))
+    main(sys.argv[1])

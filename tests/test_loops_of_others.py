@@ -61,11 +61,16 @@ def test_accelerate(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step() -> None:
+@pytest.mark.parametrize(
+    ("script", "updates"),
+    [("test_sync", [2] * 4 + [3] * 4 + [2]), ("test_script", [12] * 8)],
+)
+def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step(
+    script: str, updates: list[int]
+) -> None:
     pytest.importorskip("accelerate.test_utils")
-    updates = {"test_sync": [2] * 4 + [3] * 4 + [2], "test_script": [12] * 8}
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    printed = run(*ranks, Path(__file__).parent / "accelerate_run.py", *updates)
+    printed = run(*ranks, Path(__file__).parent / "accelerate_run.py", script)
     assert json.loads(printed.splitlines()[-1]) == updates
 
 
