@@ -1,6 +1,7 @@
 """What to do next is said where the numbers back it, and only there."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -462,3 +463,4 @@ def test_an_optimizer_that_cannot_be_fused_is_not_advised_to_be() -> None:
     assert _unfused([torch.optim.AdamW(parameters, fused=True)]) == ""
     assert _unfused([torch.optim.LBFGS(parameters)]) == ""
     assert _unfused([]) == ""
+    assert _unfused([SimpleNamespace(param_groups=["none of torch's"])]) == ""

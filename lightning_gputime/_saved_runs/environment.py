@@ -206,7 +206,10 @@ def _unfused(optimizers: Sequence[Any]) -> str:
     """Return the class of the first optimizer that could be fused, and is not."""
     for one in optimizers:
         groups = attribute(one, "param_groups")
-        could_be = isinstance(groups, list) and groups
-        if could_be and not any(group.get("fused", True) for group in groups):
+        if isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
             return type(one).__name__
     return ""
+
+
+def _is_unfused(group: object) -> bool:
+    return isinstance(group, dict) and not group.get("fused", True)
