@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
@@ -195,12 +195,11 @@ class Fit:
         calls[action_of(self._model, "on_validation_model_zero_grad")] = pause
         self._attachments.add(_lightning.listen_to_actions(trainer, calls, self._fail))
         validation = trainer.fit_loop.epoch_loop.val_loop
-        pauses = Calls(lambda *_, **__: pause())
-        self._attachments.add(Subscription(validation, "run", pauses))
+        self._attachments.add(_lightning.call_at_start(validation, "run", pause))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := _lightning.broadcasts_of(trainer):
-            waits = Calls(lambda *_, **__: session.recorder.mark(WAIT))
-            self._attachments.add(Subscription(*place, waits))
+            wait = partial(session.recorder.mark, WAIT)
+            self._attachments.add(_lightning.call_at_start(*place, wait))
 
     def remove(self) -> None:
         self._attachments.remove()
@@ -228,14 +227,12 @@ class Fit:
 
     def _actions_of_data(self) -> Iterator[Action]:
         trainer, begins = self.trainer, self._session.recorder.mark
-        loop = type(trainer.fit_loop.epoch_loop).__name__
-        yield f"[{loop}].train_dataloader_next", self.fetch_begins
+        yield _lightning.fetch_action(trainer), self.fetch_begins
         # The last hook before the loader's workers are started.
         hook = "on_train_epoch_start"
         label = CALLBACKS if _lightning.defines(self._model, hook) else FETCH
         yield _lightning.module_action(trainer, self._model, hook), partial(begins, label)
-        strategy = type(trainer.strategy).__name__
-        yield f"[Strategy]{strategy}.batch_to_device", partial(begins, COPY)
+        yield _lightning.copy_action(trainer), partial(begins, COPY)
         for module in (self._model, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and _lightning.defines(module, hook):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
-from lightning_gputime._boundaries.patching import Subscription
+from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._results.means import MeanLog
 
 
@@ -59,6 +59,16 @@ def step_number(trainer: pl.Trainer) -> int:
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def fetch_action(trainer: pl.Trainer) -> str:
+    """Return the name of the action that fetches a batch."""
+    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+
+
+def copy_action(trainer: pl.Trainer) -> str:
+    """Return the name of the action that takes a batch to the device."""
+    return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
 
 
 def callback_action(callback: pl.Callback, hook: str) -> str:
@@ -138,3 +148,13 @@ class _Dispatcher:
                     calls[action_name]()
                 except Exception as error:
                     fail(error)
+
+
+def call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
+    """Call a function, without arguments, whenever `owner.name` is called."""
+
+    def begins(*_: Any, **__: Any) -> bool:
+        call()
+        return False
+
+    return Subscription(owner, name, Calls(begins))
