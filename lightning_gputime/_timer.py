@@ -15,10 +15,10 @@ from torch import nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
-from lightning_gputime._phases import EXCLUDED, StepTimes
+from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._results.means import MeanLog
 from lightning_gputime._results.results import Results
@@ -143,6 +143,11 @@ class Timer(Tabular):
     def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
         """Return the clock of a device, or the one that was given in its place."""
         return self._options._clock or clock_for(device, tell=tell)
+
+    def _time_saves(self, trainer: Any, name: str) -> None:
+        """Time the method by which a trainer saves checkpoints, inside of steps and outside."""
+        saves = NamedPhase(SAVES, [*self._session.recorders, self._books])
+        self._patches.add(Subscription(trainer, name, saves))
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""

@@ -10,11 +10,8 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._phases import SAVES
 from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.summary import PhaseSummary
@@ -148,8 +145,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._know_loader(trainer.train_dataloader)
         self._open_books(trainer)
         self._results.books = books = self._books
-        saves = NamedPhase(SAVES, [*self._session.recorders, books])
-        self._patches.add(Subscription(trainer, "save_checkpoint", saves))
+        self._time_saves(trainer, "save_checkpoint")
         self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)
         self._fit.listen(type(self))
 

@@ -17,7 +17,7 @@ except ImportError as error:
     ) from error
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.named import NamedPhase, phase
+from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
@@ -28,7 +28,6 @@ from lightning_gputime._phases import (
     GENERATE,
     OTHER,
     REWARD,
-    SAVES,
     label_of_callback,
 )
 from lightning_gputime._results.means import MeanLog
@@ -126,7 +125,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             precision=None if precision == "no" else f"{precision}-mixed",
         )
         self._results.books = self._books = WallTimeRecorder(clock.host_ns)
-        self._patch_saves_and_callbacks(trainer)
+        self._time_saves(trainer, "_save_checkpoint")
+        self._patch_callbacks(trainer)
         self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader, prefix="dataloader_")
@@ -323,9 +323,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if hasattr(engine, "generate"):
             self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
 
-    def _patch_saves_and_callbacks(self, trainer: Any) -> None:
-        saves = NamedPhase(SAVES, [*self._session.recorders, self._books])
-        self._patches.add(Subscription(trainer, "_save_checkpoint", saves))
+    def _patch_callbacks(self, trainer: Any) -> None:
         for one in trainer.callback_handler.callbacks:
             if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
                 continue
