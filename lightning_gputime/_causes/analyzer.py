@@ -140,7 +140,8 @@ class SlowStepAnalyzer:
             return
         self._host_threshold_ns = self._baseline.host_threshold_ms * 1e6
         is_long = self._baseline.host_ms >= _WORTH_MS
-        self._sample_usage = self._preemption.sample if is_long else None
+        is_sampled = is_long and self._preemption.usage is not None
+        self._sample_usage = self._preemption.sample if is_sampled else None
         self._spans.attach()  # Dynamo may have been loaded, or reset, since.
         self._allocator.sample(self._now_ns())  # Every 25 steps, as it takes some 70 us.
 

@@ -304,7 +304,8 @@ def _compare_two(
     in_turns = _took_turns(before, after)
     step, *rows = differences(*times, how=typical, confidence=1 - chances, in_turns=in_turns)
     chance = _CHANCES["mean"] / tries
-    mean, *_ = differences(*times, how=mean_of_all, confidence=1 - chance, in_turns=in_turns)
+    wholes = [[one[:, :1] for one in side] for side in times]
+    [mean] = differences(*wholes, how=mean_of_all, confidence=1 - chance, in_turns=in_turns)
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
