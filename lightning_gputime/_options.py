@@ -55,7 +55,7 @@ class TimerOptions(TypedDict, total=False):
         items: Items per batch: a number, or a function of the batch. The default is the first
             dimension of the batch's first tensor, if all its tensors agree in it.
         flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
-            backward); or "count" to count those of the model once, on a copy without memory.
+            backward). Torch's `FlopCounterMode` counts them.
         observers: Functions, metrics of torchmetrics, and objects with methods of `StepObserver`.
             They get the `StepTimes` of each timed step when it is read; probed steps are left out.
             Objects may also get slow steps, and add metrics to logs and a section to the summary.
@@ -77,7 +77,7 @@ class TimerOptions(TypedDict, total=False):
     sync_ranks: SyncRanks
     # What is no number comes last: LightningCLI writes a value by the first type that it fits.
     items: float | Callable[[Any], float] | None
-    flops: float | Sequence[float] | Literal["count"] | None
+    flops: float | Sequence[float] | None
     observers: Sequence[Callable[[StepTimes], object] | Any]
 
 
@@ -246,7 +246,7 @@ def _are_observers(value: Any) -> bool:
 def _is_flops(value: Any) -> bool:
     if _is_several(value):
         return len(value) == 2 and all(map(_is_amount, value))
-    return value is None or value == "count" or _is_amount(value)
+    return value is None or _is_amount(value)
 
 
 # Groups of logged values, and the option without which there are none.
@@ -265,8 +265,8 @@ _IS_ITEMS = (
     " batch's first tensor"
 )
 _IS_FLOPS = (
-    "be 'count', the FLOPs of forward and backward of an item (of a token, say, where items= is a"
-    " function that counts tokens), as one number or as two, or None"
+    "be the FLOPs of forward and backward of an item (of a token, say, where items= is a function"
+    " that counts tokens), as one number or as two, or None: torch's FlopCounterMode counts them"
 )
 _IS_OBSERVERS = (
     "be a list of functions of a StepTimes, metrics or instances with methods of StepObserver"

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import nan
 from typing import NamedTuple
 
 DATA = "data"
@@ -158,8 +159,7 @@ class StepRecord(NamedTuple):
         was_fully_queued: Whether, in a step that was probed, the device had not begun it when the
             host had launched all of it.
         post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
-        work_counts: Its items, the FLOPs of the model, and those of forward and of backward as they
-            ran; NaN where that is not known. Of what was not asked for, nothing.
+        items: Its items; NaN where they are not known.
         memory: At each mark, its end included, the peak since the last one and what was allocated
             (in bytes); nothing in a step that was not sampled.
     """
@@ -173,7 +173,7 @@ class StepRecord(NamedTuple):
     skipped_update: bool
     was_fully_queued: bool | None = None
     post_spin_index: int = 0
-    work_counts: tuple[float, ...] = ()
+    items: float = nan
     memory: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -60,7 +60,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "probe_every_n_steps": [("3", 3)],
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
     "items": [("8", 8), ("test_cli.count", count), ("null", None)],
-    "flops": [("count", "count"), ("[1, 2]", [1, 2]), ("null", None)],
+    "flops": [("1e9", 1e9), ("[1, 2]", [1, 2]), ("null", None)],
     "save_path": [("run.json.gz", "run.json.gz"), ("null", None)],
     "observers": [
         ("[test_cli.note]", [note]),

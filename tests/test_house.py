@@ -28,7 +28,7 @@ FLOORS = [
     "_saved_runs _session",
     "_lightning _timer",
     "_fit _loop_timer",
-    "callback energy fabric hooks huggingface metric",
+    "callback fabric hooks huggingface metric",
     "_api _auto_instrumentation",
     "__init__",
     "__main__",

@@ -550,11 +550,10 @@ def test_observers_can_be_named_in_the_file_of_a_lightning_cli(
 @pytest.mark.parametrize(
     "options",
     [
-        "flops: count",
         "flops: 3000000000.0",
         "flops: [1.0, 2.0]",
         "items: 4",
-        "{items: 2.5, flops: count, modules: [net], every_n_steps: auto, sync_ranks: log}",
+        "{items: 2.5, flops: 1.5, modules: [net], every_n_steps: auto, sync_ranks: log}",
         "{modules: 2, every_n_steps: 1, save_path: null}",
         "modules: net",
     ],

@@ -379,15 +379,15 @@ def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
     [
         (
             {},
-            "launch gaps (set probe_every_n_steps=100); work at the peak (set flops=\"count\")",
+            "launch gaps (set probe_every_n_steps=100); work at the peak (set flops=)",
         ),
-        ({"probed_steps": 1}, 'work at the peak (set flops="count")'),
+        ({"probed_steps": 1}, 'work at the peak (set flops=)'),
         ({"work": WorkSummary(mfu=0.4)}, "launch gaps (set probe_every_n_steps=100)"),
         ({"work": WorkSummary(mfu=0.4), "probed_steps": 1}, ""),
         # The option would not help.
         (
             {"probe_failure": "no step can be probed: ..."},
-            'launch gaps (no step can be probed); work at the peak (set flops="count")',
+            'launch gaps (no step can be probed); work at the peak (set flops=)',
         ),
         # A machine without a GPU has neither.
         ({"on_host_clock": True}, ""),

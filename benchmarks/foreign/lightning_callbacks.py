@@ -91,7 +91,7 @@ def _with_all_options() -> GPUPhaseTimer:
         every_n_steps=1,
         probe_every_n_steps=3,
         sync_ranks="log",
-        flops="count",
+        flops=1e9,
         observers=[repr, _Observer()],
     )
 

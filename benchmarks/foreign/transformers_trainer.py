@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "annotate": True,
         "probe_every_n_steps": 3,
         "sync_ranks": "log",
-        "flops": "count",
+        "flops": 1e9,
     },
 }
 """The options of each timer."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import WaitBoundary, is_distributed
@@ -21,16 +22,16 @@ _HIDDEN = (
     " take their time from an uncompiled run."
 )
 
+_OnCall = Callable[[nn.Module], None] | None
+
 
 class Boundaries:
     """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
 
-    If it is given, `note` is called with each outermost call of a model, and its arguments.
+    If it is given, `on_call` is called with the module of each outermost call of a model.
     """
 
-    def __init__(
-        self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None = None
-    ) -> None:
+    def __init__(self, recorder: Recorder, loop: Loop, on_call: _OnCall = None) -> None:
         self._recorder = recorder
         self._attachments = Attachments()
         # Those that count updates may stay on between timed steps.
@@ -39,19 +40,19 @@ class Boundaries:
         self.waits: WaitBoundary | None = None
         """Sees the waits for other ranks, if there are some."""
         try:
-            self._put_on(recorder, loop, note)
+            self._put_on(recorder, loop, on_call)
         except BaseException:
             # An attach that fails must leave nothing: nobody would have the hooks to take them off.
             self.remove()
             raise
 
-    def _put_on(self, recorder: Recorder, loop: Loop, note: Callable[..., None] | None) -> None:
+    def _put_on(self, recorder: Recorder, loop: Loop, on_call: _OnCall) -> None:
         own = self._attachments
         if shared := is_distributed():
             self.waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
-        self.forward = ForwardBoundary(recorder, own, loop, self.waits, note)
+        self.forward = ForwardBoundary(recorder, own, loop, self.waits, on_call)
         self.forward.time_generation()
         if loop.splits_loss:
             time_inner_loss(recorder, own, loop.model)

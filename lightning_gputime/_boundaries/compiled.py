@@ -16,7 +16,6 @@ def around_calls(
     leave: Callable[..., None],
     *,
     inside: bool = False,
-    with_kwargs: bool = True,
 ) -> Sequence[Subscription | Registration]:
     """Call functions before and after each call of a module; `inside` its other hooks.
 
@@ -24,7 +23,7 @@ def around_calls(
     outside: one graph, `fullgraph`, too, and it is called each time.
     """
     if module._compiled_call_impl is None:
-        before = hook_before(module, enter, first=not inside, with_kwargs=with_kwargs)
+        before = hook_before(module, enter, first=not inside, with_kwargs=inside)
         return before, hook_after(module, leave, first=inside)
     calls = Calls(
         lambda *args, **kwargs: enter(module, args, kwargs),

@@ -54,13 +54,13 @@ class ForwardBoundary:
         attachments: Attachments,
         loop: Loop,
         waits: WaitBoundary | None = None,
-        note: Callable[..., None] | None = None,
+        on_call: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._recorder = recorder
         self._attachments = attachments
         self._model = loop.model
         self._waits = waits
-        self._note = note
+        self._on_call = on_call
         self._pause_evaluation = bool(loop.pause_evaluation)
         self._may_train = loop.pause_evaluation is not False
         self._trains = bool(loop.optimizers)
@@ -185,7 +185,7 @@ class ForwardBoundary:
         )
 
     def _time(self, module: nn.Module) -> list[Any]:
-        hooks = around_calls(module, self._enter, self._exit, with_kwargs=self._note is not None)
+        hooks = around_calls(module, self._enter, self._exit)
         return [*map(self._attachments.add, hooks)]
 
     def _time_loss(self, module: nn.Module) -> None:
@@ -213,7 +213,7 @@ class ForwardBoundary:
     def _redirect(self, module: nn.Module, *_: Any) -> None:
         self._redirected = True
 
-    def _enter(self, module: nn.Module, *values: Any) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         if not self._batch.is_open:
             return
         recorder = self._recorder
@@ -267,8 +267,8 @@ class ForwardBoundary:
         recorder.mark(FORWARD)
         if self._waits is not None:
             self._waits.note_stream()
-        if self._note is not None:
-            self._note(module, *values)
+        if self._on_call is not None:
+            self._on_call(module)
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
         # Without one running this is the return of a redirected training step.

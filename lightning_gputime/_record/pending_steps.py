@@ -32,7 +32,7 @@ class PendingStep:
     marks: list[Mark]
     number: int
     skipped_update: bool
-    work_counts: tuple[float, ...]
+    items: float
     post_spin_index: int = 0
     was_fully_queued: bool | None = None
     # How many steps had ended with it, timed or not, and how many without marks came before it.
@@ -225,7 +225,7 @@ class PendingSteps:
             step.skipped_update,
             step.was_fully_queued,
             step.post_spin_index,
-            step.work_counts,
+            step.items,
             *memory,
         )
 

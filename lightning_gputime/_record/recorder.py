@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
+from math import nan
 from threading import get_ident, local
 from typing import Any
 from weakref import ref
@@ -152,7 +153,7 @@ class Recorder:
         self._home_end: Any = None
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
-        self.work_counts: tuple[float, ...] = ()
+        self.items = nan
         """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
@@ -408,7 +409,7 @@ class Recorder:
             skipped_update = False
             if len(marks) == 2 and marks[0][0] == DATA:
                 marks[0] = (OTHER, *marks[0][1:])
-        step = PendingStep(marks, number, skipped_update, self.work_counts)
+        step = PendingStep(marks, number, skipped_update, self.items)
         if self._is_sampled and not self._is_due():
             self._watch(sampled=False)
         if self._post_spin_index:

@@ -169,7 +169,7 @@ def _unknown(summary: PhaseSummary) -> str:
         return ""  # There is neither.
     how = "no step can be probed" if summary.probe_failure else "set probe_every_n_steps=100"
     gaps = "" if summary.probed_steps else f"launch gaps ({how})"
-    peak = "" if summary.mfu is not None else 'work at the peak (set flops="count")'
+    peak = "" if summary.mfu is not None else "work at the peak (set flops=)"
     return "; ".join(filter(None, (gaps, peak)))
 
 

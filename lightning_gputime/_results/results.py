@@ -21,7 +21,7 @@ from lightning_gputime._results.ranks import STEP, RankSummary
 from lightning_gputime._results.slow import SlowLog
 from lightning_gputime._results.stats import PhaseStats
 from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.sums import Sums, ThroughputReference, tflops_of_phases
+from lightning_gputime._results.sums import Sums, ThroughputReference
 from lightning_gputime._results.wall_time import WallTimeRecorder
 
 
@@ -143,7 +143,8 @@ class Results:
     def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
         times = history(steps)
         memory = self.peaks.summary() if self.peaks is not None else None
-        rows = _rows(sums, busy, times, {} if memory is None else memory.peak_mib)
+        tflops = self.throughput.tflops_of_phases(sums)
+        rows = _rows(sums, busy, times, {} if memory is None else memory.peak_mib, tflops)
         n, step = sums.step.n, rows.pop(STEP)
         return PhaseSummary(
             rows=Named(rows),
@@ -169,13 +170,17 @@ class Results:
 
 
 def _rows(
-    sums: Sums, busy: Sums, times: npt.NDArray[Any], peaks_mib: Mapping[str, float]
+    sums: Sums,
+    busy: Sums,
+    times: npt.NDArray[Any],
+    peaks_mib: Mapping[str, float],
+    tflops: Mapping[str, float],
 ) -> dict[str, PhaseStats]:
     """Return the statistics of each phase, and of the step."""
     phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
     probed = {name: one.mean_ms for name, one in {**busy.phases, STEP: busy.step}.items() if one.n}
     peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
-    tflops, all_ms = tflops_of_phases(sums), sums.step.device_ms or math.nan
+    all_ms = sums.step.device_ms or math.nan
     rows = {}
     for name, one in {**phases, STEP: sums.step}.items():
         column = f"{name}_ms"

@@ -91,7 +91,7 @@ class Evaluations:
         if self._recorder is not None:
             self._batch.is_open = True
             self._recorder.mark(OTHER)
-            self._recorder.work_counts = (self._items.of(batch),)
+            self._recorder.items = self._items.of(batch)
 
     def batch_ends(self) -> None:
         if self._recorder is not None:

@@ -126,7 +126,7 @@ class Session:
         self.recorders = [self.recorder]
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
-        self._boundaries = Boundaries(self.recorder, loop, self.work.add_call)
+        self._boundaries = Boundaries(self.recorder, loop, self.work.on_call)
         self.forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         self._comparison = RankComparer(results, means, options)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
@@ -221,7 +221,7 @@ class Session:
         now_ns = self._now_ns()
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
-        recorder.work_counts = self.work.take_step_work()
+        recorder.items = self.work.take_items()
         if number >= self._log_at:
             self._end_due_step(number)
         reads = self._means.is_owed
@@ -229,11 +229,10 @@ class Session:
             recorder.end_step(number, self._boundaries.step_ended(), reads, label)
         else:
             self._end_planned_step(number, reads)
-        if self._comparison.due_step is not None or self.work.is_due:
-            # None of it is part of the step that has begun.
+        if self._comparison.due_step is not None:
+            # It is no part of the step that has begun.
             recorder.pause()
             self._comparison.compare_if_due()
-            self.work.measure()
             recorder.resume(label)
         # A user's function may have removed the timer.
         if not self.times_all and self.is_attached:
@@ -248,7 +247,7 @@ class Session:
         """
         if get_ident() != self.recorder.home:
             return False
-        self.recorder.work_counts = self.work.take_step_work()
+        self.recorder.items = self.work.take_items()
         if self.is_off:
             has_ended = self.optimizer.has_updated or not self.needs_updates
         elif self._kind is TIMED:

@@ -2,16 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import nn
-
-from lightning_gputime._results.sums import ThroughputReference
-from lightning_gputime._work.flops import unwrapped
 
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
@@ -23,7 +20,7 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for found in _around(unwrapped(model).forward):
+    for found in _around(_unwrapped(model).forward):
         if isinstance(found, torch.autocast) and found.device == kind and found._enabled:
             return found.fast_dtype
     return dtype_of(model)
@@ -32,6 +29,16 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
 def dtype_of(model: nn.Module) -> torch.dtype:
     dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def _around(forward: Any) -> Iterator[Any]:
@@ -74,23 +81,13 @@ def _size(module: nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def fill_in_peak(reference: ThroughputReference, device: torch.device, precision: str) -> None:
-    """Fill in the precision and its peak, or why that is not known."""
-    name, reference.precision = device_name(device), precision
-    reference.peak_tflops = peak_tflops(name, precision)
-    if reference.peak_tflops is None and not reference.note:
-        unseen = "it is not seen in what is computed"
-        why = f"no {precision} peak is known of {name}" if precision else unseen
-        reference.note = f"{why}: there is no MFU"
-
-
-def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU by its name, in TFLOP/s; None if it is not known."""
+def peaks_tflops(device_name: str) -> Mapping[str, float]:
+    """Return the dense peaks of a GPU by its name: of each precision, in TFLOP/s, if known."""
     known = json.loads(files(__package__).joinpath("peaks.json").read_text(encoding="utf-8"))
     # What has more words is another one: a laptop's, a "Ti", a part of a GPU (MIG).
     name = _MAKER.sub("", _MEMORY.sub("", device_name))
-    peak: float | None = known["peaks"].get(name, {}).get(precision)
-    return peak
+    peaks: Mapping[str, float] = known["peaks"].get(name, {})
+    return peaks
 
 
 def device_name(device: torch.device) -> str:

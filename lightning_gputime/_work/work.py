@@ -1,8 +1,7 @@
-"""The work of each step of a loop: its items, and its FLOPs."""
+"""The work of each step of a loop: its items, and the FLOPs of each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, nan
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,69 +10,54 @@ from torch import Tensor, nn
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._messages import WarnOnce, messages
 from lightning_gputime._options import Options
-from lightning_gputime._phases import BACKWARD, EXCLUDED
+from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 from lightning_gputime._results.sums import ThroughputReference
-from lightning_gputime._work.flops import (
-    Call,
-    CallFlops,
-    UncountableError,
-    count_flops,
-    describe_call,
+from lightning_gputime._work.peaks import (
+    device_name,
+    dtype_of,
+    dtype_of_call,
+    peaks_tflops,
+    precision_of,
 )
-from lightning_gputime._work.peaks import dtype_of, dtype_of_call, fill_in_peak, precision_of
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)
 # A batch of more tensors than this is no batch of fields; a deeper one is none either.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
 
-_MAX_CALLS = 16  # Kinds of calls that are counted: by module, shapes, and what is trained.
-
-# What calls of the same FLOPs have in common: the module, its state, and what it is given.
-Key = tuple[Any, ...]
-
-_FIX = "pass flops= the FLOPs of an item, forward and backward"
 _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
-_TOO_MANY = (
-    f"The model was called in more than {_MAX_CALLS} ways (by shapes, and by what is trained):"
-    f" the FLOPs of steps with further ones are not known. For all, {_FIX}"
-)
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class WorkCounter:
-    """The work of the open step, until `take_step_work` hands it over as numbers."""
+    """The items of the open step, until `take_items` hands them over."""
 
     def __init__(self, options: Options, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._loop = loop
-        self._device = device_of(loop.model)
         self._items = Items(options.items)
-        self._flops: Any = options.flops
-        self.reference = ThroughputReference(self._items.source)
-        self.is_due = False  # Whether to call `measure` before the next step begins.
-        # To call with each call of a model, in a step that is timed.
-        self.add_call: Callable[..., None] | None = None if self._flops is None else self._add_call
-        self._parameters: dict[int, list[nn.Parameter]] = {}
-        # A description of a call until it is counted.
-        self._counted: dict[Key, Call | CallFlops] = {}
-        self._calls: list[Key] = []
-        self._precision: str | None = None  # None until a call of the model is seen.
-        self._tell_once = WarnOnce()
-        self._unknown_steps = 0  # On end.
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        if loop.compiled_step and self._flops is not None:
+        self.reference = ThroughputReference(self._items.source)
+        self._has_flops = options.flops is not None
+        self._unknown_steps = 0  # On end.
+        self._warn_once = WarnOnce()
+        if not self._has_flops:
+            return
+        self._device = device_of(loop.model)
+        self._name = device_name(self._device)
+        self._peaks = peaks_tflops(self._name)
+        several = isinstance(options.flops, list | tuple)
+        forward, backward = options.flops if several else (nan, nan)
+        flops = forward + backward if several else float(options.flops)
+        self.reference.flops = (flops, forward, backward)
+        if loop.compiled_step and (dtype := dtype_of(loop.model)).itemsize <= 2:
             # No call of the model will be seen, nor autocast in the step.
-            self._precision, self.is_due = "", True
-            if (dtype := dtype_of(loop.model)).itemsize <= 2:
-                self._set_dtype(loop.model, dtype)
-            if self._flops == "count":
-                self._give_up(UncountableError("its step is compiled as a whole"))
+            self._set_precision(loop.model, dtype)
 
-    # What a loop tells
+    @property
+    def on_call(self) -> Callable[[nn.Module], None] | None:
+        """What to call in each call of a model, in a step that is timed."""
+        return self._see_precision if self._has_flops else None
 
     def add_batch(self, batch: Any) -> None:
         if self._recorder.state is OPEN and self._recorder.label != EXCLUDED:
@@ -86,126 +70,30 @@ class WorkCounter:
         self._step_items += self._batch_items
         self._batch_items = self._items.fixed
 
-    def take_step_work(self) -> tuple[float, ...]:
-        """End the last batch, and return the work of the step, see `StepRecord`."""
+    def take_items(self) -> float:
+        """End the last batch, and return the items of the step; NaN if they are not known."""
         items = self._step_items + self._batch_items
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        if self._flops is None:
-            return (items,)  # As most have it, and at each step.
-        return (items, *(self._of_calls() if self._flops == "count" else self._as_told(items)))
+        if self._has_flops:
+            self._unknown_steps = self._unknown_steps + 1 if items != items else 0
+            if self._unknown_steps == 2:
+                self._warn_once(_NO_ITEMS)
+                self.reference.note = _NO_ITEMS
+        return items
 
     def reset(self) -> None:
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        self._calls.clear()
 
-    def _add_call(self, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
-        try:
-            if self._precision is None:
-                self._set_dtype(module, dtype_of_call(module, self._device))
-            if self._flops == "count":
-                self._calls.append(self._key_of(module, args, kwargs or {}))
-        except Exception as error:
-            self._give_up(error)
+    def _see_precision(self, model: nn.Module) -> None:
+        if not self.reference.precision:
+            self._set_precision(model, dtype_of_call(model, self._device))
 
-    def _set_dtype(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._precision = precision_of(module, dtype, self._device)
-        self.is_due = True
-
-    def _as_told(self, items: float) -> tuple[float, float, float]:
-        """Return the FLOPs of a step: all of them, and by phase if two numbers were given."""
-        if isinstance(self._flops, Sequence):
-            forward, backward = (items * one for one in self._flops)
-            flops = forward + backward
-        else:
-            flops, forward, backward = items * self._flops, nan, nan
-        self._unknown_steps = self._unknown_steps + 1 if flops != flops else 0
-        if self._unknown_steps == 2:
-            self._warn_once(_NO_ITEMS)
-        return flops, forward, backward
-
-    # FLOPs that are counted
-
-    def _key_of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Key:
-        """Return the key of a call that begins here and now; keep what a count of it needs."""
-        if id(module) not in self._parameters:
-            self._parameters[id(module)] = [*module.parameters()]
-        trained = bytes(map(_requires_grad, self._parameters[id(module)]))
-        parts: list[Any] = [id(module), module.training, torch.is_grad_enabled(), trained]
-        for name, value in (*enumerate(args), *kwargs.items()):
-            # A string chooses what is computed, but none inside of a batch, as a file's name.
-            parts += (name, value) if isinstance(value, str) else (name,)
-            _add_shapes(value, parts)
-        key = tuple(parts)
-        if key not in self._counted and len(self._counted) >= _MAX_CALLS:
-            self._warn_once(_TOO_MANY)
-        elif key not in self._counted:
-            self._counted[key] = describe_call(module, args, kwargs, trained, self._device)
-            self.is_due = True
-        return key
-
-    def _of_calls(self) -> tuple[float, float, float]:
-        """Return the FLOPs of the calls of a step: of the model, and by phase as they ran."""
-        known = [self._counted.get(key) for key in self._calls]
-        self._calls.clear()
-        calls = [one for one in known if isinstance(one, tuple)]
-        if not calls or len(calls) < len(known):
-            return nan, nan, nan
-        forward, backward, again = (sum(of) for of in zip(*calls, strict=True))
-        # Inference outside of no_grad is recorded for a backward that never comes.
-        if not (self._loop.optimizers or BACKWARD in self._recorder.phases):
-            return forward, forward, 0.0
-        return forward + backward, forward, backward + again
-
-    def measure(self) -> None:
-        """Count new calls, and look the peak up. No step may be timed."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # It stays due: a wait would break the capture.
-        self.is_due = False
-        try:
-            self._count_new_calls()
-            if self._precision is not None:
-                fill_in_peak(self.reference, self._device, self._precision)
-        except Exception as error:
-            self._give_up(error)
-
-    def _count_new_calls(self) -> None:
-        new = {key: one for key, one in self._counted.items() if isinstance(one, Call)}
-        # A copy may lead to the model itself, and to its hooks.
-        is_open, self._loop.batch.is_open = self._loop.batch.is_open, False
-        try:
-            for key, call in new.items():
-                self._counted[key], uncounted = count_flops(call)
-                if uncounted:
-                    named = f"No formula tells the FLOPs of {', '.join(uncounted)}"
-                    self._warn_once(f"{named}, which are left out: {_FIX}")
-        finally:
-            self._loop.batch.is_open = is_open
-
-    def _give_up(self, error: Exception) -> None:
-        why = str(error).strip().partition("\n")[0][:200]
-        if not isinstance(error, UncountableError):
-            why = f"{type(error).__name__}: {why}"
-        self._flops, self.is_due = None, False
-        self._counted.clear()
-        self._warn_once(f"The FLOPs of the model cannot be counted ({why}): {_FIX}")
-
-    def _warn_once(self, message: str) -> None:
-        self._tell_once(f"{message}.")
-        self.reference.note = message
-
-
-def _add_shapes(value: Any, parts: list[Any]) -> None:
-    if isinstance(value, Tensor):
-        parts += (value.shape, value.requires_grad)
-    elif value is None or isinstance(value, bool):
-        parts.append(value)  # Other numbers may differ in each step, and choose little.
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            parts.append(key)
-            _add_shapes(one, parts)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _add_shapes(one, parts)
+    def _set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
+        precision = self.reference.precision = precision_of(model, dtype, self._device)
+        self.reference.peak_tflops = self._peaks.get(precision)
+        if precision not in self._peaks:
+            why = f"no {precision} peak is known of {self._name}"
+            self.reference.note = f"{why}: there is no MFU"
 
 
 class Items:

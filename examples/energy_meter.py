@@ -1,10 +1,17 @@
-"""The energy of a GPU by its own counter: joules per step, items per joule."""
+"""The energy of an NVIDIA GPU by its own counter, as an observer: joules per step, items per joule.
+
+python -m pip install nvidia-ml-py
+python examples/energy_meter.py
+"""
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from lightning_gputime import GPUPhaseHooks
 
 _SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not logged.
 
@@ -17,8 +24,7 @@ class EnergyMeter:
     alone. The counter includes all work of the GPU, also evaluations and other processes. It
     changes every 100 ms, so it cannot be split by phase.
 
-    Its source is `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer), by the package
-    `nvidia-ml-py`: `pip install "lightning-gputime[energy]"`.
+    Its source is `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer).
 
     Args:
         device: GPU, as a number or a `torch.device`; by default torch's current one when measuring
@@ -26,18 +32,13 @@ class EnergyMeter:
 
     Raises:
         ImportError: If `nvidia-ml-py` is not installed.
-
-    Examples:
-        >>> timer = GPUPhaseTimer(observers=[EnergyMeter()])
     """
 
     def __init__(self, device: int | torch.device | None = None) -> None:
         try:
             import pynvml
         except ImportError as error:
-            raise ImportError(
-                'EnergyMeter needs nvidia-ml-py: pip install "lightning-gputime[energy]"'
-            ) from error
+            raise ImportError("EnergyMeter needs nvidia-ml-py: pip install nvidia-ml-py") from error
         self._nvml: Any = pynvml
         self._device = device
         self._handle: Any = None
@@ -99,3 +100,21 @@ class EnergyMeter:
         if self._handle is not None:
             self._handle = self._last = None
             self._nvml.nvmlShutdown()
+
+
+def main(steps: int = 500, width: int = 4096) -> GPUPhaseHooks:
+    """Train a net of two layers, and print what a step takes."""
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(width, width, device="cuda")
+    with GPUPhaseHooks(model, optimizer, observers=[EnergyMeter()]) as timer:
+        for x in timer.steps([batch] * steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(timer.summary())
+    return timer
+
+
+if __name__ == "__main__":
+    main()
