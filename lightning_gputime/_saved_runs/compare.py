@@ -26,6 +26,7 @@ _OWN = ("started", "rank", "options")  # Fields that differ from run to run, and
 # By chance a comparison of equal runs may show any change at all in 5 %: the chance is split.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_SHARE = 0.01  # The fraction of the step from which on a phase is judged.
+_NOISY = 0.1  # An interval of more than this fraction of the step tells little.
 _MIN_OUTSIDE = 0.05  # From this fraction of the wall clock on a change outside of steps is told.
 _MIN_PAIRS = 5  # With fewer, what pairs gain is less than what it costs to know them so badly.
 _MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
@@ -150,6 +151,10 @@ class RunComparison(Tabular):
             claim = f"{percent} {self.verdict}: {told or 'no single phase significantly'}"
         elif told:
             claim = f"{told}; a typical step: no significant change ({_percent(self.step)})"
+        elif self.step.error_ms > _NOISY * self.step.before_ms:
+            return (
+                f"too noisy to tell ({_percent(self.step)}): compare longer runs, or more of each"
+            )
         else:
             claim = f"no significant change: {_percent(self.step)}"
         if min(self.runs) > 1:
@@ -212,12 +217,17 @@ class RunComparison(Tabular):
         """Yield the columns of what comes after, from the header down."""
         yield self.names[1], "change", "95 %", "change in %", ""
         for name, row in [*self.rows.items(), ("", self.step)]:
+            word = row.verdict if row.is_significant and (not name or name in self.judged) else ""
+            percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
+            if "/" in name and not (row.before_ms and row.after_ms):
+                # It may not have been timed: other `modules`.
+                word, percent = f"only {self.names[not row.before_ms]}", ""
             yield (
                 unit.cell(row.after_ms),
                 f"{row.change_ms / unit.ms:+.{unit.digits}f}",
                 f"± {unit.cell(row.error_ms)}",
-                "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}",
-                row.verdict if row.is_significant and (not name or name in self.judged) else "",
+                percent,
+                word,
             )
 
     def _count(self, side: int) -> str:
