@@ -85,8 +85,12 @@ class WorkCounter:
         self._step_items, self._batch_items = 0.0, self._items.fixed
 
     def _see_precision(self, model: nn.Module) -> None:
-        if not self.reference.precision:
+        if self.reference.precision or self.reference.note:
+            return
+        try:
             self._set_precision(model, dtype_of_call(model, self._device))
+        except Exception as error:  # Such as of parameters without a shape.
+            self.reference.note = f"the precision is not known ({error!r:.100}): there is no MFU"
 
     def _set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
         precision = self.reference.precision = precision_of(model, dtype, self._device)
