@@ -397,10 +397,10 @@ def test_the_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wra
 def test_a_model_whose_precision_is_not_found_is_timed(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting, "precision_of", lambda *_: {}["no shape"])
+    monkeypatch.setattr(counting, "precision_of", lambda *_: int("no shape"))
     summary = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu).summary()
     assert summary.rows["forward"].n == 3
-    assert "the precision is not known (KeyError('no shape')): there is no MFU" in str(summary)
+    assert "the precision is not known (ValueError(" in str(summary)
 
 
 @pytest.mark.parametrize(
