@@ -4,7 +4,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import lightning.pytorch as pl
 
@@ -89,6 +89,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         alone = dict.fromkeys(("_fit", "_books_trainer"))
         state = {**super().__getstate__(), **alone}
         return {name: one for name, one in state.items() if name not in _OF_MODEL}
+
+    def __enter__(self) -> NoReturn:
+        plain = "In a plain loop write: with GPUPhaseHooks(model, optimizer) as timer"
+        raise TypeError(
+            f"GPUPhaseTimer is a callback: Trainer(callbacks=[GPUPhaseTimer()]). {plain}"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: `with` asks for it before it calls `__enter__`."""
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
         """Return the statistics of the steps read so far.

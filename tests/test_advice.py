@@ -231,7 +231,14 @@ def test_a_long_other_is_to_be_named(other_ms: float, share: int, on_host_clock:
     assert losses.work.advice == ((told,) if share else ())
 
 
-@pytest.mark.parametrize(("n", "said"), [(0, ["`other`, 20 %"]), (1, ["`other`, 10 %"]), (2, [])])
+def test_a_longest_phase_of_your_own_is_to_run_less_often() -> None:
+    results = Results(100, 0, True)
+    results.add([raw(i, 0.01, forward=4.0, **{"write a file": 6.0}) for i in range(3)])
+    [told] = results.summary().advice
+    assert told.startswith("`write a file`, 60 % of the step, is a phase of your own: run it less")
+
+
+@pytest.mark.parametrize(("n", "said"), [(0, ["`other`, 20 %"]), (1, ["`other`, 20 %"]), (2, [])])
 def test_an_other_that_is_long_in_slow_steps_alone_is_theirs(n: int, said: list[str]) -> None:
     results = Results(100, 0, True)
     results.add([raw(i, 0.01, forward=8.0, other=2.0) for i in range(3)])

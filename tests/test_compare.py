@@ -174,6 +174,13 @@ def test_one_step_that_takes_a_second_says_nothing() -> None:
     assert "mean of all" not in found.sentence
 
 
+def test_a_mean_that_alone_is_longer_is_told_beside_a_noisy_step() -> None:
+    step = Difference(before_ms=100.0, after_ms=70.0, error_ms=33.0, relative_error=0.33)
+    mean = Difference(before_ms=100.0, after_ms=75.0, error_ms=10.0, relative_error=0.1)
+    found = RunComparison(rows={}, step=step, mean=mean, runs=(2, 2), steps=(90, 90))
+    assert found.sentence.startswith("the mean of all steps 25 ± 10 ms faster; a typical step: no")
+
+
 def test_slow_steps_that_come_again_and_again_are_told_of_the_mean() -> None:
     slow = run(2)
     slow.history["step_ms"][::20] += 30.0

@@ -128,6 +128,12 @@ def test_whatever_python_iterates_over_is_a_loader(loop: Loop, loader: Any) -> N
         timer.steps(loader)
 
 
+def test_the_callback_around_a_plain_loop_is_answered_with_the_hooks() -> None:
+    timer: Any = GPUPhaseTimer()
+    with pytest.raises(TypeError, match=r"write: with GPUPhaseHooks\(model, optimizer\)"), timer:
+        pass
+
+
 def test_an_option_by_position_is_answered_with_its_name() -> None:
     with pytest.raises(TypeError) as error:
         GPUPhaseTimer("run.json")  # type: ignore[call-arg, arg-type]  # the mistake

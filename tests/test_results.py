@@ -136,7 +136,7 @@ def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history(
 def test_the_summary_says_how_many_first_steps_are_timed() -> None:
     summary = filled(raw(0, forward=2.0)).summary()
     text = str(replace(summary, timed_every_n_steps=8, timing_share=0.04))
-    assert "timed the first 100 steps, then 1 in 8: timing every step would add 4 %" in text
+    assert "timed the first 100 steps, in the end 1 in 8: timing every step would add 4 %" in text
 
 
 def test_to_dict_is_ready_for_json() -> None:

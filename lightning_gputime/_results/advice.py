@@ -13,10 +13,13 @@ from lightning_gputime._phases import (
     DATA,
     FETCH,
     FORWARD,
+    GENERATE,
     LOSS,
     OPTIMIZER,
     OTHER,
+    PHASES,
     SAVES,
+    TRAINING_STEP,
     WAIT,
     is_wait,
     of_one_callback,
@@ -52,6 +55,7 @@ _OWN_CODE = {
     LOSS: "what runs between forward and backward",
     OPTIMIZER: "hooks, and what runs between backward and the update",
 }
+_KNOWN = (*PHASES, GENERATE, TRAINING_STEP)
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
@@ -202,10 +206,14 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         what = "code outside of the model, the loss, backward and the update"
         if summary.stage:
             what = "code after the model: metrics, self.log"
-        yield f'`other`, {percent(share)} of the step, is {what}: name it, with phase("name")'
+        whole = percent(_share(summary, OTHER))
+        yield f'`other`, {whole} of the step, is {what}: name it, with phase("name")'
     if bound == verdict.LONGEST and phases[0] in _OWN_CODE:
         of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, also holds"
         yield f'{of} {_OWN_CODE[phases[0]]}: name it, with phase("name")'
+    if bound in (verdict.GPU, verdict.LONGEST) and phases and phases[0] not in _KNOWN:
+        of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, is a phase of your"
+        yield f"{of} own: run it less often, or make it cheaper"
 
 
 def _leave_out(summary: PhaseSummary, *names: str) -> Advice:

@@ -135,15 +135,6 @@ class LevelRecorder:
             self._every *= 2
         return len(self._totals) % _FIND_EVERY == 0
 
-    @property
-    def mean_ms(self) -> float:
-        """The mean step, if those that were not timed take as long as their block; else NaN."""
-        totals = [*self._totals]
-        if len(totals) < 2:
-            return math.nan
-        numbers, n = np.array([(number, n) for number, n, *_ in totals], dtype=float).T
-        return float(np.average(_means(totals, n, ""), weights=np.diff(numbers)))
-
     def find(self) -> LastingChange | None:
         """Return the change of the step's length that lasts; None if there is none.
 

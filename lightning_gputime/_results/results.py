@@ -125,6 +125,7 @@ class Results:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
+        all_ms = self.books.steps_ms if self.books and self.ended_steps > 1 else 0.0
         if steps and not sums.step.n:
             return replace(self._summary_of(steps, Sums(steps), Sums()), is_warmup=True)
         summary = replace(
@@ -132,7 +133,7 @@ class Results:
             lasting_change=self.levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
-            all_steps_mean_ms=self.levels.mean_ms,
+            all_steps_mean_ms=all_ms / (self.ended_steps - 1) if all_ms else math.nan,
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,

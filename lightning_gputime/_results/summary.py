@@ -45,8 +45,8 @@ class PhaseSummary(Tabular):
         probed_steps: Number of steps that were probed; they are in none of the other statistics.
         probe_failure: Why no step can be probed, if so.
         untimed_steps: Number of steps that were not timed, or were probed.
-        all_steps_mean_ms: Mean step where those that were not timed take as long as those timed
-            next to them (in milliseconds); NaN where few were timed.
+        all_steps_mean_ms: Mean of all steps but the first by the wall clock, where some were not
+            timed (in milliseconds). NaN elsewhere, and in loops that call `step()`.
         timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
         timing_share: What timing every step would take, as a fraction of the step (0 to 1), where
             "auto" has measured it; else None.
@@ -241,14 +241,14 @@ class PhaseSummary(Tabular):
             # As many as fit a window between two logs, of which each has a timed step.
             fewer = "; a larger log_every_n_steps times fewer" if cost > n * _DEAR else ""
             yield (
-                f"timed the first {FIRST_STEPS} steps, then 1 in {n}: timing every step would add"
-                f" {percent(cost)} to a step of {step}{fewer}"
+                f"timed the first {FIRST_STEPS} steps, in the end 1 in {n}: timing every step would"
+                f" add {percent(cost)} to a step of {step}{fewer}"
             )
         if self.untimed_steps and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:
             mean = unit.of(self.all_steps_mean_ms)
             yield (
-                f"over all steps, timed or not, the mean is about {mean}: the first steps were"
-                " timed more often than later ones"
+                f"by the wall clock the mean of all steps, timed or not, is {mean}:"
+                " every_n_steps=1 times each"
             )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)

@@ -142,6 +142,12 @@ class WallTimeRecorder:
         self._add_elapsed()
         self._now_ns = self._clock = None
 
+    @property
+    def steps_ms(self) -> float:
+        """How long all steps but the first took, timed or not, without pauses by hand."""
+        self._add_elapsed()
+        return (self._ns.get(STEPS, 0) + self._saves_in_steps_ns) / 1e6
+
     def summary(self) -> WallTimeBreakdown | None:
         """Return where the time went; None of plain loops with nothing but steps."""
         self._add_elapsed()

@@ -139,7 +139,8 @@ class RunComparison(Tabular):
         unit = unit_of(self.step.before_ms)
         changed = [(self._most(one), self.rows[one]) for one in self.judged]
         # What slow steps add.
-        if abs(self.mean.relative_change - self.step.relative_change) > self.mean.relative_error:
+        differs = abs(self.mean.relative_change - self.step.relative_change)
+        if not self.step.is_significant or differs > self.mean.relative_error:
             changed.append(("the mean of all steps", self.mean))
         told = ", ".join(
             f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
