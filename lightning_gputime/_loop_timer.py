@@ -38,8 +38,8 @@ _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's 
 _IN_TURNS = "several threads train in turn, and a timer times one. Give one thread a timer alone."
 
 _UNTOLD = (
-    "The last %d updates are in no step. Call step() after each, or iterate over steps() itself:"
-    " timer.steps(itertools.cycle(loader)), not itertools.cycle(timer.steps(loader))."
+    "The last %d updates are in no step. Iterate over timer.steps(loader), and over nothing around"
+    " it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
 )
 
 _MAX_IDLE = 20  # Of fewer batches that were passed over nothing is said.

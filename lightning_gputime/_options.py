@@ -173,7 +173,8 @@ def takes_options(cls: type[T]) -> type[T]:
                 f" position: write {cls.__name__}({call})"
             )
         for option in options.keys() - known - AllOptions.__annotations__.keys():
-            raise TypeError(f"{cls.__name__} has no option {option}: {suggest(option, known)}")
+            fix = _INSTEAD.get(option) or suggest(option, known)
+            raise TypeError(f"{cls.__name__} has no option {option}: {fix}")
         init(self, *args, **options)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
@@ -248,6 +249,9 @@ def _is_flops(value: Any) -> bool:
         return len(value) == 2 and all(map(_is_amount, value))
     return value is None or _is_amount(value)
 
+
+# What to do in place of an option that a timer has not.
+_INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
 # Groups of logged values, and the option without which there are none.
 _MEASURED_BY = {"memory": "memory", "gaps": "probe_every_n_steps"}

@@ -206,7 +206,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluations.end()
+        self._books.after_batches_ns += self._evaluations.end()
         if self._fit is not None:
             self._fit.evaluation_ends()
 

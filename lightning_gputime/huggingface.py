@@ -256,7 +256,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if output is None:  # It raised.
             self._evaluations.abort()
         else:
-            self._evaluations.end()
+            self._books.after_batches_ns += self._evaluations.end()
         self._end_evaluate(output)
 
     # Logs

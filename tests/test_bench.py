@@ -57,7 +57,7 @@ def test_commands_take_turns_and_what_they_save_is_a_folder_each(
     first, second, where = err.splitlines()
     assert first.startswith("bench: turn 1 of 2: ")
     assert "; with one run a side this may be chance: " in first
-    assert second.startswith("bench: turn 2 of 2: no significant change: ")
+    assert second.startswith("bench: turn 2 of 2: no significant change of the step: ")
     assert where == f"bench: the runs are in {folder}"
     # One look, so what is printed is what the command says of the folders.
     main(["compare", str(folder / "before"), str(folder / "after")])

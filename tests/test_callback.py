@@ -563,6 +563,23 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize(("after_ms", "is_told"), [(2.0, False), (20.0, True)])
+def test_what_a_validation_does_after_its_batches_is_told(
+    gpu: FakeGPU, after_ms: float, is_told: bool
+) -> None:
+    class Measures(Evaluated):
+        def on_validation_epoch_end(self) -> None:
+            self.gpu.host_work(after_ms)
+
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    others = {"max_epochs": 2, "num_sanity_val_steps": 1}
+    trainer(timer, **others).fit(Measures(gpu), Loader(gpu, 4), Loader(gpu, 4))
+    summary = timer.summary()
+    assert summary.wall_time is not None
+    assert summary.wall_time.after_batches_s == pytest.approx(2 * after_ms / 1e3)
+    assert ("cheaper metrics: " in str(summary.losses)) == is_told
+
+
 @pytest.mark.parametrize(
     ("stage", "named"), [("val", "validation"), ("test", "test"), ("predict", "prediction")]
 )

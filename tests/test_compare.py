@@ -138,7 +138,7 @@ def test_a_faster_run_and_an_equal_one_are_told() -> None:
     assert compare(run(1), run(2, more={"forward": -1.0})).verdict == "faster"
     alike = compare(run(1), run(2))
     assert alike.verdict == "alike"
-    assert alike.sentence.startswith("no significant change: ")
+    assert alike.sentence.startswith("no significant change of the step: ")
 
 
 def test_steps_without_noise_show_any_difference() -> None:
@@ -193,7 +193,9 @@ def test_slow_steps_that_come_again_and_again_are_told_of_the_mean() -> None:
 
 def claims(found: RunComparison) -> bool:
     """Whether anything at all is called different: the step, the mean or a phase."""
-    return not found.sentence.startswith(("no significant change: ", "too noisy to tell "))
+    return not found.sentence.startswith(
+        ("no significant change of the step: ", "too noisy to tell ")
+    )
 
 
 def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() -> None:
@@ -711,7 +713,7 @@ def test_the_sentence_has_the_interval_that_decides() -> None:
     # Of a time that halves, the interval of `is_above` is another than that of the difference.
     step = Difference(before_ms=100.0, after_ms=95.0, error_ms=10.0, relative_error=0.3)
     same = RunComparison(rows={}, step=step, mean=step, runs=(2, 2), steps=(90, 90))
-    assert same.sentence == "no significant change: -5.0 % ± 10.0 %"
+    assert same.sentence == "no significant change of the step: -5.0 % ± 10.0 %"
     noisy = replace(same, step=replace(step, error_ms=10.1))
     assert noisy.sentence.startswith("too noisy to tell (-5.0 % ± 10.1 %): compare longer runs")
 
@@ -759,6 +761,7 @@ def test_a_comparison_says_what_changed_outside_of_the_steps(
         wall_time = WallTimeBreakdown({name: s for name, s in entries_s.items() if s})
         return replace(one, _summary=replace(one.summary(), wall_time=wall_time))
 
-    notes = compare([spent(evaluation_s)] * 2, [spent(1.0)] * 2).notes
-    assert notes == ((f"{note} 2 s of 22 s (after)",) if note else ())
-    assert compare(run(), spent(9.0)).notes == ()  # What is not known is no difference.
+    found = compare([spent(evaluation_s)] * 2, [spent(1.0)] * 2)
+    assert found.outside == (f"{note} 2 s of 22 s (after)" if note else "")
+    assert found.sentence.endswith(f"; {found.outside}" if note else " %")
+    assert compare(run(), spent(9.0)).outside == ""  # What is not known is no difference.

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from lightning_gputime import RunComparison
 
 ABOUT_RUN = """\
-Run a script with a timer that it has not: in the Trainer of Lightning or transformers, in a Fabric,
-or in a plain loop, where a step is one update of the first optimizer. All else is as without: its
-arguments, output, exit code and errors. Processes that it starts get a timer, too.
+Time a script as it is: in the Trainer of Lightning or transformers, in a Fabric, or in a plain
+loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
+stay those of the script. Processes that it starts are timed, too. A script with a timer keeps it.
+Options stand before the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
   run --modules 2 --save-path run.json.gz train.py
@@ -30,9 +31,10 @@ arguments, output, exit code and errors. Processes that it starts get a timer, t
   run torchrun --nproc-per-node 2 train.py
 """
 ABOUT_BENCH = """\
-Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. It ends
-when the answer is certain: when the interval lies above or below the bound of --fail-above, or else
-above or below zero; or after --turns runs of each. The intervals allow for having looked before.
+Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
+5, 8, ... turns it ends if the answer is certain: if the interval lies above or below the bound of
+--fail-above, or else above or below zero. It ends after --turns runs of each. The intervals are
+wider than those of compare, as they allow for each look. The scripts have no timer of their own.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
@@ -62,10 +64,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     for name in (*SWITCHES, *VALUES):
         flag = f"--{name.replace('_', '-')}"
         if name in SWITCHES:
-            parser.add_argument(flag, action="store_true", default=None, help="see TimerOptions")
+            parser.add_argument(flag, action="store_true", default=None)
         else:
             kind = str if name in ("prefix", "save_path") else _value
-            parser.add_argument(flag, type=kind, metavar="VALUE", help="see TimerOptions")
+            parser.add_argument(flag, type=kind, metavar="VALUE")
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="the script or command, and its arguments"
@@ -168,7 +170,7 @@ def _save_run(command: str, path: Path) -> None:
         _tell(f"`{command}` ended with exit code {code}, and the bench with it")
         raise SystemExit(code)
     if not path.is_file():
-        raise ValueError(f"`{command}` saved no run: it must train, in a way that run times")
+        raise ValueError(f"`{command}` saved no run: it must train, and have no timer of its own")
 
 
 def _tell(text: str) -> None:

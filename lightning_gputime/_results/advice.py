@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_gputime._phases import (
     BACKWARD,
@@ -59,6 +60,7 @@ _KNOWN = (*PHASES, GENERATE, TRAINING_STEP)
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
+_YOUR_OWN = ("run it less often, or make it cheaper",)
 _BY_BATCH = "index whole batches, by dataset[indices]: its tensors are in memory already"
 _ITERATE = "iterate over timer.steps(loader): without it, `data` may also hold your own code"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
@@ -135,6 +137,8 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
         top = name.partition("/")[0]
         if is_wait(name):
             return COMMUNICATION
+        if top not in _KNOWN:
+            return top  # A phase that the user has named.
         return name if name in (FETCH, COPY) else top if top in (DATA, CALLBACKS) else work
 
     found = defaultdict[str, float](float)
@@ -181,7 +185,8 @@ def _advise(
     name: str, share: float, summary: PhaseSummary, setup: TrainingSetup
 ) -> tuple[str, ...]:
     """Return what to do about an entry; nothing where nothing is known to help."""
-    advice = _ABOUT.get(name, ()) if share >= _WORTH_IT else ()
+    own = _YOUR_OWN if name in summary.rows and name.partition("/")[0] not in _KNOWN else ()
+    advice = _ABOUT.get(name, own) if share >= _WORTH_IT else ()
     return advice if isinstance(advice, tuple) else tuple(dict.fromkeys(advice(summary, setup)))
 
 
@@ -211,9 +216,6 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     if bound == verdict.LONGEST and phases[0] in _OWN_CODE:
         of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, also holds"
         yield f'{of} {_OWN_CODE[phases[0]]}: name it, with phase("name")'
-    if bound in (verdict.GPU, verdict.LONGEST) and phases and phases[0] not in _KNOWN:
-        of = f"`{phases[0]}`, {percent(_share(summary, phases[0]))} of the step, is a phase of your"
-        yield f"{of} own: run it less often, or make it cheaper"
 
 
 def _leave_out(summary: PhaseSummary, *names: str) -> Advice:
@@ -357,6 +359,15 @@ def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield f"remove .item(){copies} from {', '.join(others)}"
 
 
+def _evaluate_less(how: str, summary: PhaseSummary, _: TrainingSetup) -> Advice:
+    if (spent := summary.wall_time) is not None and spent.after_batches_s:
+        whole_s = sum(spent.entries_s.get(name, 0.0) for name in (VALIDATION, EVALUATION))
+        if spent.after_batches_s >= verdict.HELD_UP * whole_s:
+            of = f"{duration(1e3 * spent.after_batches_s)} of {duration(1e3 * whole_s)}"
+            yield f"cheaper metrics: {of} come after the last batch, as in compute_metrics"
+    yield how
+
+
 def _free_cores(_: PhaseSummary, setup: TrainingSetup) -> Advice:
     workers = "" if setup.num_workers == 0 else "workers, "
     yield f"use fewer {workers}threads and other processes than CPU cores"
@@ -379,8 +390,10 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     SLOWEST_RANK: _meet_the_rank,
     GAPS: _launch_less,
     # Its callbacks may take most of it, however few batches it has.
-    VALIDATION: ("validate less often: check_val_every_n_epoch or val_check_interval",),
-    EVALUATION: ("evaluate less often, on fewer samples, or with cheaper metrics",),
+    VALIDATION: partial(
+        _evaluate_less, "validate less often: check_val_every_n_epoch or val_check_interval"
+    ),
+    EVALUATION: partial(_evaluate_less, "evaluate less often, or on fewer samples"),
     CHECKPOINTS: (_SAVE_LESS,),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     PAUSED: ("do less often what is paused, such as an evaluation",),

@@ -244,7 +244,9 @@ class PhaseSummary(Tabular):
                 f"timed the first {FIRST_STEPS} steps, in the end 1 in {n}: timing every step would"
                 f" add {percent(cost)} to a step of {step}{fewer}"
             )
-        if self.untimed_steps and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:
+        # Probes take time, too.
+        is_sampled = self.untimed_steps and self.steps >= FIRST_STEPS and not self.probed_steps
+        if is_sampled and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:
             mean = unit.of(self.all_steps_mean_ms)
             yield (
                 f"by the wall clock the mean of all steps, timed or not, is {mean}:"

@@ -47,10 +47,13 @@ class WallTimeBreakdown:
             saved; `epoch ends`, the hooks at the start and end of epochs; what was `paused` by
             hand; `between loops` over `steps()`; `the rest`, such as the tear-down.
         saves_in_steps_s: What of `checkpoints` was saved inside a step (in seconds).
+        after_batches_s: What of `validation`, or `evaluation`, came after its last batch, such as
+            metrics (in seconds).
     """
 
     entries_s: Mapping[str, float]
     saves_in_steps_s: float = 0.0
+    after_batches_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -87,6 +90,7 @@ class WallTimeRecorder:
         self._inside: list[str] = []  # Such as saves; the innermost last.
         self.has_stepped = False  # Whether `step_ends` was called.
         self._saves_in_steps_ns = 0
+        self.after_batches_ns = 0  # In evaluations.
         self._since_ns = now_ns() if now_ns is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,7 +158,8 @@ class WallTimeRecorder:
         entries_s = {name: ns / 1e9 for name, ns in self._ns.copy().items() if ns}
         if not self._is_fit and entries_s.keys() <= {FIRST_STEP, STEPS}:
             return None
-        return WallTimeBreakdown(entries_s, self._saves_in_steps_ns / 1e9)
+        others_ns = self._saves_in_steps_ns, self.after_batches_ns
+        return WallTimeBreakdown(entries_s, *(ns / 1e9 for ns in others_ns))
 
     def _add_elapsed(self) -> None:
         if self._now_ns is not None:
@@ -249,7 +254,7 @@ class Losses(Tabular):
         body = [line for row in shown for line in self._lines(row)]
         if len(few) > 1:
             few_share = f"{sum(row.share for row in few):.1%}"
-            body.append((f"{len(few)} others, below 1 % each", few_share, "", ""))
+            body.append((f"{len(few)} more, below 1 % each", few_share, "", ""))
         body += self._lines(self.work)
         if self.peak_share is not None:
             body.append(("  at the peak", f"{self.peak_share:.1%}", "", ""))

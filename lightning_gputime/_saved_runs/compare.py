@@ -103,6 +103,7 @@ class RunComparison(Tabular):
         runs: How many runs the sides have, before and after.
         steps: How many steps they have.
         notes: What else differs, such as the version of torch.
+        outside: How the time outside of the steps differs, which is not judged; else empty.
         names: What the sides are called.
         in_turns: Whether the runs took turns, and each is compared with its neighbour.
         others: The comparisons of further groups with the same runs before.
@@ -114,6 +115,7 @@ class RunComparison(Tabular):
     runs: tuple[int, int]
     steps: tuple[int, int]
     notes: tuple[str, ...] = ()
+    outside: str = ""
     names: tuple[str, str] = ("before", "after")
     in_turns: bool = False
     others: tuple["RunComparison", ...] = ()
@@ -135,7 +137,11 @@ class RunComparison(Tabular):
 
     @property
     def sentence(self) -> str:
-        """One sentence: which changes are significant, of the step and of its phases."""
+        """Which changes are significant, of the step and of its phases; what changed outside."""
+        return "; ".join(filter(None, (self._claim, self.outside)))
+
+    @property
+    def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
         changed = [(self._most(one), self.rows[one]) for one in self.judged]
         # What slow steps add.
@@ -157,7 +163,7 @@ class RunComparison(Tabular):
                 f"too noisy to tell ({_percent(self.step)}): compare longer runs, or more of each"
             )
         else:
-            claim = f"no significant change: {_percent(self.step)}"
+            claim = f"no significant change of the step: {_percent(self.step)}"
         if min(self.runs) > 1:
             return claim
         return f"{claim}; with one run a side this may be chance: save two or more of each"
@@ -301,7 +307,7 @@ def compare_groups(
 def _compare_two(
     sides: Sequence[Side], phases: Sequence[str], tries: int, allow_mismatch: bool
 ) -> RunComparison:
-    notes = {**_notes(sides), **_outside_note(sides)}
+    notes = _notes(sides)
     refused = [note for name, note in notes.items() if name in MUST_AGREE]
     if refused and not allow_mismatch:
         raise ValueError(
@@ -324,6 +330,7 @@ def _compare_two(
         runs=(len(before), len(after)),
         steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
         notes=tuple(notes.values()),
+        outside=_outside(sides),
         names=(first, second),
         in_turns=in_turns,
     )
@@ -369,23 +376,23 @@ def _notes(sides: Sequence[Side]) -> dict[str, str]:
     return found
 
 
-def _outside_note(sides: Sequence[Side]) -> dict[str, str]:
+def _outside(sides: Sequence[Side]) -> str:
     """Return a sentence on the time outside of the steps, where it differs."""
     outside_s, wall_s = [], []
     for _, runs in sides:
         spent = [one for run in runs if (one := run.summary().wall_time) is not None]
         if len(spent) < len(runs):
-            return {}
+            return ""
         in_steps = [one.entries_s.get(STEPS, 0.0) for one in spent]
         wall_s.append(sum(one.wall_s for one in spent) / len(runs))
         outside_s.append(wall_s[-1] - sum(in_steps) / len(runs))
     if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE * max(wall_s):
-        return {}
+        return ""
     told = (
         f"{duration(1e3 * one)} of {duration(1e3 * whole)} ({side})"
         for (side, _), one, whole in zip(sides, outside_s, wall_s, strict=True)
     )
-    return {"outside": f"outside of the steps, which is not judged: {' and '.join(told)}"}
+    return f"outside of the steps, which is not judged: {' and '.join(told)}"
 
 
 def _times(run: Run, names: Sequence[str]) -> Floats:

@@ -31,18 +31,21 @@ class Evaluations:
     _means: MeanLog
     _results: Results
     _batch: Batch
-    _items: Items
+    _now_ns: Callable[[], int]
     _number: int
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        # A number is of the batches of training.
+        self._items = Items(options.items if callable(options.items) else None)
         self._recorder: Recorder | None = None
         self.means: deque[dict[str, Any]] = deque(maxlen=1000)  # Of each loop, as JSON objects.
         self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
-        kept = {"_options": self._options, "means": self.means, "results": self.results}
+        own = {"_options": self._options, "_items": self._items}
+        kept = {**own, "means": self.means, "results": self.results}
         return {**kept, "_recorder": None}
 
     @property
@@ -73,8 +76,7 @@ class Evaluations:
             options.prefix, sys.maxsize, loggers, publish, stage=stage, row=row, kept=self.means
         )
         means.results, means.groups = results, options.logged_groups
-        # A number is of the batches of training.
-        self._items = Items(options.items if callable(options.items) else None)
+        self._now_ns, self._batch_ended_ns = clock.host_ns, clock.host_ns()
         self._number, self._batch = number, loop.batch
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         self._batch.is_open = False
@@ -98,13 +100,18 @@ class Evaluations:
             self._batch.is_open = False
             self._boundaries.step_ended()
             self._recorder.end_step(self._number)
+            self._batch_ended_ns = self._now_ns()
 
-    def end(self) -> None:
-        if self._recorder is not None:
-            self._recorder.flush()
-            means = self._means
-            self.abort()
-            means.log_means()
+    def end(self) -> int:
+        """End the loop; return the time since its last batch (in nanoseconds)."""
+        if self._recorder is None:
+            return 0
+        since_ns = self._now_ns() - self._batch_ended_ns
+        self._recorder.flush()
+        means = self._means
+        self.abort()
+        means.log_means()
+        return since_ns
 
     def abort(self) -> None:
         """Remove all hooks, without a wait for the device. Safe to call twice."""
@@ -112,4 +119,4 @@ class Evaluations:
             self._boundaries.remove()
             self._recorder.rest()
             self._recorder = None
-            del self._boundaries, self._means  # They hold the model.
+            del self._boundaries, self._means, self._now_ns  # They hold the model.

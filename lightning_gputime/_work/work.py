@@ -157,7 +157,7 @@ class Items:
             return _number(self._function(batch))
         except Exception as error:
             self._function = None
-            messages.warning("Items are not counted any more, because items failed: %s", error)
+            messages.warning("Items are not counted any more, because items failed: %r", error)
             return nan
 
 
