@@ -344,13 +344,13 @@ JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("input-bound", judge({"data/fetch": stats(12.2, 0.611)}, stats(19.9, 1.0), 0.0, None)),
-        ("callback-bound", judge({"callbacks": stats(2.45, 0.333)}, stats(7.37, 1.0), 0.0, None)),
+        ("input-bound", judge({"data/fetch": stats(15.3, 0.695)}, stats(22.0, 1.0), 0.0, None)),
+        ("callback-bound", judge({"callbacks": stats(2.33, 0.349)}, stats(6.66, 1.0), 0.0, None)),
         (
             "communication-bound",
             judge({"backward/comm": stats(21.2, 0.929)}, stats(22.8, 1.0), 0.0, None),
         ),
-        ("launch-bound", judge({"forward": stats(5.0, 0.9, 5.0)}, stats(5.05, 1.0), 0.0, None)),
+        ("launch-bound", judge({"forward": stats(4.6, 0.9, 4.6)}, stats(4.69, 1.0), 0.0, None)),
         ("out-of-memory", MEMORY.sentences[0]),
         ("slow-steps", JUMP),
         ("slow-steps", SLOW.sentences[0]),
@@ -361,7 +361,7 @@ def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
 
 
 HELD_UP: Any = SimpleNamespace(
-    slow=None, rows={CALLBACK: stats(2.26, 0.3066)}, step=stats(7.374, 1.0), is_uneven=False
+    slow=None, rows={CALLBACK: stats(2.153, 0.3233)}, step=stats(6.662, 1.0), is_uneven=False
 )
 
 
