@@ -159,7 +159,7 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
         if args.fail_above and min(one.runs) < 2:
             told.append(
                 f"warning: {about}--fail-above has one run on a side: equal runs may differ as"
-                " much, and fail. Give two or more per side, as bench does."
+                " much, and fail. Save three or more per side, or use bench."
             )
         for bound, phase in args.fail_above:
             for name in [phase] if phase else ["step", *one.judged]:

@@ -273,7 +273,10 @@ class Timer(Tabular):
         Raises:
             OSError: If the file cannot be written.
         """
-        saved.save(self._run(), path)
+        run = self._run()
+        if not len(run.history):
+            messages.warning("The saved run has no steps. Save it after the training.")
+        saved.save(run, path)
 
     def _run(self) -> Run:
         results = self._read()

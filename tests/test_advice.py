@@ -238,7 +238,18 @@ def test_a_phase_of_your_own_is_a_loss_to_run_less_often() -> None:
     assert losses is not None
     assert losses["write a file"] == pytest.approx(0.6)
     assert losses["CPU work"] == pytest.approx(0.4)
-    assert losses.advice == ("run it less often, or make it cheaper",)
+    assert [row.advice for row in losses.rows] == [("run it less often, or make it cheaper",)]
+    assert losses.work.advice == ("split `forward`, 40 % of the step, by module: modules=2",)
+
+
+def test_the_longest_part_of_a_phase_of_your_own_is_named() -> None:
+    results = Results(100, 0, True)
+    steps = {"forward": 4.0, "mine": 1.0, "mine/a": 2.0, "mine/b": 3.0}
+    results.add([raw(i, 0.01, **steps) for i in range(3)])
+    losses = results.summary().losses
+    assert losses is not None
+    assert losses["mine"] == pytest.approx(0.6)
+    assert losses.rows[0].advice == ("look at `b` in `mine`, 30 % of the step",)
 
 
 @pytest.mark.parametrize(("n", "said"), [(0, ["`other`, 20 %"]), (1, ["`other`, 20 %"]), (2, [])])

@@ -117,7 +117,7 @@ def test_a_loop_that_accumulates_unsaid_is_told_what_to_pass(
                 loop.update()
     [message] = told(caplog)
     assert f"have no update: if gradients accumulate, pass accumulate_grad_batches={n}" in message
-    assert f"; {80 - 80 // n} of all 80 have no update" in str(timer.summary())
+    assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
 def test_a_few_updates_that_a_scaler_skips_are_no_accumulation(

@@ -71,7 +71,7 @@ def constant(*steps: float, **changes: Any) -> Run:
     return replace(run(n=24), history=history(records), environment=replace(ON, **changes))
 
 
-TWO_RUNS = "; with one run a side this may be chance: save two or more of each"
+TWO_RUNS = "; with one run a side this may be chance: save three or more of each"
 
 
 # The estimates
@@ -496,8 +496,8 @@ def test_the_console_script_is_the_command_line(
 
 
 ONE_RUN = (
-    "warning: --fail-above has one run on a side: equal runs may differ as much, and fail. Give two"
-    " or more per side, as bench does."
+    "warning: --fail-above has one run on a side: equal runs may differ as much, and fail. Save"
+    " three or more per side, or use bench."
 )
 # The step is 4.2 % slower, and backward 6.7 %.
 BOUNDS = {
@@ -748,7 +748,7 @@ def test_the_mean_of_all_steps_is_named_where_it_alone_is_above(
 @pytest.mark.parametrize(
     ("evaluation_s", "note"),
     [
-        (39.0, "outside of the steps, which is not judged: 40 s of 60 s (before) and"),
+        (39.0, "outside of the steps 40 s of 60 s (before) and"),
         (1.5, ""),
     ],
 )
@@ -762,6 +762,8 @@ def test_a_comparison_says_what_changed_outside_of_the_steps(
         return replace(one, _summary=replace(one.summary(), wall_time=wall_time))
 
     found = compare([spent(evaluation_s)] * 2, [spent(1.0)] * 2)
-    assert found.outside == (f"{note} 2 s of 22 s (after)" if note else "")
-    assert found.sentence.endswith(f"; {found.outside}" if note else " %")
+    assert found.outside == (f"{note} 2 s of 22 s (after), not judged" if note else "")
+    # The step is as long as before: what differs comes first.
+    alike = "no significant change of the step: +0.0 % ± 0.3 %"
+    assert found.sentence == (f"{found.outside}; {alike}" if note else alike)
     assert compare(run(), spent(9.0)).outside == ""  # What is not known is no difference.

@@ -191,7 +191,8 @@ def test_each_loss_of_a_fit_has_the_time_that_was_planted(
             {},
             "validation",
             # Its callbacks may take the time, however few batches it has.
-            "validate less often: check_val_every_n_epoch or val_check_interval",
+            "validate less often: check_val_every_n_epoch or val_check_interval; its phases:"
+            ' timer.summary("validation")',
         ),
     ],
 )
@@ -645,6 +646,18 @@ def test_a_measurement_that_is_over_has_the_losses_of_its_own_loops() -> None:
 
 
 # The verdict where no step bounds the training
+
+
+@pytest.mark.parametrize(("spent_s", "is_named"), [(9.0, False), (11.0, True), (29.0, True)])
+def test_without_a_gpu_the_verdict_names_the_largest_gain(spent_s: float, is_named: bool) -> None:
+    results = Results(100, 0, on_host_clock=True)
+    results.add([raw(i, forward=40.0, backward=60.0) for i in range(10)])
+    spent = {SET_UP: 30.0, EVALUATION: spent_s, STEPS: 70.0 - spent_s}
+    summary = replace(results.summary(), wall_time=WallTimeBreakdown(spent))
+    summary = replace(summary, losses=find_losses(summary, TrainingSetup()))
+    gain = f"; the most to gain is in `evaluation`: at most {100 / (100 - spent_s):.2f}x faster"
+    longest = "longest phase: 60 % of the step is `backward`"
+    assert summary.verdict == longest + gain * is_named
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,14 @@ def test_a_script_ends_as_without(
 
 
 @pytest.mark.slow
+def test_an_option_behind_the_script_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
+    script = "import torch, argparse; argparse.ArgumentParser().parse_args()"
+    code, _, said = run(script, tmp_path, environment, *RUN, "train.py", "--modules=2", "--lag")
+    assert code == 2
+    assert said.endswith("Options of run stand before the script: --modules\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "steps", "told"),
     [

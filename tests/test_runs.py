@@ -155,8 +155,11 @@ def test_what_an_observer_adds_to_the_summary_is_saved_without_being_known(tmp_p
     assert load(tmp_path / "run.json.gz").summary().sections == (energy,)
 
 
-def test_a_run_without_steps_is_saved(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_saved_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     timed(0).save(tmp_path / "run.json.gz")
+    assert caplog.messages[1:] == ["The saved run has no steps. Save it after the training."]
     run = load(tmp_path / "run.json.gz")
     assert len(run.history) == 0
     assert str(run.summary()).startswith("No step was timed")

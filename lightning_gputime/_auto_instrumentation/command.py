@@ -32,9 +32,10 @@ Options stand before the script. The manual describes them: docs/reference/optio
 """
 ABOUT_BENCH = """\
 Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
-5, 8, ... turns it ends if the answer is certain: if the interval lies above or below the bound of
---fail-above, or else above or below zero. It ends after --turns runs of each. The intervals are
-wider than those of compare, as they allow for each look. The scripts have no timer of their own.
+5, 8, ... turns it ends if the answer is certain: if the intervals of the step and of each phase lie
+below the bound of --fail-above, or one above it; without a bound, if that of the step lies above or
+below zero. It ends after --turns runs of each. The intervals are wider than those of compare, to
+allow for several looks. The scripts have no timer of their own.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
@@ -56,13 +57,13 @@ VALUES = (
     "warmup_steps",
 )
 """Options of all timers that a command line can give; each is described at `TimerOptions`."""
+FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
     parser.allow_abbrev = False  # What it does not know may be the script's.
-    for name in (*SWITCHES, *VALUES):
-        flag = f"--{name.replace('_', '-')}"
+    for flag, name in FLAGS.items():
         if name in SWITCHES:
             parser.add_argument(flag, action="store_true", default=None)
         else:

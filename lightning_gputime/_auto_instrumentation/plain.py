@@ -109,7 +109,13 @@ class PlainLoop:
     def _tell_if_no_update(self) -> None:
         has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.
         has_timer = "lightning_gputime._timer" in sys.modules
-        if not (has_children or has_timer or hasattr(sys, "last_value")):
+        if has_children or has_timer or hasattr(sys, "last_value"):
+            return
+        from lightning_gputime._auto_instrumentation.command import FLAGS
+
+        if misplaced := FLAGS.keys() & {one.partition("=")[0] for one in sys.argv[1:]}:
+            messages.warning("Options of run stand before the script: %s", ", ".join(misplaced))
+        else:
             why = "no second update" if self._updates else "no update"
             messages.warning(_NOT_FOUND, f"{why} by an optimizer of torch's was seen", "model")
 

@@ -60,7 +60,6 @@ _KNOWN = (*PHASES, GENERATE, TRAINING_STEP)
 _PAUSE = "put what belongs to no step, such as a validation, into `with timer.paused()`"
 _FIRST_WORKERS = 4  # The most workers to begin with, where there are none.
 _SAVE_LESS = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-_YOUR_OWN = ("run it less often, or make it cheaper",)
 _BY_BATCH = "index whole batches, by dataset[indices]: its tensors are in memory already"
 _ITERATE = "iterate over timer.steps(loader): without it, `data` may also hold your own code"
 _ENOUGH = 20  # Of fewer steps nothing is said of those that are long.
@@ -185,7 +184,8 @@ def _advise(
     name: str, share: float, summary: PhaseSummary, setup: TrainingSetup
 ) -> tuple[str, ...]:
     """Return what to do about an entry; nothing where nothing is known to help."""
-    own = _YOUR_OWN if name in summary.rows and name.partition("/")[0] not in _KNOWN else ()
+    is_own = name in summary.rows and name.partition("/")[0] not in _KNOWN
+    own = partial(_shorten, name) if is_own else ()
     advice = _ABOUT.get(name, own) if share >= _WORTH_IT else ()
     return advice if isinstance(advice, tuple) else tuple(dict.fromkeys(advice(summary, setup)))
 
@@ -204,7 +204,10 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
             yield 'precision="bf16-mixed" (now "32-true")'
         yield from _fuse(summary, setup)
     if bound in (verdict.GPU, verdict.LONGEST):
-        yield from _look_inside(summary, setup)
+        own = [one for one in summary.rows if one in _KNOWN and one not in BETWEEN_BATCHES]
+        longest = max(own, key=lambda name: _share(summary, name), default="")
+        if _share(summary, longest) >= _LONG:
+            yield from _look_inside(longest, summary, setup)
     # Slow steps are a loss of their own.
     share = _share(summary, OTHER) - sum(_lost(summary, OTHER).values())
     if share >= _LONG and not rest and (bound != verdict.MIXED or OTHER not in phases):
@@ -313,10 +316,11 @@ def _communicate_less(summary: PhaseSummary, _: TrainingSetup) -> Advice:
         yield "more work between collectives: larger batches, or accumulation under no_sync()"
 
 
-def _look_inside(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
-    [longest] = summary._judged.phases or ("",)
-    if longest in BETWEEN_BATCHES:
-        return  # It is a loss.
+def _shorten(name: str, summary: PhaseSummary, setup: TrainingSetup) -> Advice:
+    yield from [*_look_inside(name, summary, setup)] or ["run it less often, or make it cheaper"]
+
+
+def _look_inside(longest: str, summary: PhaseSummary, setup: TrainingSetup) -> Advice:
     parts = [name for name in summary.rows if name.startswith(f"{longest}/") and not is_wait(name)]
     long = [name for name in parts if _share(summary, name) >= _LONG]
     # The innermost: what is around it is as long because of it.
@@ -359,13 +363,16 @@ def _free_the_host(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
         yield f"remove .item(){copies} from {', '.join(others)}"
 
 
-def _evaluate_less(how: str, summary: PhaseSummary, _: TrainingSetup) -> Advice:
+def _evaluate_less(
+    how: str, after: str, inside: str, summary: PhaseSummary, _: TrainingSetup
+) -> Advice:
     if (spent := summary.wall_time) is not None and spent.after_batches_s:
         whole_s = sum(spent.entries_s.get(name, 0.0) for name in (VALIDATION, EVALUATION))
         if spent.after_batches_s >= verdict.HELD_UP * whole_s:
             of = f"{duration(1e3 * spent.after_batches_s)} of {duration(1e3 * whole_s)}"
-            yield f"cheaper metrics: {of} come after the last batch, as in compute_metrics"
-    yield how
+            yield f"cheaper metrics: {of} come after the last batch, as in {after}"
+            inside = ""
+    yield how + inside
 
 
 def _free_cores(_: PhaseSummary, setup: TrainingSetup) -> Advice:
@@ -391,9 +398,14 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
     GAPS: _launch_less,
     # Its callbacks may take most of it, however few batches it has.
     VALIDATION: partial(
-        _evaluate_less, "validate less often: check_val_every_n_epoch or val_check_interval"
+        _evaluate_less,
+        "validate less often: check_val_every_n_epoch or val_check_interval",
+        "on_validation_epoch_end",
+        '; its phases: timer.summary("validation")',
     ),
-    EVALUATION: partial(_evaluate_less, "evaluate less often, or on fewer samples"),
+    EVALUATION: partial(
+        _evaluate_less, "evaluate less often, or on fewer samples", "compute_metrics", ""
+    ),
     CHECKPOINTS: (_SAVE_LESS,),
     BETWEEN_LOOPS: ("do less often what runs between two loops, such as an evaluation",),
     PAUSED: ("do less often what is paused, such as an evaluation",),

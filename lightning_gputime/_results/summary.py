@@ -13,7 +13,7 @@ from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.sums import WorkSummary
 from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
-from lightning_gputime._results.verdict import INPUT, UNEVEN, Verdict, judge
+from lightning_gputime._results.verdict import INPUT, LONGEST, UNEVEN, Verdict, judge
 from lightning_gputime._results.wall_time import Losses, WallTimeBreakdown
 
 _RANKS = "min - max (rank)"
@@ -112,7 +112,11 @@ class PhaseSummary(Tabular):
     @property
     def verdict(self) -> str:
         """One sentence on what bounds the training, with its grounds; empty if there are none."""
-        return (self.losses is not None and self.losses.verdict) or str(self._judged)
+        if self.losses is None:
+            return str(self._judged)
+        # The longest phase need not be what can be made shorter.
+        gain = self.losses.largest_gain if self._judged.bound == LONGEST else ""
+        return self.losses.verdict or f"{self._judged}{gain}"
 
     @property
     def _judged(self) -> Verdict:
@@ -190,7 +194,7 @@ class PhaseSummary(Tabular):
             return f"{over}, which {are} warm-up: no other was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + n:
-            skipped = f"; {self.skipped_updates} of all {self.steps + n} have no update"
+            skipped = f"; {self.skipped_updates} of {self.steps + n} timed steps have no update"
         return f"{over}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -243,6 +247,10 @@ class PhaseSummary(Tabular):
             yield (
                 f"timed the first {FIRST_STEPS} steps, in the end 1 in {n}: timing every step would"
                 f" add {percent(cost)} to a step of {step}{fewer}"
+            )
+        elif cost is not None and self.untimed_steps:
+            yield (
+                f"{self.untimed_steps} steps were not timed, while it was measured what timing adds"
             )
         # Probes take time, too.
         is_sampled = self.untimed_steps and self.steps >= FIRST_STEPS and not self.probed_steps

@@ -24,6 +24,7 @@ _OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, REST)  # However long the fit is.
 
 _AT_MOST, _WHAT_TO_DO = "without it, at most", "what to do"
+_WORTH_NAMING = 0.1  # From this fraction of the wall clock on, the verdict names a loss.
 _SHOWN = 0.01  # From this fraction of the wall clock on, an entry has a line of its own.
 # The verdict by the dearest loss, where it lies outside of the steps.
 _HOLD_UP = {
@@ -235,6 +236,14 @@ class Losses(Tabular):
             return ""
         share = f"{percent(dearest.share)} of the {self._whole}"
         return f"{_HOLD_UP[dearest.name]}: {share} is `{dearest.name}`"
+
+    @property
+    def largest_gain(self) -> str:
+        """What to say of the dearest loss with advice; empty where it is small."""
+        found = [row for row in self.rows if row.advice and row.share >= _WORTH_NAMING]
+        if not found or found[0].at_most is None:
+            return ""
+        return f"; the most to gain is in `{found[0].name}`: at most {found[0].at_most:.2f}x faster"
 
     @property
     def _whole(self) -> str:

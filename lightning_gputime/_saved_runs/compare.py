@@ -138,7 +138,9 @@ class RunComparison(Tabular):
     @property
     def sentence(self) -> str:
         """Which changes are significant, of the step and of its phases; what changed outside."""
-        return "; ".join(filter(None, (self._claim, self.outside)))
+        found = [self._claim, self.outside]
+        # First what is known to differ.
+        return "; ".join(filter(None, found if self.step.is_significant else reversed(found)))
 
     @property
     def _claim(self) -> str:
@@ -166,7 +168,7 @@ class RunComparison(Tabular):
             claim = f"no significant change of the step: {_percent(self.step)}"
         if min(self.runs) > 1:
             return claim
-        return f"{claim}; with one run a side this may be chance: save two or more of each"
+        return f"{claim}; with one run a side this may be chance: save three or more of each"
 
     def _most(self, name: str) -> str:
         """Return the name of a phase, with the part that is most of its change."""
@@ -392,7 +394,7 @@ def _outside(sides: Sequence[Side]) -> str:
         f"{duration(1e3 * one)} of {duration(1e3 * whole)} ({side})"
         for (side, _), one, whole in zip(sides, outside_s, wall_s, strict=True)
     )
-    return f"outside of the steps, which is not judged: {' and '.join(told)}"
+    return f"outside of the steps {' and '.join(told)}, not judged"
 
 
 def _times(run: Run, names: Sequence[str]) -> Floats:

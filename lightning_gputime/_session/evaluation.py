@@ -17,6 +17,7 @@ from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._results.means import MeanLog, MetricsLogger
 from lightning_gputime._results.observers import ReadSteps
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.sums import ThroughputReference
 from lightning_gputime._work.work import Items
 
 
@@ -69,6 +70,7 @@ class Evaluations:
         options = self._options
         self._results = results = Results(options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
+        results.throughput = ThroughputReference(self._items.source)
         self.results.pop(stage, None)
         self.results[stage] = results
         # Nothing is due before the end.
