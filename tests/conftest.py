@@ -1,4 +1,5 @@
 import gc
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.patching import FunctionPatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
+
+# A shell that runs the tests in the background ignores it, and processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The function in it that runs the engine is private.
 AUTOGRAD: Any = torch.autograd
