@@ -257,8 +257,8 @@ class PhaseSummary(Tabular):
         if is_sampled and abs(self.all_steps_mean_ms / step_ms - 1) >= _OTHER_MEAN:
             mean = unit.of(self.all_steps_mean_ms)
             yield (
-                f"by the wall clock the mean of all steps, timed or not, is {mean}:"
-                " every_n_steps=1 times each"
+                f"by the wall clock the mean of all steps, timed or not, is {mean}, with what is"
+                " paused inside of them: every_n_steps=1 times each"
             )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_dear = timing_ms > max(_DEAR * step_ms, self.host_wait_mean_ms)
