@@ -592,6 +592,7 @@ def test_the_summary_of_an_evaluation_alone_is_its_table(
     assert {name: row.mean_ms for name, row in timer.summary().rows.items()} == EVALUATION_MS
     assert timer.summary() == timer.summary(stage)
     assert timer.summary().step.p95_ms == 5.5
+    assert "items per second, counted by the first dimension of the" in str(timer.summary())
     title = f"Time per {named} step in ms over 4 steps"
     assert title in str(timer.summary()).splitlines()
     assert "Time per" in pickle.loads(pickle.dumps(timer)).summary()._repr_html_()

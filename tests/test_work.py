@@ -269,6 +269,19 @@ def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
     assert logged["phase_time/val/items_per_sec"] < 1000
 
 
+def test_a_function_that_fails_is_told_once_of_all_evaluations(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(batch: Tensor) -> int:
+        raise KeyError("ids")
+
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, items=fails)
+    trainer(timer, max_epochs=3).fit(Model(gpu), Loader(gpu, 2), Loader(gpu, 2))
+    # Once of training, once of validation.
+    told = "Items are not counted any more, because items failed: KeyError('ids')"
+    assert [one.getMessage() for one in caplog.records if "Items" in one.msg] == [told] * 2
+
+
 def test_a_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
     class Skips(Model):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
