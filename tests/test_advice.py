@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
 from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._results import advice as advices
-from lightning_gputime._results.advice import TrainingSetup
+from lightning_gputime._results.advice import TrainingSetup, find_losses
 from lightning_gputime._results.ranks import RankSummary
 from lightning_gputime._results.results import Results
+from lightning_gputime._results.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs.environment import (
     Environment,
     _unfused,
@@ -240,6 +241,22 @@ def test_a_phase_of_your_own_is_a_loss_to_run_less_often() -> None:
     assert losses["CPU work"] == pytest.approx(0.4)
     assert [row.advice for row in losses.rows] == [("run it less often, or make it cheaper",)]
     assert losses.work.advice == ("split `forward`, 40 % of the step, by module: modules=2",)
+
+
+@pytest.mark.parametrize("name", ["evaluation", "checkpoints", "first step", "steps", "mine"])
+def test_a_phase_of_your_own_may_be_named_as_an_entry_is(name: str) -> None:
+    results = Results(100, 0, True)
+    results.add([raw(i, forward=4.0, **{name: 6.0}) for i in range(3)])
+    entries_s = {"set-up": 2.0, "first step": 1.0, "evaluation": 3.0, "checkpoints": 1.0}
+    wall_time = WallTimeBreakdown({**entries_s, "steps": 5.0})
+    losses = find_losses(replace(results.summary(), wall_time=wall_time), TrainingSetup())
+    assert losses is not None
+    # A step takes 10 ms: so long is the first step one as the others.
+    steps_s, first_s = 5.01, 0.99
+    entries_s["first step"] = first_s
+    assert losses.wall_s == pytest.approx(12.0)
+    assert losses[name] == pytest.approx((0.6 * steps_s + entries_s.get(name, 0.0)) / 12.0)
+    assert losses["CPU work"] == pytest.approx(0.4 * steps_s / 12.0)
 
 
 def test_the_longest_part_of_a_phase_of_your_own_is_named() -> None:

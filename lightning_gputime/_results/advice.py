@@ -104,13 +104,14 @@ def find_losses(summary: PhaseSummary, setup: TrainingSetup) -> Losses | None:
     steps_s, saves_s = spent_s.pop(STEPS), spent.saves_in_steps_s
     of_step = _break_down_step(summary, work, saves_s / (steps_s + saves_s))
     # The wall time has these already, and not among the steps.
-    without_saves = 1.0 - of_step.pop(CHECKPOINTS)
+    without_saves = 1.0 - of_step.pop(SAVES)
     # The first step is a step, too: what it takes longer than the others is lost.
     first_s = spent_s.get(FIRST_STEP, 0.0)
     steady_s = min(without_saves * summary.step.mean_ms / 1e3, first_s)
     spent_s[FIRST_STEP] = first_s - steady_s
     steps_s = (steps_s + steady_s) / without_saves
-    spent_s |= {name: share * steps_s for name, share in of_step.items()}
+    for name, share in of_step.items():  # A phase may be named as an entry is.
+        spent_s[name] = spent_s.get(name, 0.0) + share * steps_s
     wall_s = sum(spent_s.values())
     rows = {
         name: Loss(name, s / wall_s, _advise(name, of_step.get(name, s / wall_s), summary, setup))
@@ -155,7 +156,7 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
         found[entry] += moved
         return moved
 
-    move(CALLBACKS, CHECKPOINTS, saves)  # To a step they are a callback.
+    move(CALLBACKS, SAVES, saves)  # To a step they are a callback.
     work_of_slow_steps = 0.0
     if summary.slow is not None:
         for name, causes in summary.slow.lost_shares.items():
