@@ -1,14 +1,11 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
 from lightning_gputime._boundaries.comm import WaitBoundary, is_distributed
 from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
-from lightning_gputime._boundaries.forward import ForwardBoundary, time_inner_loss
+from lightning_gputime._boundaries.forward import ForwardBoundary, OnCall, time_inner_loss
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.module_hooks import without_hooks
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
@@ -22,8 +19,6 @@ _HIDDEN = (
     " take their time from an uncompiled run."
 )
 
-_OnCall = Callable[[nn.Module], None] | None
-
 
 class Boundaries:
     """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
@@ -31,7 +26,7 @@ class Boundaries:
     If it is given, `on_call` is called with the module of each outermost call of a model.
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop, on_call: _OnCall = None) -> None:
+    def __init__(self, recorder: Recorder, loop: Loop, on_call: OnCall = None) -> None:
         self._recorder = recorder
         self._attachments = Attachments()
         # Those that count updates may stay on between timed steps.
@@ -46,7 +41,7 @@ class Boundaries:
             self.remove()
             raise
 
-    def _put_on(self, recorder: Recorder, loop: Loop, on_call: _OnCall) -> None:
+    def _put_on(self, recorder: Recorder, loop: Loop, on_call: OnCall) -> None:
         own = self._attachments
         if shared := is_distributed():
             self.waits = WaitBoundary(recorder, own)

@@ -34,6 +34,9 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
+OnCall = Callable[[nn.Module], None] | None
+"""What to call with the module of each outermost call, in steps that are timed."""
+
 # What every call of a module passes through.
 _CALL = nn.Module._wrapped_call_impl.__code__
 
@@ -54,7 +57,7 @@ class ForwardBoundary:
         attachments: Attachments,
         loop: Loop,
         waits: WaitBoundary | None = None,
-        on_call: Callable[[nn.Module], None] | None = None,
+        on_call: OnCall = None,
     ) -> None:
         self._recorder = recorder
         self._attachments = attachments

@@ -137,8 +137,8 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
         top = name.partition("/")[0]
         if is_wait(name):
             return COMMUNICATION
-        if top not in _KNOWN:
-            return top  # A phase that the user has named.
+        if _is_your_own(name):
+            return top
         return name if name in (FETCH, COPY) else top if top in (DATA, CALLBACKS) else work
 
     found = defaultdict[str, float](float)
@@ -172,6 +172,11 @@ def _break_down_step(summary: PhaseSummary, work: str, saves: float) -> dict[str
     return found
 
 
+def _is_your_own(name: str) -> bool:
+    """Return whether a phase, or its parent, was named by the user."""
+    return name.partition("/")[0] not in _KNOWN
+
+
 def _unknown(summary: PhaseSummary) -> str:
     if summary.on_host_clock:
         return ""  # There is neither.
@@ -185,8 +190,7 @@ def _advise(
     name: str, share: float, summary: PhaseSummary, setup: TrainingSetup
 ) -> tuple[str, ...]:
     """Return what to do about an entry; nothing where nothing is known to help."""
-    is_own = name in summary.rows and name.partition("/")[0] not in _KNOWN
-    own = partial(_shorten, name) if is_own else ()
+    own = partial(_shorten, name) if name in summary.rows and _is_your_own(name) else ()
     advice = _ABOUT.get(name, own) if share >= _WORTH_IT else ()
     return advice if isinstance(advice, tuple) else tuple(dict.fromkeys(advice(summary, setup)))
 
@@ -205,8 +209,8 @@ def _work_less(summary: PhaseSummary, setup: TrainingSetup) -> Advice:
             yield 'precision="bf16-mixed" (now "32-true")'
         yield from _fuse(summary, setup)
     if bound in (verdict.GPU, verdict.LONGEST):
-        own = [one for one in summary.rows if one in _KNOWN and one not in BETWEEN_BATCHES]
-        longest = max(own, key=lambda name: _share(summary, name), default="")
+        of_work = [one for one in summary.rows if one in _KNOWN and one not in BETWEEN_BATCHES]
+        longest = max(of_work, key=lambda name: _share(summary, name), default="")
         if _share(summary, longest) >= _LONG:
             yield from _look_inside(longest, summary, setup)
     # Slow steps are a loss of their own.

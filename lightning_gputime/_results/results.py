@@ -125,15 +125,16 @@ class Results:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
-        all_ms = self.books.steps_ms if self.books and self.ended_steps > 1 else 0.0
         if steps and not sums.step.n:
             return replace(self._summary_of(steps, Sums(steps), Sums()), is_warmup=True)
+        later = max(self.ended_steps - 1, 0)  # Than the first step.
+        all_ms = self.books.steps_ms if self.books is not None and later else 0.0
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
             lasting_change=self.levels.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
-            all_steps_mean_ms=all_ms / (self.ended_steps - 1) if all_ms else math.nan,
+            all_steps_mean_ms=all_ms / later if all_ms else math.nan,
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,

@@ -122,29 +122,29 @@ class ThroughputReference:
     flops: tuple[float, float, float] = (nan, nan, nan)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        items_per_sec = 1e3 * sums.items / sums.items_ms if sums.items_ms else nan
-        tflops = items_per_sec * self.flops[0] / 1e12
-        metrics = {
-            "items_per_sec": items_per_sec,
-            **{f"{name}_tflops": one for name, one in self.tflops_of_phases(sums).items()},
-            "mfu": tflops / (self.peak_tflops or nan),
-        }
-        return {name: one for name, one in metrics.items() if one == one}
+        rates = self._rates(sums)
+        rates.pop("tflops", None)
+        phases = self.tflops_of_phases(sums)
+        return rates | {f"{name}_tflops": tflops for name, tflops in phases.items()}
 
     def summary(self, sums: Sums) -> "WorkSummary":
-        metrics = self.metrics(sums)
-        items_per_sec = metrics.get("items_per_sec")
-        tflops = (items_per_sec or nan) * self.flops[0] / 1e12
-        is_unseen = tflops == tflops and not self.precision
+        rates = self._rates(sums)
+        is_unseen = "tflops" in rates and not self.precision
         return WorkSummary(
-            items_per_sec=items_per_sec,
+            **rates,
             items_by=self.items_by,
-            tflops=tflops if tflops == tflops else None,
-            mfu=metrics.get("mfu"),
             precision=self.precision,
             peak_tflops=self.peak_tflops,
             note=self.note or (_UNSEEN if is_unseen else ""),
         )
+
+    def _rates(self, sums: Sums) -> dict[str, float]:
+        """Return what is known of the rates of a `WorkSummary`, by their names there."""
+        items_per_sec = 1e3 * sums.items / sums.items_ms if sums.items_ms else nan
+        tflops = items_per_sec * self.flops[0] / 1e12
+        mfu = tflops / (self.peak_tflops or nan)
+        rates = {"items_per_sec": items_per_sec, "tflops": tflops, "mfu": mfu}
+        return {name: rate for name, rate in rates.items() if rate == rate}
 
     def tflops_of_phases(self, sums: Sums) -> dict[str, float]:
         """Return the TFLOP/s of forward and backward, if their FLOPs are known."""

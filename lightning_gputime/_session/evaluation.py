@@ -121,4 +121,4 @@ class Evaluations:
             self._boundaries.remove()
             self._recorder.rest()
             self._recorder = None
-            del self._boundaries, self._means, self._now_ns  # They hold the model.
+            del self._boundaries, self._means  # They hold the model.

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gputime._boundaries.forward import OnCall
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._messages import WarnOnce, messages
+from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import device_of
@@ -40,7 +41,6 @@ class WorkCounter:
         self.reference = ThroughputReference(self._items.source)
         self._has_flops = options.flops is not None
         self._unknown_steps = 0  # On end.
-        self._warn_once = WarnOnce()
         if not self._has_flops:
             return
         self._device = device_of(loop.model)
@@ -55,7 +55,7 @@ class WorkCounter:
             self._set_precision(loop.model, dtype)
 
     @property
-    def on_call(self) -> Callable[[nn.Module], None] | None:
+    def on_call(self) -> OnCall:
         """What to call in each call of a model, in a step that is timed."""
         return self._see_precision if self._has_flops else None
 
@@ -76,8 +76,8 @@ class WorkCounter:
         self._step_items, self._batch_items = 0.0, self._items.fixed
         if self._has_flops:
             self._unknown_steps = self._unknown_steps + 1 if items != items else 0
-            if self._unknown_steps == 2:
-                self._warn_once(_NO_ITEMS)
+            if self._unknown_steps == 2 and self.reference.note != _NO_ITEMS:
+                messages.warning(_NO_ITEMS)
                 self.reference.note = _NO_ITEMS
         return items
 
