@@ -49,10 +49,12 @@ def measure(world_size: int, steps: int) -> dict[str, Any]:
     """Compares `world_size` ranks once, and returns what it took."""
     zero, *others = exchanges(world_size)
     send_ms = [
-        timed(other.gather, totals(rank, steps))[1] for rank, other in enumerate(others, start=1)
+        timed(other.send, totals(rank, steps), steps - 1)[1]
+        for rank, other in enumerate(others, start=1)
     ]
     tracemalloc.start()
-    gathered, gather_ms = timed(zero.gather, totals(0, steps))
+    zero.send(totals(0, steps), steps - 1)
+    [(_, gathered)], gather_ms = timed(lambda: [*zero.arrived(wait=False)])
     ranks, compare_ms = timed(compare, gathered)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
@@ -124,6 +125,21 @@ def die(rank: int) -> dict[str, Any]:
     return {"error": "", "seconds": 0.0}
 
 
+def train_uneven(rank: int) -> dict[str, Any]:
+    """Trains in a `Join`, in which rank zero has fewer batches than the other."""
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Join([net]), GPUPhaseHooks(net, optimizer, warmup_steps=0, every_n_steps=1) as timer:
+        # The last steps are far from over where rank zero has ended its loop.
+        for x in timer.steps([torch.ones(2, 4)] * (40 if rank else 10)):
+            sleep(5.0 * rank)
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    history = timer.history()
+    return {"steps": len(history), "longest_backward_ms": float(history["backward_ms"].max())}
+
+
 def main(directory: Path, world_size: int, rank: int, *cases: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -131,6 +147,13 @@ def main(directory: Path, world_size: int, rank: int, *cases: str) -> None:
     )
     if cases == ("dies",):
         (directory / "results.json").write_text(json.dumps(die(rank)))
+        # Gloo's threads may abort a process that exits after the death of another one.
+        os._exit(0)
+    if cases == ("uneven",):
+        found = train_uneven(rank)
+        if rank == 1:
+            (directory / "results.json").write_text(json.dumps(found))
+        torch.distributed.barrier()
         return
     results = {}
     for case in cases:

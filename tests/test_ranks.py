@@ -2,10 +2,11 @@
 
 import json
 import math
+import pickle
 import random
 import statistics
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -331,56 +332,81 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     return host_time
 
 
-def test_rank_zero_waits_for_the_others_and_they_wait_for_nobody(host_time: HostTime) -> None:
+def gather(zero: Exchange, *, wait: bool = False) -> list[dict[int, int]]:
+    """The comparisons that are complete: the number of steps by rank."""
+    return [
+        {rank: got.steps for rank, got in gathered.items()}
+        for _, gathered in zero.arrived(wait=wait)
+    ]
+
+
+def test_no_rank_waits_for_another_one_during_training(host_time: HostTime) -> None:
     zero, one, two = exchanges(3)
-    assert one.gather(totals(steps=1)) == {}
-    host_time.call_at(0.2, lambda: two.gather(totals(steps=2)))
-    gathered = zero.gather(totals(steps=3))
+    one.send(totals(steps=1), 0)
+    zero.send(totals(steps=3), 2)
+    assert gather(zero) == []
+    two.send(totals(steps=2), 1)
+    # A rank that is ahead does not mix the windows up.
+    one.send(totals(steps=4), 3)
+    one.send(totals(steps=5), 4)
+    zero.send(totals(steps=7), 6)
+    assert gather(zero) == [{0: 3, 1: 1, 2: 2}]
+    assert gather(zero) == []
+    two.send(totals(steps=6), 5)
+    assert [number for number, _ in zero.arrived(wait=False)] == [6]
+    assert not zero.is_waiting
+    assert host_time.now_s == 0.0
+
+
+def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
+    zero, one, two = exchanges(3)
+    for exchange in (one, zero):
+        exchange.send(totals(steps=1), 0)
+    host_time.call_at(0.2, lambda: two.send(totals(steps=2), 0))
+    assert gather(zero, wait=True) == [{0: 1, 1: 1, 2: 2}]
     assert host_time.now_s == pytest.approx(0.2)
-    assert {rank: got.steps for rank, got in gathered.items()} == {0: 3, 1: 1, 2: 2}
-    # One that runs ahead does not mix the windows up.
-    one.gather(totals(steps=4))
-    one.gather(totals(steps=5))
-    two.gather(totals(steps=6))
-    gathered = zero.gather(totals(steps=7))
-    assert {rank: got.steps for rank, got in gathered.items()} == {0: 7, 1: 4, 2: 6}
 
 
-def test_a_rank_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
-    zero, one, _ = exchanges(3, timeout_s=0.1)
-    for _ in range(2):
-        one.gather(totals())
-        assert set(zero.gather(totals())) == {0, 1}
+def test_absent_ranks_are_waited_for_once_and_named_once(
+    host_time: HostTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero, one, *_ = exchanges(4, timeout_s=0.1)
+    for exchange in (one, zero, one, zero):
+        exchange.send(totals(), 9)
+    assert gather(zero, wait=True) == [{0: 10, 1: 10}] * 2
+    assert host_time.now_s == pytest.approx(0.1)
     assert [record.getMessage() for record in caplog.records] == [
-        "The times of these ranks did not arrive, and are left out until they do: 2. Give all ranks"
-        " the same timers, attached in the same order, and as many steps."
+        "The times of these ranks did not arrive, and are left out until they do: 2, 3. Give all"
+        " ranks the same timers, attached in the same order, and as many steps."
     ]
 
 
 def test_a_rank_that_was_late_takes_part_again_when_it_has_caught_up(
-    caplog: pytest.LogCaptureFixture,
+    host_time: HostTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    zero, one, two = exchanges(3, timeout_s=0.1)
-    for rank in (one, two):
-        rank.gather(totals(steps=1))
-    assert set(zero.gather(totals())) == {0, 1, 2}
-    for n in (2, 3):
-        one.gather(totals(steps=n))
-        assert set(zero.gather(totals())) == {0, 1}
-    for n in (2, 3, 4):
-        two.gather(totals(steps=n))
-    one.gather(totals(steps=4))
-    gathered = zero.gather(totals())
-    assert {rank: gathered[rank].steps for rank in (1, 2)} == {1: 4, 2: 4}
+    zero, one, two = exchanges(3)
+    for n in range(1, 7):
+        for exchange in (one, zero):
+            exchange.send(totals(steps=n), n)
+    # The first comparison is complete without it once rank zero is five comparisons ahead. The
+    # others need not be awaited: a rank that is late there is late at the next one, too.
+    assert gather(zero) == [{0: n, 1: n} for n in range(1, 7)]
+    for n in range(1, 8):
+        two.send(totals(steps=n), n)
+    for exchange in (one, zero):
+        exchange.send(totals(steps=7), 7)
+    assert gather(zero) == [{0: 7, 1: 7, 2: 7}]
     assert caplog.text.count("did not arrive") == 1
+    assert host_time.now_s == 0.0
 
 
 def test_a_rank_that_runs_far_ahead_loses_no_window() -> None:
-    zero, one = exchanges(2, timeout_s=0.1)
+    zero, one = exchanges(2)
     for n in range(1, 11):
-        one.gather(totals(steps=n))
+        one.send(totals(steps=n), n)
     for n in range(1, 11):
-        assert zero.gather(totals())[1].steps == n
+        zero.send(totals(), n)
+        assert gather(zero) == [{0: 10, 1: n}]
 
 
 def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
@@ -389,41 +415,22 @@ def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     zero, _ = (Exchange(store, rank, 2) for rank in range(2))
-    assert set(zero.gather(totals())) == {0}
+    zero.send(totals(), 9)
+    assert gather(zero, wait=True) == [{0: 10}]
     assert 0.1 <= host_time.now_s < 0.3
-
-
-def test_ranks_with_steps_of_their_own_cost_no_wait_at_every_turn(host_time: HostTime) -> None:
-    # As in a `Join`, where rank zero has fewer batches: the other goes on when this one does.
-    zero, one = exchanges(2, timeout_s=3.0)
-    for _ in range(10):
-        assert set(zero.gather(totals())) == {0}
-        one.gather(totals())
-    assert host_time.now_s < 6.0
 
 
 def test_what_nobody_reads_any_more_is_not_kept() -> None:
     _, one = exchanges(2)
     for _ in range(15):
-        one.gather(totals())
+        one.send(totals(), 0)
     assert [one._store.check([f"{window}/1"]) for window in range(15)] == [False] * 5 + [True] * 10
 
 
-def test_ranks_without_a_timer_are_told(
-    host_time: HostTime, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = HashStore()
-    zero = Exchange(store, 0, 3)
-    for _ in range(2):
-        assert set(zero.gather(totals())) == {0}
-    assert caplog.text.count("left out until they do: 1, 2. Give all ranks the same timers") == 1
-
-
 def test_what_is_sent_does_not_grow_with_the_steps() -> None:
-    zero, one = exchanges(2)
+    _, one = exchanges(2)
     for window in range(5):
-        one.gather(totals(steps=10 ** (window + 1)))
-        zero.gather(totals())
+        one.send(totals(steps=10 ** (window + 1)), 0)
         assert len(one._store.get(f"{window}/1")) < 350
 
 
@@ -431,9 +438,11 @@ def test_a_thousand_ranks() -> None:
     zero, *others = exchanges(1024)
     for other in others:
         slow = other._rank == 700
-        other.gather(totals(comm=0.5, late="backward") if slow else totals(comm=3.5))
+        other.send(totals(comm=0.5, late="backward") if slow else totals(comm=3.5), 9)
     tracemalloc.start()
-    ranks = compare(zero.gather(totals(comm=3.5)))
+    zero.send(totals(comm=3.5), 9)
+    [(_, gathered)] = zero.arrived(wait=False)
+    ranks = compare(gathered)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert ranks is not None
@@ -454,13 +463,27 @@ class FakeExchange:
     def __init__(self, *others: Callable[[RankTotals], RankTotals]) -> None:
         self.others: tuple[Callable[[RankTotals], RankTotals], ...] = others
         self.sent: list[RankTotals] = []
-        self.on_gather: Callable[[], None] = lambda: None
+        self.on_send: Callable[[], None] = lambda: None
+        self.is_late = False
+        """True while the others have not sent their times."""
+        self.open: list[tuple[int, RankTotals]] = []
+        self.waits: list[bool] = []
 
-    def gather(self, own: RankTotals) -> dict[int, RankTotals]:
-        self.on_gather()
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.open)
+
+    def send(self, own: RankTotals, number: int) -> None:
+        self.on_send()
         self.sent.append(own)
-        others = {rank: other(own) for rank, other in enumerate(self.others, start=1)}
-        return {0: own, **others}
+        self.open.append((number, own))
+
+    def arrived(self, *, wait: bool) -> Iterator[tuple[int, dict[int, RankTotals]]]:
+        self.waits.append(wait)
+        while self.open and (wait or not self.is_late):
+            number, own = self.open.pop(0)
+            others = {rank: other(own) for rank, other in enumerate(self.others, start=1)}
+            yield number, {0: own, **others}
 
 
 def slower_forward(own: RankTotals) -> RankTotals:
@@ -503,6 +526,43 @@ def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeE
     assert json.loads(json.dumps(summary.to_dict()))["ranks"]["rows"]["forward"]["max_ms"] == 7.0
 
 
+def test_times_that_arrive_late_are_compared_when_they_are_there(
+    gpu: FakeGPU, exchange: FakeExchange
+) -> None:
+    loop, logger, exchange.is_late = Loop(gpu), RankLogger(), True
+    with hooks(loop, sync_ranks="log", logger=logger, log_every_n_steps=4) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(13))):
+            loop.train(x)
+            exchange.is_late = number < 10
+            if number == 10:
+                assert logger.of_ranks() == []
+                ranks = timer.summary().ranks
+                assert ranks is not None
+                assert ranks.slowest_rank == 1
+                # No logger takes a number that is behind.
+                assert [step for step, _ in logger.of_ranks()] == [7, 7]
+    assert exchange.waits.count(True) == 1
+    assert exchange.waits[-1]
+
+
+@pytest.mark.parametrize(("log", "is_logged"), [(["ranks"], True), (["phases"], False)])
+def test_the_end_waits_for_other_ranks_where_they_are_logged_or_else_where_they_are_read(
+    gpu: FakeGPU, exchange: FakeExchange, log: list[str], is_logged: bool
+) -> None:
+    loop, logger, exchange.is_late = Loop(gpu), RankLogger(), True
+    with hooks(loop, logger=logger, log=log) as timer:
+        for x in timer.steps(loop.batches(5)):
+            loop.train(x)
+    assert any(exchange.waits) == is_logged
+    assert bool(logger.of_ranks()) == is_logged
+    pickle.dumps(timer._results)
+    for _ in range(2):
+        ranks = timer.summary().ranks
+        assert ranks is not None
+        assert ranks.slowest_rank == 1
+        assert exchange.waits.count(True) == 1
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_with_log_every_window_is_compared_whatever_was_read(
     gpu: FakeGPU, exchange: FakeExchange, lag: int
@@ -525,7 +585,7 @@ def test_with_log_the_exchange_is_in_no_step_and_the_end_of_an_epoch_is_compared
     gpu: FakeGPU, exchange: FakeExchange
 ) -> None:
     loop = Loop(gpu)
-    exchange.on_gather = lambda: gpu.host_work(50.0)
+    exchange.on_send = lambda: gpu.host_work(50.0)
     with hooks(loop, sync_ranks="log", log_every_n_steps=3) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(6)):
@@ -672,16 +732,18 @@ def test_after_an_error_nobody_is_waited_for(gpu: FakeGPU, exchange: FakeExchang
     assert exchange.sent == []
 
 
+@pytest.mark.parametrize("name", ["send", "arrived"])
 def test_a_store_that_fails_ends_the_comparison_and_nothing_else(
+    name: str,
     gpu: FakeGPU,
     exchange: FakeExchange,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise ConnectionError("broken pipe")
 
-    monkeypatch.setattr(exchange, "gather", fail)
+    monkeypatch.setattr(exchange, name, fail)
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for _ in range(2):
@@ -723,6 +785,15 @@ def test_stragglers_in_real_processes(world_size: int, tmp_path: Path) -> None:
         if not spoiled:
             break
     assert spoiled == {}
+
+
+@pytest.mark.slow
+def test_a_rank_with_more_batches_waits_for_no_comparison(tmp_path: Path) -> None:
+    finish(*(start(SCRIPT, tmp_path, 2, rank, "uneven") for rank in range(2)))
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["steps"] == 40
+    # Rank zero would wait for 3 s in the comparison at the end of its loop, and this rank for it.
+    assert found["longest_backward_ms"] < 1500.0
 
 
 @pytest.mark.slow

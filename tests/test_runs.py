@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,42 @@ def test_a_network_that_is_compiled_is_said_to_be() -> None:
     with GPUPhaseHooks(net, torch.optim.SGD(net.parameters())) as timer:
         pass
     assert timer._run().environment.compiled
+
+
+def test_the_commit_is_found_in_any_state_of_a_repository(tmp_path: Path) -> None:
+    def git(*arguments: object, cwd: Path) -> str:
+        user = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+        command = ["git", *user, *map(str, arguments)]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    main, tree = tmp_path / "main", tmp_path / "tree"
+    inside = main / "src" / "package"
+    inside.mkdir(parents=True)
+    assert environment.head_of(inside) == ""
+    git("init", "--quiet", cwd=main)
+    with pytest.raises(OSError, match="packed-refs"):  # Without a commit.
+        environment.head_of(inside)
+    for message, change in (
+        ("on a branch", ["checkout", "--quiet", "-b", "feature/one"]),
+        ("packed", ["pack-refs", "--all"]),
+        ("of the worktree", ["worktree", "add", "--quiet", tree, "-b", "other"]),
+        ("detached", ["checkout", "--quiet", "--detach"]),
+    ):
+        git("commit", "--quiet", "--allow-empty", "--message", message, cwd=main)
+        git(*change, cwd=main)
+        assert environment.head_of(inside) == git("rev-parse", "HEAD", cwd=inside)
+    git("commit", "--quiet", "--allow-empty", "--message", "in the worktree", cwd=tree)
+    assert environment.head_of(tree) == git("rev-parse", "HEAD", cwd=tree)
+    assert environment.head_of(tree) != environment.head_of(main)
+    git("pack-refs", "--all", cwd=main)
+    assert environment.head_of(tree) == git("rev-parse", "HEAD", cwd=tree)
+
+
+def test_no_process_is_started_for_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment._commit.cache_clear()
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("a process"))
+    assert timed()._run().environment.package == lightning_gputime.__version__
 
 
 def test_an_environment_that_cannot_be_found_ends_no_training(

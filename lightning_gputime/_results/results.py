@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
 from typing import Any
@@ -55,6 +55,8 @@ class Results:
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
         self.ranks: RankSummary | None = None  # As they were last compared.
+        # Compares ranks that had not sent their times when training ended: it waits for them.
+        self.complete_ranks: Callable[[], None] | None = None
         self.newest_probed: StepRecord | None = None  # Its work alone.
         self.probe_failure = ""  # Why no step is probed any more.
         self.books: WallTimeRecorder | None = None  # Of a fit, where a trainer tells it.
@@ -72,7 +74,8 @@ class Results:
         with self._lock:
             # No lock goes into a copy: `ddp_spawn` pickles callbacks.
             copied = {"sums": self.sums.copy(), "_busy": self._busy.copy(), "_lock": None}
-            return {**self.__dict__, **copied, "_newest": self._newest.copy()}
+            newest = self._newest.copy()
+        return {**self.__dict__, **copied, "_newest": newest, "complete_ranks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=RLock())
@@ -121,6 +124,9 @@ class Results:
 
     def summary(self, stage: str = "") -> PhaseSummary:
         """Return the statistics of all steps but the warm-up; of that where there are no others."""
+        complete, self.complete_ranks = self.complete_ranks, None
+        if complete is not None:
+            complete()
         with self._lock:
             steps, warmup = self._copy()
             seen, skipped_updates = self._seen, self._skipped_updates

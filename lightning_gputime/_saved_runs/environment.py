@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -133,16 +132,37 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# Once in a process: what runs is what was there when it began.
+# Cached: a process runs the code of the commit at which it started.
 @lru_cache
 def _commit() -> str:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
-    folder = Path(program).resolve().parent if program else Path.cwd()
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
+    with suppress(OSError, ValueError):
+        return head_of(Path(program).resolve().parent if program else Path.cwd())
     return ""
+
+
+def head_of(folder: Path) -> str:
+    """Return the commit that git has checked out in a folder; empty where there is none.
+
+    It reads git's files: starting `git` would take up to seconds at the start of a training.
+    """
+    places = (parent / ".git" for parent in (folder, *folder.parents))
+    git = next((place for place in places if place.exists()), None)
+    if git is None:
+        return ""
+    if git.is_file():  # A worktree or a submodule.
+        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head
+    ref = head.removeprefix("ref:").strip()
+    # Worktrees share their branches.
+    common = git / "commondir"
+    shared = git / common.read_text().strip() if common.is_file() else git
+    if (shared / ref).is_file():
+        return (shared / ref).read_text().strip()
+    with (shared / "packed-refs").open() as packed:
+        return next((line.split()[0] for line in packed if line.rstrip().endswith(f" {ref}")), "")
 
 
 def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> TrainingSetup:

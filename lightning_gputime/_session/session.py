@@ -469,6 +469,7 @@ class Session:
         """Read what the device has finished, without a wait; not beside the thread that runs."""
         if self._may_read():
             self.recorder.drain()
+            self._comparison.compare_arrived()
             self._results.ended_steps = self._index - self.recorder.pending.count
 
     def _may_read(self) -> bool:
@@ -485,6 +486,7 @@ class Session:
         self.recorder.flush()
         # Before `remove`, which tells the other ranks that this one leaves.
         self.compare_ranks()
+        self._comparison.finish()
         self.remove()
 
     def abort(self) -> None:
