@@ -374,6 +374,16 @@ def test_a_half_written_file_replaces_nothing(
     assert load(tmp_path / "run.json.gz").summary().steps == 4
 
 
+def test_a_private_file_is_replaced_by_one_that_was_never_public(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    path.touch(0o600)
+    monkeypatch.setattr(os, "chmod", lambda *_, **__: None)
+    saved.write(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+
+
 def test_the_mode_of_a_file_stays_and_a_new_one_is_as_the_umask_says(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     old = os.umask(0o027)

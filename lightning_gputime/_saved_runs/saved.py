@@ -7,10 +7,11 @@ import json
 import math
 import os
 import re
-import shutil
+import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -125,12 +126,14 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
             raise OSError(errno.EISDIR, "it is a folder: pass the path of a file in it")
         if target.exists() and not target.is_file():
             raise OSError(errno.EINVAL, "it is no regular file: pass the path of one")
+        is_new = not target.exists()
+        mode = 0o666 if is_new else stat.S_IMODE(target.stat().st_mode)
         try:
-            # Not by `tempfile`, whose files are for their owner alone, whatever the umask.
-            with temporary.open("xb") as file:
+            # Never readable by more users than the target. The umask applies to new files alone.
+            with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
+                if not is_new:
+                    os.chmod(temporary, mode)
                 file.write(content.encode() if isinstance(content, str) else content)
-            if target.exists():
-                shutil.copymode(target, temporary)
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
