@@ -5,20 +5,26 @@ their documentation. For the Trainer of transformers, and a plain loop, `run` pu
 on Python's path, whose `sitecustomize` calls `watch_imports` when Python starts.
 """
 
+import atexit
 import contextlib
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, cast
 
-from lightning_gputime._messages import WarnOnce
+from lightning_gputime._messages import WarnOnce, messages
 
 # The environment variable: unset, empty or "0" for no timer, "1", or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
 BEGAN = f"{VARIABLE}_BEGAN"  # That which has the time at which `run` began.
+
+_MISSED = (
+    "No timer was added: another import hook imported %s before lightning_gputime could watch it."
+    " Write a timer into the script."
+)
 
 tell_once = WarnOnce()
 
@@ -74,43 +80,78 @@ def fabric_callbacks() -> list[Any]:
 
 
 def watch_imports() -> None:
-    """Add timers to what needs no Lightning, once the script has imported it."""
+    """Add timers to libraries that have no entry points, once the script has imported them."""
     if (wanted := options()) is None:
         return
-    calls = {
-        "torch": lambda: _watch_updates(wanted),
-        "transformers.trainer": lambda: _watch_trainers(wanted),
-    }
-    sys.meta_path.insert(0, _AfterImport(calls))
-    # What is imported already, as by a `sitecustomize` of the user's.
-    for name in calls.keys() & sys.modules.keys():
-        with tells_errors():
-            calls.pop(name)()
+    finder = _WatchingFinder(
+        {
+            "torch": lambda: _watch_updates(wanted),
+            "transformers.trainer": lambda: _watch_trainers(wanted),
+        }
+    )
+    # Modules that are imported already, for example by the user's own `sitecustomize`.
+    for name in finder.calls.keys() & sys.modules.keys():
+        finder.imported(name)
+    sys.meta_path.insert(0, finder)
+    # A process forked by the script reports nothing.
+    atexit.register(_report_unwatched, finder, os.getpid())
 
 
-class _AfterImport:
-    """A finder of modules that finds none, and calls a function after one is imported."""
+class _WatchingFinder:
+    """A finder that asks the other finders, and calls a function after a module was executed.
+
+    Finding a module is not importing it: `importlib.util.find_spec("torch")` changes nothing.
+    """
 
     def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
-        self._calls = calls
+        self.calls = calls  # The functions that were not called yet, by the name of the module.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        if name not in self._calls:
+        if name not in self.calls:
             return None
-        call = self._calls.pop(name)
-        spec = importlib.util.find_spec(name)  # Asks the other finders.
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None or (spec := find(name, path, target)) is None:
+                continue
+            if hasattr(spec.loader, "exec_module"):
+                spec.loader = _WatchedLoader(spec.loader, self)
+            return cast("ModuleSpec", spec)
+        return None
 
-            def execute_and_call(module: Any) -> None:
-                execute(module)
-                with tells_errors():
-                    call()
+    def imported(self, name: str) -> None:
+        """Call the function of a module that was imported. Never raise."""
+        with tells_errors():
+            self.calls.pop(name, lambda: None)()
 
-            vars(spec.loader)["exec_module"] = execute_and_call
-        return spec
+
+class _WatchedLoader(Loader):
+    """Stand in for the loader of a module until that is executed."""
+
+    def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy has no loader yet.
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.imported(module.__spec__.name)
+
+
+def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
+    """Report modules that were imported past the finder: their training has no timer."""
+    missed = finder.calls.keys() & sys.modules.keys()
+    if missed and os.getpid() == process:
+        messages.warning(_MISSED, " and ".join(sorted(missed)))
 
 
 def _watch_updates(wanted: dict[str, Any]) -> None:
