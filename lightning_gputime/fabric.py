@@ -1,11 +1,11 @@
 """The timer for a loop with Lightning's Fabric."""
 
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar, Unpack
 
 import torch
-from lightning.fabric import wrappers
 from torch import nn
 
 from lightning_gputime._boundaries.loop import Loop
@@ -89,7 +89,7 @@ class FabricPhaseTimer(LoopTimer):
             ValueError: If a name or pattern of `modules` matches no module of the model.
         """
         for one in optimizers:
-            if not isinstance(one, wrappers._FabricOptimizer):
+            if not _is_wrapper(one, "_FabricOptimizer"):
                 raise TypeError(_RAW.format(format_value(one)))
         own = [*optimizers] or _optimizers_of(fabric)
         # One that is not trained is a part of the loss, say; with an optimizer it thaws later.
@@ -117,7 +117,7 @@ class FabricPhaseTimer(LoopTimer):
         )
         clock = self._clock_for(fabric.device, tell=fabric.is_global_zero)
         self._start_loop(clock, fabric.loggers)
-        loaders, this = wrappers._FabricDataLoader, weakref.ref(self)
+        loaders, this = _loader_class(fabric), weakref.ref(self)
         self._patches.add(Subscription(loaders, "__iter__", this, _followed))
         weakref.finalize(self, self._patches.remove).atexit = False
 
@@ -132,7 +132,7 @@ class FabricPhaseTimer(LoopTimer):
     # For users
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:  # noqa: D102  # as of the base class
-        if isinstance(iterable, wrappers._FabricDataLoader):
+        if _is_wrapper(iterable, "_FabricDataLoader"):
             return Steps(lambda: iter(iterable), iterable)  # It is followed.
         return super().steps(iterable)
 
@@ -188,6 +188,18 @@ def _optimizers_of(fabric: Any) -> list[Any]:
     """Return the optimizers in the call of `fabric.setup`: its hook gets the model alone."""
     for known in callers():
         if known.get("self") is fabric and "optimizers" in known:
-            kind = wrappers._FabricOptimizer
-            return [one for one in known["optimizers"] if isinstance(one, kind)]
+            return [one for one in known["optimizers"] if _is_wrapper(one, "_FabricOptimizer")]
     return []
+
+
+# By name: `lightning.fabric` and `lightning_fabric` have a class each.
+
+
+def _is_wrapper(thing: object, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def _loader_class(fabric: Any) -> Any:
+    """Return the class of the loaders that a Fabric sets up."""
+    module = next(kind.__module__ for kind in type(fabric).__mro__ if kind.__name__ == "Fabric")
+    return sys.modules[f"{module.rpartition('.')[0]}.wrappers"]._FabricDataLoader
