@@ -1,5 +1,7 @@
 """`lightning_gputime run`: scripts without a timer, each in a process of its own."""
 
+import copy
+import importlib.util
 import inspect
 import json
 import os
@@ -7,8 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipapp
+from collections.abc import Iterator
+from functools import partial
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 
 import pytest
@@ -16,13 +22,16 @@ import torch
 from processes import ENVIRONMENT, PACKAGE
 
 from lightning_gputime import GPUPhaseTimer, TimerOptions, __main__, load
-from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options
+from lightning_gputime import _auto_instrumentation as auto
+from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options, program
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 
 GROUPS = {
     "lightning.pytorch.callbacks_factory": "trainer_callbacks",
     "lightning.fabric.callbacks_factory": "fabric_callbacks",
+    "pytorch_lightning.callbacks_factory": "trainer_callbacks",
+    "lightning_fabric.callbacks_factory": "fabric_callbacks",
 }
 FUNCTIONS = "lightning_gputime._auto_instrumentation"
 
@@ -108,6 +117,12 @@ for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.ones(60,
     fabric.backward(net(batch).square().mean())
     optimizer.step()
 """
+TWO_FITS = (
+    LIGHTNING.replace("lightning.pytorch", "pytorch_lightning")
+    .replace("trainer = pl", "for _ in range(2):\n  trainer = pl")
+    .replace("trainer.fit", "  trainer.fit")
+)
+LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
 import torch, transformers
 class Net(torch.nn.Module):
@@ -195,12 +210,106 @@ def test_the_command_passes_a_script_and_its_arguments_on(
     monkeypatch.setenv(BEGAN, "")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     started = []
-    for name in ("execv", "execvp"):
-        monkeypatch.setattr(os, name, lambda _, arguments: started.append(arguments))
+    monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
     __main__.main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
+
+
+def executable(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_executable", "is_python"),
+    [
+        ("train.py", "", False, True),
+        ("train.py", "#!/bin/python3 -I", True, True),  # Python is named by the command itself.
+        ("train", "import torch", False, True),
+        ("train", "import torch", True, True),  # No shell runs it without a first line.
+        ("train", "#!/usr/bin/env -S python3.12 -u", False, True),
+        ("train", f"#!{sys.executable}", True, False),
+        ("launch.sh", "#!/bin/sh\npython train.py", True, False),
+        ("launch", "#!/bin/bash", True, False),
+        ("trainer.x86_64", b"\x7fELF\0", True, False),
+    ],
+)
+def test_files_are_python_or_programs(
+    name: str, text: str | bytes, is_executable: bool, is_python: bool, tmp_path: Path
+) -> None:
+    path = executable(tmp_path / name, text)
+    path.chmod(0o755 if is_executable else 0o644)
+    assert program.find_program([str(path), "-I"]) == (None if is_python else str(path))
+
+
+def test_folders_archives_and_pipes_are_python(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").touch()
+    zipapp.create_archive(tmp_path / "package", tmp_path / "archive")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("package", "archive", "pipe"):
+        assert program.find_program([str(tmp_path / name)]) is None
+    assert program.find_program(["-"]) is None
+
+
+NO_PACKAGE = "#!/bin/sh\nexit 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("missing.py", "there is no script or command 'missing.py'"),
+        ("plain.sh", "plain.sh is not a Python script, and cannot be executed: write run bash"),
+        ("./no_first_line.sh", "line.sh is not a Python script, and cannot be executed"),
+        ("python -I train.py", "flags -E, -I and -S keep the timer out: leave them out of 'python"),
+        (f"{sys.executable} -uS -m x", "keep the timer out"),
+        ("env -i A=1 python3.12 -Xutf8 -X a -E x.py", "keep the timer out"),
+        ("./isolated --flag", "keep the timer out: leave them out of 'python3 -I "),
+        ("./old/python train.py", "./old/python has no lightning_gputime, so nothing would be"),
+        ("./of_old", "/old/python has no lightning_gputime"),
+    ],
+)
+def test_commands_that_the_timer_cannot_reach_are_refused(
+    command: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.sh").write_text("#!/bin/sh")
+    executable(tmp_path / "no_first_line.sh", "python train.py")
+    (tmp_path / "old").mkdir()
+    old = executable(tmp_path / "old" / "python", NO_PACKAGE)
+    for name in ("python", "python3", "python3.12"):
+        executable(tmp_path / name, NO_PACKAGE)
+    executable(tmp_path / "isolated", "#!/usr/bin/env -S python3 -I\n")
+    executable(tmp_path / "of_old", f"#!{old}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
+    # 2: a bench must not take it for 1, which means slower.
+    assert __main__.main(["run", *command.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("-c -I", ""),
+        ("-m -I", ""),
+        ("-uc -I", "u"),
+        ("-W error -O train.py -I", "O"),
+        ("-Werror -X dev -Es", "Es"),
+        ("--check-hash-based-pycs -B", "B"),
+        ("-V", "V"),
+        ("- -I", ""),
+    ],
+)
+def test_flags_of_python_end_at_the_script(command: str, flags: str) -> None:
+    assert program._flags(command.split()) == flags
 
 
 @pytest.mark.parametrize(
@@ -228,6 +337,107 @@ def test_an_option_that_a_trainer_refuses_is_said_and_the_training_goes_on(
     exec(LIGHTNING.replace("CALLBACKS = []", callback), known)
     assert known["trainer"].global_step == 30  # type: ignore[attr-defined]
     assert told in caplog.text
+
+
+LIBRARIES = ("transformers", "datasets", "pytorch_lightning", "lightning_fabric", "accelerate")
+STUBS = {
+    "torch": "",
+    # As the first lines of the real ones: most ask for torch before they import it.
+    "transformers": "importlib.util.find_spec('stub_torch')",
+    "transformers/trainer": "import stub_torch, stub_accelerate",
+    "datasets": "importlib.util.find_spec('stub_torch'), importlib.util.find_spec('stub_torch')",
+    "pytorch_lightning": "import stub_lightning_fabric, stub_torch",
+    "lightning_fabric": "assert importlib.util.find_spec('stub_torch'); import stub_torch",
+    "accelerate": "importlib.util.find_spec('stub_transformers'); import stub_torch",
+}
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Adds `stub_torch` and the like to Python's path. Returns the functions that were called."""
+    for name, text in STUBS.items():
+        path = tmp_path / f"stub_{name}"
+        path = path.with_suffix(".py") if "/" in name else path / "__init__.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"import importlib.util\n{text}\nis_done = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    called: list[str] = []
+    yield called
+    forget_stubs()
+
+
+def forget_stubs() -> None:
+    for name in [name for name in sys.modules if name.startswith("stub_")]:
+        del sys.modules[name]
+
+
+def watch(called: list[str]) -> auto._WatchingFinder:
+    def call(name: str) -> None:
+        assert sys.modules[name].is_done
+        called.append(name)
+
+    names = ("stub_torch", "stub_transformers.trainer")
+    return auto._WatchingFinder({name: partial(call, name) for name in names})
+
+
+def test_watched_modules_are_noticed_in_every_order_of_imports(
+    stubs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for order in permutations(("torch", *LIBRARIES)):
+        forget_stubs()
+        stubs.clear()
+        finder = watch(stubs)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+            for name in order:
+                importlib.import_module(f"stub_{name}")
+            assert stubs == ["stub_torch"], order
+            importlib.import_module("stub_transformers.trainer")
+        assert stubs == ["stub_torch", "stub_transformers.trainer"], order
+        # The module is as without the finder.
+        loader = sys.modules["stub_torch"].__spec__.loader  # type: ignore[union-attr]
+        assert type(loader) is SourceFileLoader
+        assert sys.modules["stub_torch"].__loader__ is loader
+
+
+def test_a_watched_module_may_fail_or_be_loaded_late(
+    stubs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = watch(stubs)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    spec = importlib.util.find_spec("stub_torch")
+    assert spec is not None
+    assert spec.loader is not None
+    assert copy.copy(spec.loader).get_source("stub_torch")  # type: ignore[attr-defined]
+    source = Path(str(spec.origin))
+    text = source.read_text()
+    source.write_text("raise KeyError(3)")
+    with pytest.raises(KeyError, match="3"):
+        importlib.import_module("stub_torch")
+    assert not stubs
+    source.write_text(text)
+    # By hand, and only once somebody asks for a name in it.
+    spec = importlib.util.find_spec("stub_torch")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules["stub_torch"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not stubs
+    assert module.is_done
+    assert stubs == ["stub_torch"]
+
+
+def test_an_import_past_the_finder_is_reported(
+    stubs: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    finder = watch(stubs)
+    auto._report_unwatched(finder, os.getpid())
+    importlib.import_module("stub_torch")  # The finder is not asked.
+    auto._report_unwatched(finder, os.getpid() + 1)  # A process that the script has forked.
+    assert not caplog.text
+    auto._report_unwatched(finder, os.getpid())
+    assert "No timer was added: another import hook imported stub_torch before" in caplog.text
 
 
 def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +539,9 @@ def test_an_option_behind_the_script_is_told(tmp_path: Path, environment: dict[s
         pytest.param(ONE_UPDATE, 0, "no second update by an optimizer", id="one update"),
         pytest.param(OWN_TIMER, 0, "has a timer of its own", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
+        pytest.param(TWO_FITS, 25, "", id="pytorch_lightning"),
         pytest.param(FABRIC, 30, "", id="Fabric"),
+        pytest.param(LIGHTNING_FABRIC, 25, "", id="lightning_fabric"),
         pytest.param(TRANSFORMERS, 30, "", id="transformers"),
     ],
 )
@@ -347,7 +559,7 @@ def test_a_script_gets_one_timer(
     assert told in said
     assert "If no step ends" not in said
     assert "Time per step" not in printed
-    assert said.count("Time per step") == (steps > 0)
+    assert said.count("Time per step") == (2 if script is TWO_FITS else steps > 0)
     assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)
@@ -377,12 +589,66 @@ def test_a_trainer_with_a_timer_gets_no_other(
     assert "The script has a timer of its own" in said
 
 
+ORDERS = (
+    *(f"{name} torch" for name in LIBRARIES),
+    "torch " + " ".join(LIBRARIES),
+    " ".join(reversed(LIBRARIES)),
+)
+"""Imports of the real packages, each before its training."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_plain_loop_is_timed_after_any_imports(
+    order: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    for name in order.split():
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    imports = "\n".join(f"import {name}" for name in order.split())
+    code, _, said = run(f"{imports}\n{PLAIN}", tmp_path, environment, *RUN, "train.py")
+    assert code == 0, said
+    assert said.count("over 23 steps") == 1
+    assert "No timer was added" not in said
+
+
+OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10", "python3.13")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OLD_PYTHONS)
+def test_a_python_without_the_package_starts_as_without(name: str, tmp_path: Path) -> None:
+    found = [shutil.which(name), *Path.home().glob(f".pyenv/versions/*/bin/{name}")]
+    pythons = [str(path) for path in found if path and ".pyenv/shims" not in str(path)]
+    if not pythons:
+        pytest.skip(f"needs {name}")
+    site = PACKAGE / "lightning_gputime" / "_auto_instrumentation" / "site"
+    (tmp_path / "sitecustomize.py").write_text("print('hidden')")
+    for folders, printed in ([site], "trained\n"), ([site, tmp_path], "hidden\ntrained\n"):
+        environment = {
+            **os.environ,
+            VARIABLE: "1",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        done = subprocess.run(
+            [pythons[0], "-c", "print('trained')"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("value", ["1", "0"])
 def test_a_variable_is_enough_for_lightning(
-    value: str, tmp_path: Path, environment: dict[str, str]
+    value: str, package: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    script = f"{LIGHTNING}\nimport sys\nprint('lightning_gputime._timer' in sys.modules)"
+    lightning = LIGHTNING.replace("lightning.pytorch", package)
+    script = f"{lightning}\nimport sys\nprint('lightning_gputime._timer' in sys.modules)"
     environment["LIGHTNING_GPUTIME"] = value
     code, printed, said = run(script, tmp_path, environment, "train.py")
     assert code == 0, said

@@ -5,7 +5,6 @@ import ast
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
+from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
 
 if TYPE_CHECKING:
     from lightning_gputime import RunComparison
@@ -29,6 +29,7 @@ Options stand before the script. The manual describes them: docs/reference/optio
   run --modules 2 --save-path run.json.gz train.py
   run -m package.module
   run torchrun --nproc-per-node 2 train.py
+  run ./launch.sh
 """
 ABOUT_BENCH = """\
 Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
@@ -81,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
-        raise ValueError("Python's flags -E, -I and -S keep the timer out: leave them out")
+        raise ValueError(KEEPS_OUT.format(""))
+    # Before options are checked: that imports torch.
+    program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     if alone := options_of_all(wanted):
         from lightning_gputime._options import Options  # Imports torch.
@@ -96,10 +99,9 @@ def run(args: argparse.Namespace) -> int:
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # In place of this process: its signals, exit code and tracebacks are those of the script.
-    first = args.script[0]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As without Python, which ignores it.
-    if not args.is_module and not os.path.isfile(first) and shutil.which(first):
-        os.execvp(first, args.script)
+    if program is not None:
+        os.execv(program, args.script)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     os.execv(sys.executable, [sys.executable, *flags, *["-m"][: args.is_module], *args.script])
 
