@@ -64,10 +64,22 @@ class Calls:
         return self.of.total() / STEPS
 
 
+SLOW_EVERY = 4
+"""On a noisy host 1 of this many steps is slow."""
+
+
 class HostTime:
     """The host's time, which stands still but where it is told to move."""
 
-    ns = 0
+    def __init__(self, *, is_noisy: bool = False) -> None:
+        self.ns = self._forwards = 0
+        self._is_noisy = is_noisy
+
+    def pass_forward(self) -> None:
+        """Let a forward pass take 1 ms, or 3 ms in the slow steps of a noisy host."""
+        self._forwards += 1
+        is_slow = self._is_noisy and self._forwards % SLOW_EVERY == 0
+        self.ns += 3_000_000 if is_slow else 1_000_000
 
     def read(self) -> int:
         return self.ns
@@ -81,7 +93,7 @@ class Net(nn.Module):
         self.linear, self._time = nn.Linear(2, 2), time
 
     def forward(self, x: Tensor) -> Tensor:
-        self._time.ns += 1_000_000
+        self._time.pass_forward()
         result: Tensor = self.linear(x)
         return result
 
@@ -159,17 +171,17 @@ WAYS: dict[str, Callable[[HostTime, Calls, int], None]] = {
 
 
 @contextmanager
-def standing_still() -> Iterator[HostTime]:
+def standing_still(*, is_noisy: bool = False) -> Iterator[HostTime]:
     """Puts a fake clock in the place of the host's."""
-    time = HostTime()
+    time = HostTime(is_noisy=is_noisy)
     with patch("time.perf_counter_ns", time.read):
         yield time
 
 
-def count(way: str, every_n_steps: int = 1) -> Calls:
+def count(way: str, every_n_steps: int = 1, *, is_noisy: bool = False) -> Calls:
     """Returns the calls in the steps of one way to train."""
     calls = Calls()
-    with standing_still() as time:
+    with standing_still(is_noisy=is_noisy) as time:
         try:
             WAYS[way](time, calls, every_n_steps)
         finally:
@@ -178,9 +190,16 @@ def count(way: str, every_n_steps: int = 1) -> Calls:
 
 
 def count_all() -> dict[str, dict[str, float]]:
-    """Returns how many calls a step takes in each way to train, timed and not timed."""
+    """Returns how many calls a step takes in each way to train.
+
+    "noisy" is a timed step on a host where a quarter of the steps is slow.
+    """
     return {
-        way: {"timed": count(way).each_step(), "untimed": count(way, NEVER).each_step()}
+        way: {
+            "timed": count(way).each_step(),
+            "noisy": count(way, is_noisy=True).each_step(),
+            "untimed": count(way, NEVER).each_step(),
+        }
         for way in WAYS
     }
 
@@ -188,8 +207,11 @@ def count_all() -> dict[str, dict[str, float]]:
 def print_each() -> None:
     """Prints how often each function is called in a step."""
     for way in WAYS:
-        for title, every_n_steps in (("timed", 1), ("untimed", NEVER)):
-            calls = count(way, every_n_steps)
+        for title, calls in (
+            ("timed", count(way)),
+            ("noisy", count(way, is_noisy=True)),
+            ("untimed", count(way, NEVER)),
+        ):
             print(f"\n{way}, {title}: {calls.each_step()}")
             for name, times in calls.of.most_common():
                 print(f"{times / STEPS:8.4g}  {name}")

@@ -1,11 +1,14 @@
 """A plain loop and its logger that take known times on a fake GPU."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fake_gpu import Adder, FakeGPU, Layer, batches, work
 from torch import Tensor
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, SlowStep
+from lightning_gputime._results.slow import SlowEvidence
 
 
 class Loop:
@@ -40,6 +43,11 @@ class Logger:
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.calls.append((step, metrics))
+
+
+def evidence(*steps: SlowStep) -> list[SlowEvidence]:
+    """What a log takes of slow steps, here with known causes."""
+    return [SlowEvidence(step.excess_ms, step.step, partial(replace, step)) for step in steps]
 
 
 def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_gpu import FakeGPU, raw
 from fake_lightning import Model, fit, trainer
-from fake_loop import Loop, hooks
+from fake_loop import Loop, evidence, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -274,7 +274,7 @@ def test_an_other_that_is_long_in_slow_steps_alone_is_theirs(n: int, said: list[
     results = Results(100, 0, True)
     results.add([raw(i, 0.01, forward=8.0, other=2.0) for i in range(3)])
     slow = SlowStep(1, 19.0, 10.0, "other", (), 9.0, lost_ms={"other": {"unexplained": 3.0}})
-    results.slow.add([slow] * n, is_known=True)
+    results.slow.add(evidence(*[slow] * n), is_known=True)
     told = [one for one in results.summary().advice if "with phase" in one]
     assert [one[:13] for one in told] == said
 
@@ -337,7 +337,9 @@ def test_more_workers_are_advised_where_a_core_is_free(
     results.add([raw(0, 0.0, **fetching())])
     results.setup = replace(WORKERS, num_workers=workers, cores=cores, pin_memory=True)
     lost = (Cause("off_cpu", off_cpu_ms, off_cpu_ms, "others had the processor"),)
-    results.slow.add([SlowStep(0, 20.0, 20.0 - off_cpu_ms, "loss", lost, 0.0)], is_known=True)
+    results.slow.add(
+        evidence(SlowStep(0, 20.0, 20.0 - off_cpu_ms, "loss", lost, 0.0)), is_known=True
+    )
     first = results.summary().advice[0]
     assert first.startswith("cheaper transforms: the CPU cores are busy" if is_busy else "more w")
 
@@ -411,7 +413,7 @@ def test_slow_steps_without_a_cause_are_shown_by_the_timer() -> None:
     results = Results(100, 0)
     results.add([raw(i, 0.0, forward=90.0 if i == 10 else 10.0) for i in range(30)])
     slow = SlowStep(10, 90.0, 10.0, "forward", (), 80.0, lost_ms={"forward": {"unexplained": 80.0}})
-    results.slow.add([slow], is_known=True)
+    results.slow.add(evidence(slow), is_known=True)
     assert "see timer.slow_steps()" in results.summary().advice
 
 

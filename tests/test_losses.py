@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_gpu import Adder, FakeGPU, Layer, raw
 from fake_lightning import Model, SavingTrainer, trainer
-from fake_loop import Loop
+from fake_loop import Loop, evidence
 from test_slow_steps import collect, train
 from torch import Tensor, nn
 
@@ -245,7 +245,7 @@ OF_STEP |= {"communication": 15.0, "GPU work": 60.0}
 def slow_steps(*steps: SlowStep) -> Any:
     """What slow steps cost a run of 20 steps of 100 ms."""
     results = Results(100, 0)
-    results.slow.add(steps, is_known=True)
+    results.slow.add(evidence(*steps), is_known=True)
     return results.slow.summary(20, 2000.0)
 
 
@@ -329,7 +329,7 @@ def test_launch_gaps_are_no_work_and_hold_no_excess_of_slow_steps() -> None:
     assert found_ms(losses_of(results.summary())) == {"launch gaps": 600.0, "GPU work": 500.0}
     # Of the gaps by the means of all steps, 55 ms were in one slow step.
     slow = SlowStep(7, 110.0, 55.0, "forward", (), 55.0, 55.0, {"forward": {"unexplained": 55.0}})
-    results.slow.add([slow], is_known=True)
+    results.slow.add(evidence(slow), is_known=True)
     assert found_ms(losses_of(results.summary())) == pytest.approx(
         {"launch gaps": 545.0, "slow steps: unexplained": 55.0, "GPU work": 500.0}
     )
@@ -364,7 +364,7 @@ def test_whatever_the_numbers_are_nothing_is_lost_or_below_zero() -> None:
             if chance.random() < 0.7
         }
         slow = SlowStep(3, 5.0, 1.0, "backward", (), chance.random(), 1.0, lost)
-        results.slow.add([slow] * chance.randrange(3), is_known=True)
+        results.slow.add(evidence(*[slow] * chance.randrange(3)), is_known=True)
         results.timing_share = chance.choice([None, 2 * chance.random()])
         results.ranks = RankSummary(
             {}, (0, 1), chance.choice([None, 0, 1]), chance.random(), chance.choice(chosen)

@@ -4,12 +4,14 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_gpu import FakeGPU, work
-from fake_loop import Logger, Loop, hooks
+from fake_loop import Logger, Loop, evidence, hooks
 from torch import Tensor
 
 from lightning_gputime import (
@@ -19,8 +21,9 @@ from lightning_gputime import (
     StepTimes,
     phase,
 )
+from lightning_gputime._causes import analyzer, attribution
 from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import SlowLog
+from lightning_gputime._results.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
@@ -290,14 +293,113 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
 
 def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     log = SlowLog()
+    log.is_followed = True
     for number in range(5_000):
         causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
-        log.add([SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)], is_known=True)
+        log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), is_known=True)
     assert len(log._pending) <= 1_000
     expected = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
     assert log.metrics(4_999, 10_000, keep=True) == expected
     assert log.metrics(4_999, 10_000) == expected
     assert log.metrics(5_000, 10) == {"slow_excess": 0.0, "slow/garbage_collection": 0.0}
+
+
+def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
+    """Trains with a collection in each fourth step, of up to 3 lengths."""
+    late: dict[int, Callable[[], None]]
+    late = {n: partial(collect, loop.gpu, 40.0 + n % 3) for n in range(3, STEPS, 4)}
+    return train(loop, in_loss=late, **options)
+
+
+def test_slow_steps_are_explained_once_and_when_somebody_asks(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained: list[int] = []
+
+    def explain(step: Any, *args: Any) -> SlowStep:
+        explained.append(step.number)
+        return attribution.explain(step, *args)
+
+    monkeypatch.setattr(analyzer, "explain", explain)
+    timer = train_on_a_noisy_host(loop, logger=Logger(), log_every_n_steps=10)
+    assert explained == []
+    assert [slow.step for slow in timer.slow_steps(3)] == explained == [11, 23, 35]
+    assert timer.summary().slow is not None
+    assert len(timer.slow_steps(STEPS)) == 15
+    assert sorted(explained) == [*range(3, STEPS, 4)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"observers": [SimpleNamespace(on_slow_step=lambda slow: None)]},
+        {"observers": [SimpleNamespace(metrics=lambda means: {})]},
+        {"log": ["slow"], "logger": Logger()},
+    ],
+)
+def test_slow_steps_are_the_same_whenever_they_are_explained(options: dict[str, Any]) -> None:
+    lazy = train_on_a_noisy_host(Loop(FakeGPU()))
+    at_once = train_on_a_noisy_host(Loop(FakeGPU()), **options)
+    assert at_once._results.slow.is_followed
+    assert not lazy._results.slow.is_followed
+    assert lazy.summary().slow == at_once.summary().slow
+    assert lazy.slow_steps(STEPS) == at_once.slow_steps(STEPS)
+
+
+def test_a_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
+    log, chance, explained = SlowLog(), Random(0), []
+
+    def of(number: int, excess_ms: float) -> SlowStep:
+        explained.append(number)
+        # Two thirds of the steps have a cause, whatever their length.
+        causes = (Cause("garbage_collection", excess_ms, excess_ms, ""),) if number % 3 else ()
+        left_ms = 0.0 if causes else excess_ms
+        return SlowStep(number, 10.0 + excess_ms, 10.0, "loss", causes, left_ms)
+
+    excesses_ms = [chance.expovariate(1.0) for _ in range(50_000)]
+    for number, ms in enumerate(excesses_ms):
+        log.add([SlowEvidence(ms, number, partial(of, number, ms))], is_known=True)
+        assert len(log._kept.steps) <= 2_000
+    assert explained == []
+    largest = sorted(range(50_000), key=excesses_ms.__getitem__, reverse=True)
+    assert [slow.step for slow in log.slow_steps(1_000)] == largest[:1_000]
+    summary = log.summary(200_000, 2e6)
+    assert summary is not None
+    assert len(explained) == len({*explained}) <= 2_000
+    assert summary.n == 50_000
+    assert summary.share == pytest.approx(sum(excesses_ms) / 2e6)
+    # Estimates, by the steps that were kept.
+    shares = summary.cause_shares["garbage collection"], summary.unexplained_share
+    assert sum(shares) == pytest.approx(summary.share)
+    assert shares[0] / summary.share == pytest.approx(2 / 3, abs=0.05)
+    # What was explained is added up, and makes room.
+    for number in range(1_000):
+        log.add(evidence(of(number, 1e3)), is_known=True)
+    summary = log.summary(204_000, 2e6)
+    assert summary is not None
+    assert summary.n == 51_000
+    assert summary.share == pytest.approx((sum(excesses_ms) + 1e6) / 2e6)
+
+
+def test_a_detector_that_fails_late_leaves_steps_without_causes(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(attribution: Any) -> None:
+        raise ValueError("odd")
+
+    with hooks(loop) as timer:
+        session: Any = timer._session
+        session.analyzer.collectors.append(lambda steps, baseline: fail)
+        for number, x in enumerate(timer.steps(loop.batches(STEPS))):
+            loop.micro_batch(x)
+            if number in (SLOW, SLOW + 2):
+                collect(loop.gpu, 100.0)
+            loop.update()
+    assert caplog.messages == []
+    found = [(slow.step, slow.causes) for slow in timer.slow_steps()]
+    assert sorted(found) == [(SLOW, ()), (SLOW + 2, ())]
+    [message] = caplog.messages
+    assert message == "Why steps are slow is no longer said: ValueError('odd')"
 
 
 def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
@@ -363,7 +465,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
     before = [*gc.callbacks]
     with hooks(loop) as timer:
         session: Any = timer._session
-        session.analyzer.detectors[0] = None
+        session.analyzer.collectors[0] = None
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.micro_batch(x)
             if number in (SLOW, 55):

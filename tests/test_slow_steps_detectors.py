@@ -28,7 +28,7 @@ from lightning_gputime._causes.detectors import (
     Loader,
     Preemption,
     allocator_of,
-    detect_phases,
+    collect_phases,
 )
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
@@ -46,8 +46,10 @@ class Bench:
 
     def __init__(self, gpu: FakeGPU, *asked: Any) -> None:
         self.gpu = gpu
-        self.analyzer = SlowStepAnalyzer(gpu, SlowLog())
-        self.analyzer.detectors = [getattr(one, "detect", one) for one in asked]
+        log = SlowLog()
+        log.is_followed = True
+        self.analyzer = SlowStepAnalyzer(gpu, log)
+        self.analyzer.collectors = [getattr(one, "collect", one) for one in asked]
         for one in asked:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
             setattr(self.analyzer, name.get(type(one), "_"), one)
@@ -200,7 +202,7 @@ def test_a_slow_step_in_which_the_scheduler_is_asked_no_more_ends_no_search_for_
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
     assert (slow.causes, slow.unexplained_ms) == ((), 50.0)
-    assert bench.analyzer.detectors
+    assert bench.analyzer.collectors
     assert not caplog.text
 
 
@@ -262,7 +264,7 @@ def test_linux_counts_for_the_thread_of_the_loop() -> None:
 
 
 def test_a_wait_for_other_ranks_is_told_whatever_the_host_did(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, detect_phases).slow({}, {"backward/comm": 20.0})
+    causes = Bench(gpu, collect_phases).slow({}, {"backward/comm": 20.0})
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
@@ -346,7 +348,7 @@ def test_an_allocator_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
 
 
 def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, detect_phases).slow({}, {"forward": 40.0, "backward/comm": 2.0})
+    causes = Bench(gpu, collect_phases).slow({}, {"forward": 40.0, "backward/comm": 2.0})
     assert causes == ()
 
 

@@ -1,26 +1,27 @@
 """Which steps were slow, and why."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter_ns
 
-from lightning_gputime._causes.attribution import Baseline, ExcessAttribution
+from lightning_gputime._causes.attribution import NOT_SAID, Baseline, Detector, explain
 from lightning_gputime._causes.detectors import (
     Allocator,
     HostSpans,
     Loader,
     Preemption,
     allocator_of,
-    detect_phases,
+    collect_phases,
     thread_usage,
 )
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._results.history import MIN_PACKED_MARKS, pack
 from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.slow import SlowLog, SlowStep
+from lightning_gputime._results.slow import SlowEvidence, SlowLog, SlowStep
 
 _TOGETHER = 25  # Number of steps that are judged together, by those before.
 # Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call
@@ -29,9 +30,12 @@ _WORTH_MS = 2.0
 
 
 class SlowStepAnalyzer:
-    """Judge each step by a baseline of those before, and explain the slow ones, for a log.
+    """Judge each step by a baseline of those before, and collect why the slow ones were slow.
 
-    Nothing here raises: after an error no detector is asked any more.
+    Steps are explained when somebody asks the log for causes. On a noisy host a quarter of short
+    steps may be slow: to explain each in the loop would double the cost of the timer.
+
+    Nothing here raises: after an error no evidence is collected any more.
     """
 
     def __init__(self, clock: Clock, log: SlowLog) -> None:
@@ -47,12 +51,12 @@ class SlowStepAnalyzer:
         # Its times are of the system's clock.
         self._preemption = Preemption(thread_usage() if now_ns is perf_counter_ns else None)
         # In the order in which they are asked: first those that know when, last the rarest.
-        self.detectors: list[Callable[[ExcessAttribution], None]] = [
-            self._spans.detect,
-            self._loader.detect,
-            detect_phases,
-            self._allocator.detect,
-            self._preemption.detect,
+        self.collectors: list[Callable[[Sequence[StepRecord], Baseline], Detector | None]] = [
+            self._spans.collect,
+            self._loader.collect,
+            collect_phases,
+            self._allocator.collect,
+            self._preemption.collect,
         ]
         self._is_attached = False
         self._sample_usage: Callable[[int], None] | None = None
@@ -66,7 +70,8 @@ class SlowStepAnalyzer:
         self.reading_since_ns = 0
         """When the reading began of the steps that `steps_read` is called with next."""
         self._warn_once = WarnOnce()
-        self.newest: Sequence[SlowStep] = ()  # Of the steps that were read last.
+        # Of the steps that were read last, if somebody follows the log.
+        self.newest: Sequence[SlowStep] = ()
 
     def attach(self) -> None:
         self._is_attached = True
@@ -105,7 +110,7 @@ class SlowStepAnalyzer:
     def steps_read(self, read: ReadSteps) -> None:
         """Judge the next steps but those of the warm-up; loggers are called next."""
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
-        found: list[SlowStep] = []
+        found: list[SlowEvidence] = []
         try:
             for first in range(0, len(steps), _TOGETHER):
                 some = slice(first, first + _TOGETHER)
@@ -113,14 +118,15 @@ class SlowStepAnalyzer:
         except Exception as error:
             found = []
             self._give_up(error)
-        self._log.add(found, is_known=self._baseline.is_known)
-        self.newest = found
+        self.newest = self._log.add(found, is_known=self._baseline.is_known)
         now_ns = self._now_ns()
         self._readings.append((self.reading_since_ns, now_ns))
         self.start_own_call()
 
-    def _judge_next(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowStep]:
-        baseline, found = self._baseline, []
+    def _judge_next(
+        self, steps: Sequence[StepRecord], each_ms: Sequence[float]
+    ) -> list[SlowEvidence]:
+        baseline, found = self._baseline, list[SlowEvidence]()
         self._waits += [
             (one.finished_ns - round(one.wait_ms * 1e6), one.finished_ns)
             for one in steps
@@ -131,7 +137,7 @@ class SlowStepAnalyzer:
             found = self._judge(steps, each_ms)
         if baseline.add(steps, each_ms):
             if not was_known:  # It is made of the first steps, all of which it still has.
-                found = self._judge(baseline.steps, baseline.each_ms)
+                found = self._judge([*baseline.steps], [*baseline.each_ms])
             self._baseline_changed()
         return found
 
@@ -145,23 +151,35 @@ class SlowStepAnalyzer:
         self._spans.attach()  # Dynamo may have been loaded, or reset, since.
         self._allocator.sample(self._now_ns())  # Every 25 steps, as it takes some 70 us.
 
-    def _judge(self, steps: Iterable[StepRecord], each_ms: Iterable[float]) -> list[SlowStep]:
-        threshold_ms, slow = self._baseline.slow_threshold_ms, []
+    def _judge(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> list[SlowEvidence]:
+        """Return the slow steps of a block, with the evidence of their causes."""
+        baseline, slow = self._baseline, []
+        threshold_ms = baseline.slow_threshold_ms
         for step, ms in zip(steps, each_ms, strict=True):
             if ms <= threshold_ms:
                 continue
-            start, end = step.host_ns[0], step.host_ns[-1]
-            reading_ns = sum(max(min(end, b) - max(start, a), 0) for a, b in self._readings)
-            if ms - reading_ns / 1e6 <= threshold_ms:
-                continue
-            found = ExcessAttribution(step, ms, self._baseline, [*self._waits])
-            for detect in self.detectors:
-                detect(found)
-            slow.append(found.result())
-        return slow
+            start, end, reading_ns = step.host_ns[0], step.host_ns[-1], 0
+            for begun, ended in self._readings:
+                if begun < end and start < ended:
+                    reading_ns += min(end, ended) - max(start, begun)
+            if ms - reading_ns / 1e6 > threshold_ms:
+                slow.append((step, ms))
+        if not slow:
+            return []
+        records = [step for step, _ in slow]
+        detectors = [one for collect in self.collectors if (one := collect(records, baseline))]
+        start, end = records[0].host_ns[0], records[-1].host_ns[-1]
+        waits = [wait for wait in self._waits if wait[1] > start and wait[0] < end]
+        why = baseline.medians(), waits, detectors, self._warn_once
+        found = []
+        for step, ms in slow:
+            kept = pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step
+            call = partial(explain, kept, ms, *why)
+            found.append(SlowEvidence(ms - baseline.step_ms, step.number, call))
+        return found
 
     def _give_up(self, error: Exception) -> None:
-        self._warn_once("Why steps are slow is no longer said: %r", error)
+        self._warn_once(NOT_SAID, error)
         self.remove()
         # Slow steps are still found, and unexplained.
-        self.detectors = []
+        self.collectors = []

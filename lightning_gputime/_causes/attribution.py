@@ -2,11 +2,16 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     CALLBACKS,
@@ -16,6 +21,7 @@ from lightning_gputime._phases import (
     of_one_callback,
     resolve_labels,
 )
+from lightning_gputime._results.history import unpack
 from lightning_gputime._results.slow import HAVE_PHASES, UNEXPLAINED, Cause, CauseKind, SlowStep
 
 _SIZE = 50  # Number of steps in a baseline.
@@ -41,6 +47,21 @@ Span = tuple[int, int, CauseKind, str]
 _Medians = tuple[float, float, float]
 
 
+NOT_SAID = "Why steps are slow is no longer said: %r"
+
+
+class Medians(NamedTuple):
+    """Medians of the steps in a baseline."""
+
+    step_ms: float
+    wait_ms: float  # How long the timer itself makes the host wait in a step.
+    parts: Mapping[str, _Medians]
+
+    def part(self, name: str) -> _Medians:
+        """Return the medians of a part; a part that most steps do not have takes no time."""
+        return self.parts.get(name, (0.0, 0.0, 0.0))
+
+
 class Baseline:
     """The newest steps before those that are judged, and their medians.
 
@@ -50,11 +71,10 @@ class Baseline:
     def __init__(self) -> None:
         self.step_ms = self.host_ms = 0.0
         self.slow_threshold_ms = inf  # A step that takes longer is slow.
-        self.wait_ms = 0.0  # How long the timer itself makes the host wait in a step.
         self.steps: deque[StepRecord] = deque(maxlen=_SIZE)
         self.each_ms: deque[float] = deque(maxlen=_SIZE)
         self._n_new = 0
-        self._parts: dict[str, _Medians] | None = None
+        self._medians: Medians | None = None
 
     @property
     def is_known(self) -> bool:
@@ -68,7 +88,7 @@ class Baseline:
         if len(self.steps) < _FEWEST or (self._n_new < _EVERY and self.is_known):
             return False
         self._n_new = 0
-        self._parts = None
+        self._medians = None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
         # A step that takes the host longer may turn out to be slow.
@@ -77,37 +97,46 @@ class Baseline:
         self.slow_threshold_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
         return True
 
-    def part(self, name: str) -> _Medians:
-        """Return the medians of a part; one that most steps do not have takes no time."""
-        if self._parts is None:
+    def medians(self) -> Medians:
+        if self._medians is None:
             # Only where a step was slow: most blocks of steps have none.
-            self._parts = _parts_of([*self.steps])
-            self.wait_ms = median([step.wait_ms for step in self.steps])
-        return self._parts.get(name, (0.0, 0.0, 0.0))
+            wait_ms = median([step.wait_ms for step in self.steps])
+            self._medians = Medians(self.step_ms, wait_ms, _parts_of([*self.steps]))
+        return self._medians
 
 
-def _leaves(labels: tuple[str, ...]) -> list[str]:
+@lru_cache(maxsize=256)
+def _leaves(labels: tuple[str, ...]) -> Sequence[str]:
     """Return for each mark the smallest phase that its time counts under; empty if none."""
     return [names[-1] if names else "" for names in resolve_labels(labels)]
 
 
 def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
     """Return the medians of each part; a step without it counts with nothing."""
-    device_ms: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
-    host_ns: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
+    indices = defaultdict[tuple[str, ...], list[int]](list)
     for i, step in enumerate(steps):
-        intervals = pairwise(step.host_ns)
-        for name, ms, (start, end) in zip(
-            _leaves(step.labels), step.device_ms, intervals, strict=True
-        ):
-            device_ms[name][i] += ms
-            host_ns[name][i] += end - start
-    found = {}
-    for name, each_ns in host_ns.items():
-        middle_ns = median(each_ns)
-        noise_ns = _MADS * _deviation(each_ns, middle_ns)
-        found[name] = median(device_ms[name]), middle_ns / 1e6, noise_ns / 1e6
-    return found
+        indices[step.labels].append(i)
+    rows = {name: row for row, name in enumerate(dict.fromkeys(chain(*map(_leaves, indices))))}
+    device_ms = np.zeros((len(rows), len(steps)))
+    host_ns = np.zeros((len(rows), len(steps)), np.int64)
+    # All steps with the same marks at once: this runs in the loop.
+    for labels, at in indices.items():
+        of_marks_ms = np.array([steps[i].device_ms for i in at])
+        of_marks_ns = np.array([steps[i].host_ns for i in at])
+        for mark, name in enumerate(_leaves(labels)):
+            device_ms[rows[name], at] += of_marks_ms[:, mark]
+            host_ns[rows[name], at] += of_marks_ns[:, mark + 1] - of_marks_ns[:, mark]
+    usual_ns = _medians_of(host_ns)
+    noise_ns = _MADS * _medians_of(np.abs(host_ns - usual_ns[:, None]))
+    columns = _medians_of(device_ms), usual_ns / 1e6, noise_ns / 1e6
+    return dict(zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+
+def _medians_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    # Not `numpy.median`, whose Python code takes longer than the sort.
+    ordered, n = np.sort(rows, axis=1), rows.shape[1]
+    middle: npt.NDArray[np.float64] = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
+    return middle
 
 
 def _deviation(values: Iterable[float], middle: float) -> float:
@@ -129,7 +158,7 @@ class PartExcess:
         self.host_causes: _Causes = defaultdict(float)
         self.device_causes: _Causes = defaultdict(float)
 
-    def compare(self, baseline: Baseline, waits: Sequence[tuple[int, int]]) -> None:
+    def compare(self, baseline: Medians, waits: Sequence[tuple[int, int]]) -> None:
         """Set the excess over a baseline; the timer's own waits are none."""
         usual_device_ms, usual_host_ms, noise_ms = baseline.part(self.name)
         self.device_excess_ms = max(self.device_ms - usual_device_ms, 0.0)
@@ -163,7 +192,7 @@ class ExcessAttribution:
     """
 
     def __init__(
-        self, step: StepRecord, step_ms: float, baseline: Baseline, waits: Sequence[tuple[int, int]]
+        self, step: StepRecord, step_ms: float, baseline: Medians, waits: Sequence[tuple[int, int]]
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
         self.step, self.step_ms, self.baseline = step, step_ms, baseline
@@ -181,8 +210,9 @@ class ExcessAttribution:
                 part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
                 part.host_ms += (interval[1] - interval[0]) / 1e6
                 part.free.append(interval)
+        inside = [wait for wait in waits if wait[1] > self.start_ns and wait[0] < self.end_ns]
         for part in self._parts.values():
-            part.compare(baseline, waits)
+            part.compare(baseline, inside)
 
     @property
     def parts(self) -> list[PartExcess]:
@@ -254,6 +284,30 @@ class ExcessAttribution:
             phase_ms=_top_level(times.phase_ms),
             host_ms=_top_level(times.host_ms),
         )
+
+
+Detector = Callable[[ExcessAttribution], None]
+"""It attributes what it has found of the causes of slow steps."""
+
+
+def explain(
+    step: StepRecord,
+    step_ms: float,
+    baseline: Medians,
+    waits: Sequence[tuple[int, int]],
+    detectors: Sequence[Detector],
+    warn_once: WarnOnce,
+) -> SlowStep:
+    """Return a slow step with its causes, from what was collected when it was judged."""
+    step = unpack(step)
+    attribution = ExcessAttribution(step, step_ms, baseline, waits)
+    try:
+        for detect in detectors:
+            detect(attribution)
+    except Exception as error:
+        warn_once(NOT_SAID, error)
+        attribution = ExcessAttribution(step, step_ms, baseline, waits)
+    return attribution.result()
 
 
 def _top_level(times_ms: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,9 @@
-"""What detects the causes of slow steps, and nothing where its source is missing."""
+"""Detectors of the causes of slow steps; a detector whose source is missing finds nothing.
+
+Each has a function that collects the evidence when steps are judged, in the loop: it must be cheap.
+It returns the detector, which is called with each of these steps once somebody asks for causes.
+Until then only the evidence is kept.
+"""
 
 import gc
 import itertools
@@ -13,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._causes.attribution import ExcessAttribution, Span
+from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -24,11 +29,13 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     PHASES,
     TRAINING_STEP,
+    StepRecord,
     is_wait,
     of_one_callback,
 )
 from lightning_gputime._results.slow import CauseKind
 
+_MAX_LOOPS = 100  # Number of starts of loops to remember.
 _MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.
 _SHORTEST_NS = 50_000  # A shorter span explains no slow step, and is forgotten at once.
 # The kinds of spans: one may hold those before it.
@@ -41,6 +48,9 @@ _MAX_SAMPLES = 500
 _LEAST_OFF_CPU_MS = 6.0
 
 Counts = Sequence[int]
+
+# How long a step was off the CPU (in milliseconds), and how often it waited, and lost it.
+_OffCpu = tuple[float, int, int]
 
 
 class HostSpans:
@@ -97,16 +107,23 @@ class HostSpans:
         if started_ns is not None and now_ns - started_ns >= _SHORTEST_NS:
             self._newest.append((started_ns, now_ns, kind, detail))
 
-    def detect(self, attribution: ExcessAttribution) -> None:
-        """Attribute the spans of which at least a part is in the step."""
-        start_ns, end_ns = attribution.start_ns, attribution.end_ns
-        spans = [one for one in [*self._newest] if one[1] > start_ns and one[0] < end_ns]
-        # What is inside of another counts for itself.
-        attribution.attribute_spans(sorted(spans, key=lambda one: _INSIDE_OUT.index(one[2])))
-        for part in attribution.parts:
-            for kind, detail in [*part.host_causes]:
-                if kind == "compilation":  # New code is loaded, too, and runs for the first time.
-                    attribution.attribute_host_excess(kind, detail, part.name.__eq__)
+    def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
+        """Return the detector of the spans in slow steps; None if there are none."""
+        start_ns, end_ns = steps[0].host_ns[0], steps[-1].host_ns[-1]
+        spans = [span for span in [*self._newest] if span[1] > start_ns and span[0] < end_ns]
+        return partial(_detect_spans, spans) if spans else None
+
+
+def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None:
+    """Attribute the spans of which at least a part is in the step."""
+    start_ns, end_ns = attribution.start_ns, attribution.end_ns
+    inside = [span for span in spans if span[1] > start_ns and span[0] < end_ns]
+    # What is inside of another counts for itself.
+    attribution.attribute_spans(sorted(inside, key=lambda span: _INSIDE_OUT.index(span[2])))
+    for part in attribution.parts:
+        for kind, detail in [*part.host_causes]:
+            if kind == "compilation":  # New code is loaded, too, and runs for the first time.
+                attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
 # What a loop iterates over that loads nothing.
@@ -117,7 +134,7 @@ class Loader:
     """Detect fetches that took long."""
 
     def __init__(self) -> None:
-        self._loops_ns: deque[int] = deque(maxlen=100)
+        self._loops_ns: tuple[int, ...] = ()
         self._phase, self._workers = FETCH, 0
 
     def set_loader(self, loader: object, in_data: bool) -> None:
@@ -129,16 +146,29 @@ class Loader:
         self._workers = workers if isinstance(workers, int) else 0
 
     def loop_begins(self, now_ns: int) -> None:
-        self._loops_ns.append(now_ns)  # Loaders start their workers there.
+        # Loaders start their workers there.
+        self._loops_ns = (*self._loops_ns[-_MAX_LOOPS + 1 :], now_ns)
 
-    def detect(self, attribution: ExcessAttribution) -> None:
-        start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
-        is_first = any(start_ns <= ns <= end_ns for ns in self._loops_ns)
-        detail = "its start" if is_first else "it loads in the loop's own process"
-        if self._workers:
-            detail = f"none of its {self._workers} workers had a batch ready"
-            detail = "its first batch, for which its workers start" if is_first else detail
-        attribution.attribute_host_excess("dataloader", detail, self._phase.__eq__)
+    def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
+        if not self._phase:
+            return None
+        return partial(_detect_fetch, self._phase, self._workers, self._loops_ns)
+
+
+def _detect_fetch(
+    phase: str, workers: int, loops_ns: Sequence[int], attribution: ExcessAttribution
+) -> None:
+    start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
+    is_first = any(start_ns <= ns <= end_ns for ns in loops_ns)
+    detail = "its start" if is_first else "it loads in the loop's own process"
+    if workers:
+        detail = f"none of its {workers} workers had a batch ready"
+        detail = "its first batch, for which its workers start" if is_first else detail
+    attribution.attribute_host_excess("dataloader", detail, phase.__eq__)
+
+
+def collect_phases(steps: Sequence[StepRecord], baseline: Baseline) -> Detector:
+    return detect_phases
 
 
 def detect_phases(attribution: ExcessAttribution) -> None:
@@ -183,36 +213,45 @@ class Preemption:
         if self.usage is not None:
             self._samples.append((now_ns, self.usage()))
 
-    def detect(self, attribution: ExcessAttribution) -> None:
-        """Attribute the time in which others ran, or in which the thread was stopped."""
+    def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
+        """Return the detector of the slow steps that were off the CPU; None if none was."""
+        if not self._samples:
+            return None
         samples = [*self._samples]
-        found = _off_cpu(samples, attribution.start_ns, attribution.end_ns)
-        if found is None or found[0] < _LEAST_OFF_CPU_MS:
-            return  # Before what takes longest: most slow steps have another cause.
-        steps = attribution.baseline.steps
-        others = [_off_cpu(samples, one.host_ns[0], one.host_ns[-1]) for one in steps]
-        usual = [*zip(*filter(None, others), strict=True)]
-        if not usual:
-            return
-        off_ms, waits, losses = (ms - median(of) for ms, of in zip(found, usual, strict=True))
-        if off_ms < _LEAST_OFF_CPU_MS:
-            return
-        attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", most_ms=off_ms)
-        if losses > max(waits, 0.0):
-            attribute_excess("others had the processor")
-        elif off_ms >= _LEAST_OFF_CPU_MS * waits:
-            # Not where threads take turns, nor where the host may wait for something.
-            at_work = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-            attribute_excess("stopped or blocked", lambda name: name.partition("/")[0] in at_work)
+        slow = {step.host_ns[0]: _off_cpu(samples, step) for step in steps}
+        found = {ns: off for ns, off in slow.items() if off and off[0] >= _LEAST_OFF_CPU_MS}
+        if not found:
+            return None  # Before what takes longest: most slow steps have another cause.
+        others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
+        usual = [*zip(*others, strict=True)]
+        return partial(_detect_off_cpu, found, [*map(median, usual)]) if usual else None
 
 
-def _off_cpu(
-    samples: Sequence[tuple[int, Any]], start_ns: int, end_ns: int
-) -> tuple[float, int, int] | None:
+def _detect_off_cpu(
+    found: Mapping[int, _OffCpu], usual: Sequence[float], attribution: ExcessAttribution
+) -> None:
+    """Attribute the time in which others ran, or in which the thread was stopped."""
+    own = found.get(attribution.start_ns)
+    if own is None:
+        return
+    off_ms, waits, losses = (ms - of for ms, of in zip(own, usual, strict=True))
+    if off_ms < _LEAST_OFF_CPU_MS:
+        return
+    attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", most_ms=off_ms)
+    if losses > max(waits, 0.0):
+        attribute_excess("others had the processor")
+    elif off_ms >= _LEAST_OFF_CPU_MS * waits:
+        # Not where threads take turns, nor where the host may wait for something.
+        at_work = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+        attribute_excess("stopped or blocked", lambda name: name.partition("/")[0] in at_work)
+
+
+def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | None:
     """Return for how many ms a step was off the CPU, and how often it waited, and lost it.
 
     None where nobody looked when it started.
     """
+    start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
     # The samples before the marks at its start and at its end.
     first = bisect_right(samples, start_ns, key=itemgetter(0)) - 1
     last = bisect_right(samples, end_ns, key=itemgetter(0)) - 1
@@ -265,12 +304,19 @@ class Allocator:
             self._growths.append((now_ns, growth))
         self._last = counts
 
-    def detect(self, attribution: ExcessAttribution) -> None:
-        """Attribute what is left of the host's excess: the counters have no times."""
-        near = (one for ns, one in [*self._growths] if abs(ns - attribution.end_ns) <= _NEAR_NS)
-        words = zip(next(near, ()), _COUNTERS.values(), strict=False)
-        if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
-            attribution.attribute_host_excess("allocator", detail, lambda name: not is_wait(name))
+    def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
+        """Return the detector of what the counters grew by; None if they were not read."""
+        start_ns, end_ns = steps[0].host_ns[0], steps[-1].host_ns[-1] + _NEAR_NS
+        growths = [growth for growth in self._growths if start_ns <= growth[0] <= end_ns]
+        return partial(_detect_growth, growths) if growths else None
+
+
+def _detect_growth(growths: Sequence[tuple[int, Counts]], attribution: ExcessAttribution) -> None:
+    """Attribute what is left of the host's excess: the counters have no times."""
+    near = (growth for ns, growth in growths if abs(ns - attribution.end_ns) <= _NEAR_NS)
+    words = zip(next(near, ()), _COUNTERS.values(), strict=False)
+    if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
+        attribution.attribute_host_excess("allocator", detail, lambda name: not is_wait(name))
 
 
 def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:

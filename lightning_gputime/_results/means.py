@@ -148,7 +148,8 @@ class MeanLog:
             if (results := self.results) is not None:
                 if results.newest_probed is not None and not results.probe_failure:
                     means |= _busy_means(means, results.newest_probed.times())
-                means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
+                if results.slow.is_followed:
+                    means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
                 if (change := results.lasting_change) is not None:
                     means["lasting_change"] = change.change * change.before_ms
                 beside = results.throughput.metrics(sums)

@@ -1,9 +1,11 @@
 """Steps that took much longer than the baseline, why they did, and what they cost a run."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from lightning_gputime._results.table import percent, unit_of
 
@@ -26,7 +28,8 @@ _WORDS: Mapping[str, str] = {
 }
 
 _MAX_SHARE = 0.25  # Of more of the steps none is called slow: that is how much they vary.
-_MAX_KEPT = 1_000  # Of more, those with the largest excess are kept; the others are only added up.
+_MAX_KEPT = 1_000
+"""Of more slow steps, those with the largest excess are kept; the others are only added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,11 @@ class SlowStep:
 
 @dataclass(frozen=True, slots=True)
 class SlowSummary:
-    """What slow steps cost a run."""
+    """What slow steps cost a run.
+
+    The shares of causes are exact for up to 2,000 slow steps. With more, they are estimated from
+    the 1,000 with the largest excess and a sample of the others.
+    """
 
     n: int  # How many there were,
     steps: int  # among how many.
@@ -150,25 +157,106 @@ class _Sums:
     names_ms: Mapping[str, float] = field(default_factory=dict)  # Of causes.
     lost_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)  # By phase and cause.
 
-    def plus(self, steps: Sequence[SlowStep]) -> "_Sums":
-        """Return these sums with those over more steps."""
+    def plus(self, steps: Iterable[SlowStep], weights: Iterable[float] = repeat(1.0)) -> "_Sums":
+        """Return these sums with those over more steps, each of which stands for several."""
+        n, excess_ms, unexplained_ms = 0, 0.0, 0.0
         kinds_ms, names_ms = defaultdict(float, self.kinds_ms), defaultdict(float, self.names_ms)
         lost_ms = defaultdict(float, self.lost_ms)
-        for step in steps:
+        for step, weight in zip(steps, weights, strict=False):
+            n += 1
+            excess_ms += weight * step.excess_ms
+            unexplained_ms += weight * step.unexplained_ms
             for cause in step.causes:
-                kinds_ms[cause.kind] += cause.exposed_ms
-                names_ms[cause.name] += cause.exposed_ms
+                kinds_ms[cause.kind] += weight * cause.exposed_ms
+                names_ms[cause.name] += weight * cause.exposed_ms
             for phase, causes_ms in step.lost_ms.items():
                 for name, ms in causes_ms.items():
-                    lost_ms[phase, name] += ms
+                    lost_ms[phase, name] += weight * ms
         return _Sums(
-            self.n + len(steps),
-            self.excess_ms + sum(step.excess_ms for step in steps),
-            self.unexplained_ms + sum(step.unexplained_ms for step in steps),
+            self.n + n,
+            self.excess_ms + excess_ms,
+            self.unexplained_ms + unexplained_ms,
             kinds_ms,
             names_ms,
             lost_ms,
         )
+
+
+class SlowEvidence:
+    """A slow step that is explained when somebody asks for its causes, and only once."""
+
+    __slots__ = ("_explain", "_explained", "excess_ms", "number")
+
+    def __init__(self, excess_ms: float, number: int, explain: Callable[[], SlowStep]) -> None:
+        self.excess_ms, self.number = excess_ms, number
+        self._explain: Callable[[], SlowStep] | None = explain
+        self._explained: SlowStep | None = None
+
+    @property
+    def is_explained(self) -> bool:
+        return self._explain is None
+
+    def explained(self) -> SlowStep:
+        # Several threads may ask. Each reads first what the other one drops last.
+        explain = self._explain
+        if explain is not None:
+            self._explained = explain()
+            self._explain = None
+        assert self._explained is not None
+        return self._explained
+
+
+class _Kept(NamedTuple):
+    """The slow steps of a run, never changed: any thread may read them."""
+
+    steps: Sequence[SlowEvidence] = ()  # In their order.
+    # How many each stands for: others as slow were dropped before anybody asked for their causes.
+    weights: Sequence[float] = ()
+    others: _Sums = _Sums()  # Over those that were explained, and are not kept.
+    n: int = 0  # Of all slow steps.
+    excess_ms: float = 0.0
+
+    def plus(self, steps: Sequence[SlowEvidence]) -> "_Kept":
+        kept = _Kept(
+            [*self.steps, *steps],
+            [*self.weights, *repeat(1.0, len(steps))],
+            self.others,
+            self.n + len(steps),
+            self.excess_ms + sum([step.excess_ms for step in steps]),
+        )
+        return kept if len(kept.steps) <= 2 * _MAX_KEPT else kept._thinned()
+
+    def _thinned(self) -> "_Kept":
+        """Keep the steps with the largest excess, and a sample of the others.
+
+        Others that are explained are added up. Of the rest every second one is dropped, and the
+        one that is a little slower stands for it.
+        """
+        each = [*zip(self.steps, self.weights, strict=True)]
+        order = sorted(range(len(each)), key=lambda i: each[i][0].excess_ms, reverse=True)
+        smaller = order[_MAX_KEPT:]
+        known = [each[i] for i in sorted(smaller) if each[i][0].is_explained]
+        unknown = [i for i in smaller if not each[i][0].is_explained]
+        for i, dropped in zip(unknown[::2], unknown[1::2], strict=False):
+            each[i] = each[i][0], each[i][1] + each[dropped][1]
+        kept = [each[i] for i in sorted([*order[:_MAX_KEPT], *unknown[::2]])]
+        return self._replace(
+            steps=[step for step, _ in kept],
+            weights=[weight for _, weight in kept],
+            others=self.others.plus(
+                [step.explained() for step, _ in known], [weight for _, weight in known]
+            ),
+        )
+
+    def largest(self, n: int) -> list[SlowStep]:
+        """Return the steps with the largest excess, the largest first."""
+        ordered = sorted(self.steps, key=attrgetter("excess_ms"), reverse=True)
+        return [step.explained() for step in ordered[: min(n, _MAX_KEPT)]]
+
+    def sums(self) -> _Sums:
+        """Return the sums over all slow steps. Where some were dropped, causes are estimates."""
+        sums = self.others.plus([step.explained() for step in self.steps], self.weights)
+        return replace(sums, n=self.n)
 
 
 class SlowLog:
@@ -178,9 +266,10 @@ class SlowLog:
     """
 
     def __init__(self) -> None:
+        self.is_followed = False
+        """Whether somebody takes slow steps while they come: then each is explained at once."""
         self._is_known = False  # Whether any step was judged yet.
-        self._worst: Sequence[SlowStep] = ()
-        self._sums = _Sums()
+        self._kept = _Kept()
         # Those that are not logged yet: those that were added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
         self._before = _Sums()
@@ -188,22 +277,30 @@ class SlowLog:
         # That were logged once: loggers such as CSV want a constant set.
         self._kinds: tuple[str, ...] = ()
 
-    def add(self, steps: Sequence[SlowStep], *, is_known: bool) -> None:
-        """Take the next slow steps, and whether any step was judged yet."""
+    def __getstate__(self) -> dict[str, Any]:
+        # What is not explained may hold what cannot be pickled.
+        self._kept.sums()
+        return self.__dict__
+
+    def add(self, found: Sequence[SlowEvidence], *, is_known: bool) -> Sequence[SlowStep]:
+        """Take the next slow steps, and whether any step was judged yet.
+
+        Return them with their causes if somebody follows the log.
+        """
         self._is_known = is_known
-        if not steps:
-            return
-        worst = [*self._worst, *steps]
-        self._worst = worst if len(worst) <= 2 * _MAX_KEPT else _largest(worst)[:_MAX_KEPT]
-        self._sums = self._sums.plus(steps)
+        if not found:
+            return ()
+        steps = [step.explained() for step in found] if self.is_followed else []
+        self._kept = self._kept.plus(found)
         # A log that ends inside them is asked for before the next are added.
         self._before = self._before.plus(self._pending)
         # The first ten are judged late: a log of fewer is over, and the next is not theirs.
         self._pending = [step for step in steps if step.step >= self._logged]
+        return steps
 
     def slow_steps(self, n: int) -> list[SlowStep]:
         """Return the steps with the largest excess, the largest first."""
-        return _largest(self._worst)[: min(n, _MAX_KEPT)]
+        return self._kept.largest(n)
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return their excess per step since the last log, of `n` timed steps, and by kind."""
@@ -219,23 +316,23 @@ class SlowLog:
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
-        sums = self._sums
-        if not sums.n or not all_ms:
+        kept = self._kept
+        if not kept.n or not all_ms:
             return None
+        sums = kept.sums()
+        # The total is exact; its parts are estimates where steps were dropped.
+        is_exact = len(kept.steps) + kept.others.n == kept.n
+        whole_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
         causes = sorted(sums.names_ms.items(), key=lambda one: one[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)
         for (phase, name), ms in sums.lost_ms.items():
-            lost[phase][name] = ms / all_ms
+            lost[phase][name] = ms / whole_ms
         return SlowSummary(
-            n=sums.n,
+            n=kept.n,
             steps=steps,
-            share=sums.excess_ms / all_ms,
-            cause_shares={name: ms / all_ms for name, ms in causes},
-            unexplained_share=sums.unexplained_ms / all_ms,
-            worst=_largest(self._worst)[0],
+            share=kept.excess_ms / all_ms,
+            cause_shares={name: ms / whole_ms for name, ms in causes},
+            unexplained_share=sums.unexplained_ms / whole_ms,
+            worst=kept.largest(1)[0],
             lost_shares=dict(lost),
         )
-
-
-def _largest(steps: Sequence[SlowStep]) -> list[SlowStep]:
-    return sorted(steps, key=lambda step: step.excess_ms, reverse=True)

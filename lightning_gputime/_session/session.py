@@ -138,6 +138,8 @@ class Session:
         self._calls = methods(observers, "steps_read")
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
         results.observers = options.observers
+        takers = [methods(options.observers, name) for name in ("on_slow_step", "metrics")]
+        results.slow.is_followed = any(takers) or "slow" in options.logged_groups
         listeners = methods(options.observers, "on_lasting_change")
         results.finds_changes = bool(listeners) or "slow" in options.logged_groups
         self.analyzer.attach()
