@@ -121,15 +121,20 @@ def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
     host_ns = np.zeros((len(rows), len(steps)), np.int64)
     # All steps with the same marks at once: this runs in the loop.
     for labels, at in indices.items():
-        of_marks_ms = np.array([steps[i].device_ms for i in at])
-        of_marks_ns = np.array([steps[i].host_ns for i in at])
-        for mark, name in enumerate(_leaves(labels)):
-            device_ms[rows[name], at] += of_marks_ms[:, mark]
-            host_ns[rows[name], at] += of_marks_ns[:, mark + 1] - of_marks_ns[:, mark]
+        of_marks_ms = np.array([steps[i].device_ms for i in at]).T
+        marked_ns = np.array([steps[i].host_ns for i in at]).T
+        of_marks_ns = marked_ns[1:] - marked_ns[:-1]
+        columns = slice(None) if len(indices) == 1 else at
+        for name, ms, ns in zip(_leaves(labels), of_marks_ms, of_marks_ns, strict=True):
+            device_ms[rows[name], columns] += ms
+            host_ns[rows[name], columns] += ns
     usual_ns = _medians_of(host_ns)
     noise_ns = _MADS * _medians_of(np.abs(host_ns - usual_ns[:, None]))
-    columns = _medians_of(device_ms), usual_ns / 1e6, noise_ns / 1e6
-    return dict(zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+    usual_ms = _medians_of(device_ms)
+    found = zip(
+        usual_ms.tolist(), (usual_ns / 1e6).tolist(), (noise_ns / 1e6).tolist(), strict=True
+    )
+    return dict(zip(rows, found, strict=True))
 
 
 def _medians_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
