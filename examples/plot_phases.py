@@ -53,6 +53,8 @@ def plot_step(step: StepTimes, ax: Any) -> Any:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/plot_phases.py run.json.gz")
     run = load(sys.argv[1])
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     plot_steps(run.history[run.warmup_steps :], axes).savefig("steps.png", dpi=120)

@@ -2,6 +2,9 @@ import csv
 import json
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
@@ -177,6 +180,25 @@ def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) ->
     bars: Any = one_step.patches
     gpu_lane = [bar.get_width() for bar in bars if bar.get_y() < 0]
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
+
+
+def test_the_script_that_draws_phases_says_how_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot_phases.py"])
+    with pytest.raises(SystemExit, match=r"usage: python examples/plot_phases\.py run\.json\.gz"):
+        runpy.run_path(str(EXAMPLES / "plot_phases.py"), run_name="__main__")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_files_that_examples_write_are_ignored_by_git() -> None:
+    written = ["phase_times_rank0.npy", "slow_step_traces/steps-9.json", "steps.png"]
+    written.append("steps_trace.json")
+    command = ["git", "check-ignore", *written]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
+    if done.returncode == 128:
+        pytest.skip("this is no checkout")
+    assert done.stdout.split() == written
 
 
 def test_a_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
