@@ -77,6 +77,16 @@ TWO_RUNS = "; with one run a side this may be chance: save three or more of each
 # The estimates
 
 
+@pytest.mark.parametrize("sides", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_runs_whose_steps_take_no_time_are_refused(sides: tuple[float, float]) -> None:
+    groups = [run(1, 200), run(2, 200)]
+    for one, factor in zip(groups, sides, strict=True):
+        for name in (one.history.dtype.names or ())[1:]:
+            one.history[name] *= factor
+    with pytest.raises(ValueError, match=r"most steps of .+ take 0 ms, and no change can be given"):
+        compare(*groups)
+
+
 def test_a_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -> None:
     step = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0])
     forward = step / 4

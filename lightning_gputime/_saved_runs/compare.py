@@ -298,6 +298,11 @@ def compare_groups(
                 f"{run.name or 'a run'} has {len(run.measured)} steps after its warm-up; at least"
                 f" {_MIN_STEPS} are needed to separate a difference from noise"
             )
+        if not np.median(run.measured["step_ms"]):
+            raise ValueError(
+                f"most steps of {run.name or 'a run'} take 0 ms, and no change can be given in"
+                " percent of that: save a run whose steps were timed"
+            )
     # In the order of the files: the user's own phases have no other.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
