@@ -191,8 +191,8 @@ def test_each_loss_of_a_fit_has_the_time_that_was_planted(
             {},
             "validation",
             # Its callbacks may take the time, however few batches it has.
-            "validate less often: check_val_every_n_epoch or val_check_interval; its phases:"
-            ' timer.summary("validation")',
+            "validate less often: check_val_every_n_epoch or val_check_interval;"
+            ' its phases are logged under "val/"',
         ),
     ],
 )

@@ -406,7 +406,7 @@ _ABOUT: Mapping[str, tuple[str, ...] | Callable[[PhaseSummary, TrainingSetup], A
         _evaluate_less,
         "validate less often: check_val_every_n_epoch or val_check_interval",
         "on_validation_epoch_end",
-        '; its phases: timer.summary("validation")',
+        '; its phases are logged under "val/"',
     ),
     EVALUATION: partial(
         _evaluate_less, "evaluate less often, or on fewer samples", "compute_metrics", ""
