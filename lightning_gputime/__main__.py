@@ -99,7 +99,7 @@ def _new_parser() -> argparse.ArgumentParser:
 
     turns = new("bench", help="run two commands in turns", description=command.ABOUT_BENCH)
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
-    turns.epilog = f"{_CODES}The code of a command that fails is that of the bench."
+    turns.epilog = f"{_CODES}The code of a command that fails is that of the bench (2 for 1)."
     command.add_bench_arguments(turns)
     _add_judgement(turns)
 

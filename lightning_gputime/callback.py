@@ -1,6 +1,5 @@
 """The timer for the Trainer of Lightning."""
 
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_gputime._results.wall_time import (
     WallTimeRecorder,
 )
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
+from lightning_gputime._saved_runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises
 
 _NOT_SAVED = (
@@ -79,7 +79,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
-        self._path = _absolute(save_path)
+        self._path = check_save_path(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
         self._fit: Fit | None = None
         self._books_trainer: pl.Trainer | None = None  # Whose wall time is recorded.
@@ -330,12 +330,3 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def _detach(self) -> None:
         self._leave_fit()
         super()._detach()
-
-
-def _absolute(path: Any) -> str | None:
-    """Return an absolute path: training may change the working folder."""
-    if path is None:
-        return None
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise TypeError(f"save_path must be a path such as 'run.json.gz', or None, got {path!r}")
-    return os.path.abspath(os.path.expanduser(os.fspath(path)))

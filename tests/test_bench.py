@@ -154,12 +154,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_ends_it_with_its_exit_code(folder: Path) -> None:
-    command = [*BENCH, "train.py", "python train.py 7", "--out", "runs"]
+@pytest.mark.parametrize(("code", "expected"), [(7, 7), (1, 2)])  # 1 means slower.
+def test_a_command_that_fails_ends_it_with_its_exit_code(
+    code: int, expected: int, folder: Path
+) -> None:
+    command = [*BENCH, "train.py", f"python train.py {code}", "--out", "runs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 7, done.stderr
+    assert done.returncode == expected, done.stderr
     assert done.stderr.endswith(
-        "bench: `python train.py 7` ended with exit code 7, and the bench with it\n"
+        f"bench: `python train.py {code}` ended with exit code {code}, and the bench with it\n"
     )
     # What a command prints is no part of the comparison, and the first was run and saved.
     assert ("trained" in done.stderr, done.stdout) == (True, "")

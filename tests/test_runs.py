@@ -15,7 +15,8 @@ from fake_gpu import FakeGPU, raw
 from fake_loop import Loop, hooks
 
 import lightning_gputime
-from lightning_gputime import Cause, GPUPhaseHooks, Run, SlowStep, load
+from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
+from lightning_gputime.__main__ import main
 from lightning_gputime._results.ranks import RankStats, RankSummary
 from lightning_gputime._results.results import Results
 from lightning_gputime._results.table import Section
@@ -283,7 +284,21 @@ def changed(path: Path, change: Any) -> Path:
         (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**400), "too large"),
         (lambda c: c["history"]["phases"]["data"].__setitem__(0, 10**300), "too large"),
         (lambda c: c["history"]["steps"].__setitem__(0, 10**400), "too large"),
-        (lambda c: c["summary"]["rows"]["forward"].update(mean_ms=10**400), "too large"),
+        (
+            lambda c: c["summary"]["rows"]["forward"].update(mean_ms=10**400),
+            "int too large to convert to float",
+        ),
+        (lambda c: c["summary"]["rows"]["forward"].update(mean_ms=-2.5), "mean_ms must be -1 or"),
+        (lambda c: c["summary"].update(steps=-1), "summary.steps must be 0 or more"),
+        (lambda c: c["summary"]["rows"]["data"].update(n=2**63), "n must be 0 or more"),
+        (lambda c: c.update(warmup_steps=-3), "run.warmup_steps must be 0 or more"),
+        (lambda c: c["environment"].update(world_size=-1), "world_size must be 0 or more"),
+        (lambda c: c["history"]["steps"].__setitem__(0, -1), "numbers of its steps must be 0"),
+        (lambda c: c["history"].update(steps=[2**62] * 4), "numbers of its steps must be 0"),
+        (lambda c: c["history"].update(unit_ms=-1e-4), "unit of its times must be above 0"),
+        (lambda c: c["history"].update(unit_ms=1e300), "unit of its times must be above 0"),
+        (lambda c: c["history"]["phases"]["data"].__setitem__(0, -2), "times of data .* below 0"),
+        (lambda c: c["history"]["host_wait"].__setitem__(0, 2**62), "of host_wait .* above 1e9"),
         (lambda c: c.update(slow_steps={}), "slow_steps must be Sequence, not {}"),
         (lambda c: c.update(slow_steps=[1]), r"slow_steps\[0\] must be SlowStep, not 1"),
         (
@@ -318,9 +333,49 @@ def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
     assert (one.phase, one.causes[0].detail) == ("l\ufffd", "\ufffd]0;x")
 
 
-def test_a_file_with_more_than_is_known_is_read(tmp_path: Path) -> None:
-    path = changed(tmp_path / "run.json.gz", lambda c: c["summary"].update(later=[1]))
+def test_differences_may_be_below_zero(tmp_path: Path) -> None:
+    slow = {"step": 3, "step_ms": 9.0, "baseline_ms": 5.0, "phase": "loss", "causes": []}
+    slow["unexplained_ms"] = -0.5
+    path = changed(tmp_path / "run.json.gz", lambda c: c.update(slow_steps=[slow]))
+    assert load(path).slow_steps[0].unexplained_ms == -0.5
+
+
+@pytest.mark.parametrize("minor", [None, 0, 1, 99])
+def test_files_of_all_minor_versions_are_read_and_say_what_is_ignored(
+    minor: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        del content["minor"]
+        if minor is not None:
+            content["minor"] = minor
+        content["environment"]["package"] = "9.1.0"
+        content["later"] = {}
+        content["summary"]["later"] = [1]
+        content["summary"]["rows"]["data"]["later_ms"] = 1.0
+
+    path = changed(tmp_path / "run.json.gz", change)
     assert load(path).summary().steps == 4
+    is_newer = minor in (1, 99)
+    ignored = "ignores: run._summary.later, run._summary.rows['data'].later_ms, run.later. Update"
+    assert (
+        f"saved by lightning_gputime 9.1.0. This version does not know, and {ignored}"
+        in (caplog.text)
+    ) == is_newer
+    assert bool(caplog.text) == is_newer
+
+
+@pytest.mark.parametrize("path", ["", "."])
+def test_a_path_that_is_no_file_is_refused_before_training(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
+    for name in [path, *([] if path == "" else ["new/", str(tmp_path)])]:
+        with pytest.raises((TypeError, ValueError), match="save_path must be a") as error:
+            GPUPhaseTimer(save_path=name)
+        assert main(["run", "--save-path", name, "train.py"]) == 2
+        assert capsys.readouterr().err == f"lightning_gputime: {error.value}\n"
 
 
 @pytest.mark.parametrize(

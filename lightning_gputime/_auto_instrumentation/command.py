@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
 from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
+from lightning_gputime._saved_runs.paths import check_save_path
 
 if TYPE_CHECKING:
     from lightning_gputime import RunComparison
@@ -41,6 +42,7 @@ allow for several looks. The scripts have no timer of their own.
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
+_FAILED = 2
 _LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the chance is split by them.
 
 SWITCHES = ("annotate", "memory")
@@ -94,7 +96,10 @@ def run(args: argparse.Namespace) -> int:
         except TypeError as error:
             raise ValueError(error) from None
     if "save_path" in wanted:
-        wanted["save_path"] = os.path.abspath(os.path.expanduser(wanted["save_path"]))
+        try:
+            wanted["save_path"] = check_save_path(wanted["save_path"])
+        except TypeError as error:
+            raise ValueError(error) from None
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -171,7 +176,7 @@ def _save_run(command: str, path: Path) -> None:
             interrupted = 130
     if code := interrupted or (code if code >= 0 else 128 - code):
         _tell(f"`{command}` ended with exit code {code}, and the bench with it")
-        raise SystemExit(code)
+        raise SystemExit(_FAILED if code == 1 else code)  # 1 means slower.
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train, and have no timer of its own")
 

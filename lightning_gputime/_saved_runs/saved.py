@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._messages import Named
+from lightning_gputime._messages import Named, messages
 from lightning_gputime._results.history import History, list_phases, structured
 from lightning_gputime._results.slow import SlowStep
 from lightning_gputime._results.summary import PhaseSummary, plain
@@ -27,13 +27,25 @@ from lightning_gputime._results.table import Table, Tabular, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION = 4
+VERSION = 4  # Files of another version cannot be read.
+MINOR = 0  # Raised when fields are added: older readers ignore them, and say so.
 _UNIT_MS = 1e-4  # Times are saved as multiples of it: five times finer than a CUDA event.
 _MAX_TIME_MS = 1e9  # No step takes that long: a longer time is saved as absent.
 _ABSENT = -1  # In place of a time that is not known, as where a phase did not run.
 _MAX_BYTES = 2**30  # What unpacks to more is not ours: a million steps take a tenth of it.
 # Control characters other than line feeds and tabs: a terminal may take them for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+# Events of two streams may be out of order by a little.
+_MIN_TIME = -1.0
+_SIGNED = re.compile("change|excess|unexplained|behind")  # Fields that may be below zero.
+_MAX_COUNT = 2**63
+# Keys of a file that are read by other names, or derived from the others.
+_NOT_FIELDS = {"format", "version", "minor", "summary", "verdict", "advice", "sentence"}
+_IGNORED = (
+    "%s was saved by lightning_gputime %s. This version does not know, and ignores: %s. Update"
+    " lightning_gputime to see them."
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -100,6 +112,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
+        "minor": MINOR,
         "environment": asdict(run.environment),
         "warmup_steps": run.warmup_steps,
         "summary": run.summary().to_dict(),
@@ -159,11 +172,15 @@ def load(path: str | os.PathLike[str]) -> Run:
             content = _parse(_decompress(file))
             content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
             content["_summary"] = content["summary"]
-            run: Run = _read(Run, content, "run")
+            unknown: list[str] = []
+            run: Run = _read(Run, content, "run", unknown)
         except Exception as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             message = f"{name} is not a saved run: write one with timer.save(path) ({reason})"
             raise ValueError(message) from error
+    if content.get("minor", 0) != MINOR and unknown:
+        package = run.environment.package or "another version"
+        messages.warning(_IGNORED, name, package, ", ".join(sorted(unknown)))
     return run
 
 
@@ -186,10 +203,19 @@ def _to_units(times_ms: Floats) -> Any:
 
 
 def _unpack(packed: Any) -> npt.NDArray[Any]:
-    steps = np.cumsum(np.array(packed["steps"], np.int64))
+    numbers = np.array(packed["steps"], np.int64)
+    steps = np.cumsum(numbers)
+    if np.any(steps < 0) or np.abs(numbers).sum(dtype=float) >= _MAX_COUNT:
+        raise ValueError("the numbers of its steps must be 0 or more, and less than 2 ** 63")
+    unit_ms = packed["unit_ms"]
+    if not 0 < unit_ms <= 1:
+        raise ValueError(f"the unit of its times must be above 0 and at most 1 ms, not {unit_ms}")
     named = {"host_wait": packed["host_wait"], **packed["phases"]}
     units = {name: np.array(column, np.int64) for name, column in named.items()}
-    times = {name: np.where(n < 0, np.nan, n * packed["unit_ms"]) for name, n in units.items()}
+    for name, n in units.items():
+        if np.any((n < _ABSENT) | (n * unit_ms > _MAX_TIME_MS)):
+            raise ValueError(f"times of {name:.60} in its history are below 0 or above 1e9 ms")
+    times = {name: np.where(n < 0, np.nan, n * unit_ms) for name, n in units.items()}
     if any(ms.shape != steps.shape for ms in times.values()):
         raise ValueError("the columns of its history differ in length")
     top_level = [times[name] for name in packed["phases"] if "/" not in name]
@@ -243,27 +269,48 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
+def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     """Return a value of JSON as the type that a field of a dataclass has, or raise.
 
-    Missing fields take their default, and unknown ones are ignored: a record may get a field
-    without a new version of the file. A float that is null is NaN.
+    Missing fields take their default, and unknown ones are ignored and added to `unknown`: a record
+    may get a field without a new version of the file. A float that is null is NaN.
     """
     origin, inner = get_origin(kind), get_args(kind)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind in (int, float) and type(value) is kind:
+        _check_number(value, where)
     if kind is Any or type(value) in (kind, History) or (origin is Literal and value in inner):
         return value
-    if kind is float and (value is None or type(value) is int):
-        return math.nan if value is None else float(value)
+    if kind is float and value is None:
+        return math.nan
     if origin is UnionType:
-        return None if value is None else _read(inner[0], value, where)
+        return None if value is None else _read(inner[0], value, where, unknown)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind).items()
-        known = [(name, hint) for name, hint in hints if name in value]
-        return kind(**{name: _read(hint, value[name], f"{where}.{name}") for name, hint in known})
+        hints = get_type_hints(kind)
+        unknown += [f"{where}.{name:.60}" for name in value.keys() - hints.keys() - _NOT_FIELDS]
+        known = {name: hint for name, hint in hints.items() if name in value}
+        return kind(
+            **{
+                name: _read(hint, value[name], f"{where}.{name}", unknown)
+                for name, hint in known.items()
+            }
+        )
     if origin is Mapping and isinstance(value, dict):
-        read = {key: _read(inner[1], one, f"{where}[{key!r:.60}]") for key, one in value.items()}
+        read = {
+            key: _read(inner[1], one, f"{where}[{key!r:.60}]", unknown)
+            for key, one in value.items()
+        }
         return Named(read)
     if origin in (tuple, Sequence) and isinstance(value, list):
-        several = [_read(inner[0], one, f"{where}[{i}]") for i, one in enumerate(value)]
+        several = [_read(inner[0], one, f"{where}[{i}]", unknown) for i, one in enumerate(value)]
         return tuple(several) if origin is tuple else several
     raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r:.60}")
+
+
+def _check_number(value: float, where: str) -> None:
+    """Raise where a number cannot be: below zero and no difference, or a count that overflows."""
+    is_signed = _SIGNED.search(where.rpartition(".")[2]) is not None
+    least = -math.inf if is_signed else 0 if isinstance(value, int) else _MIN_TIME
+    if value < least or value >= (_MAX_COUNT if isinstance(value, int) else math.inf):
+        raise ValueError(f"{where} must be {least:g} or more, and below 2 ** 63, not {value!r:.60}")

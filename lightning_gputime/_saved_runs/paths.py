@@ -1,0 +1,23 @@
+"""The check of a path to save to, without an import of torch."""
+
+import os
+from typing import Any
+
+
+def check_save_path(path: Any) -> str | None:
+    """Return an absolute path: training may change the working folder.
+
+    Raises:
+        TypeError: If it is not a path.
+        ValueError: If it is a folder.
+    """
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise TypeError(f"save_path must be a path such as 'run.json.gz', or None, got {path!r}")
+    text = os.fspath(path)
+    target = os.path.abspath(os.path.expanduser(text))
+    if os.path.isdir(target) or text.endswith((os.sep, "/")):
+        file = os.path.join(text, "run.json.gz")
+        raise ValueError(f"save_path must be a file such as {file!r}, got the folder {text!r}")
+    return target
