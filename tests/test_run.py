@@ -24,6 +24,7 @@ from processes import ENVIRONMENT, PACKAGE
 from lightning_gputime import GPUPhaseTimer, TimerOptions, __main__, load
 from lightning_gputime import _auto_instrumentation as auto
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options, program
+from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 
@@ -78,6 +79,25 @@ for _ in range(30):
 ACCUMULATES = PLAIN.replace("optimizer.step()", "optimizer.step() if number % 2 else None").replace(
     "for _ in range(30)", "for number in range(60)"
 )
+FOLDS = """
+import torch
+from torch import nn
+def train(layers, updates, adversary=False):
+    net, other = nn.Sequential(*map(nn.Linear, [4] * layers, [4] * layers)), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if adversary:
+        another = torch.optim.Adam(other.parameters())
+    for _ in range(updates):
+        net(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        if adversary:
+            other(torch.ones(2, 4)).square().mean().backward()
+            another.step()
+for layers in range(3):
+    train(layers + 1, 30)
+"""
+"""Trainings one after the other, each of another model."""
+SHORT_FOLDS = f"{FOLDS}train(4, 30, adversary=True)\ntrain(5, 8)\ntrain(6, 2)\ntrain(7, 30)"
 NO_UPDATE = "import torch"
 ONE_UPDATE = PLAIN.replace("range(30)", "range(1)")
 OWN_TIMER = "from lightning_gputime import GPUPhaseHooks\n" + PLAIN.replace(
@@ -122,6 +142,7 @@ TWO_FITS = (
     .replace("trainer = pl", "for _ in range(2):\n  trainer = pl")
     .replace("trainer.fit", "  trainer.fit")
 )
+LIGHTNING_THEN_PLAIN = f"{LIGHTNING}\n{PLAIN}"
 LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
 import torch, transformers
@@ -437,7 +458,7 @@ def test_an_import_past_the_finder_is_reported(
     auto._report_unwatched(finder, os.getpid() + 1)  # A process that the script has forked.
     assert not caplog.text
     auto._report_unwatched(finder, os.getpid())
-    assert "No timer was added: another import hook imported stub_torch before" in caplog.text
+    assert "No step is timed: another import hook imported stub_torch before" in caplog.text
 
 
 def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +467,10 @@ def test_a_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
-    assert not adding.show_at_exit(timer, {"save_path": "run.json"})
+    assert adding.show_at_exit(timer, {"save_path": "run.json"}) is None
+    assert not found
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    assert adding.show_at_exit(timer, {"save_path": "run.json"})
+    adding.show_at_exit(timer, {"save_path": "run.json"})
     assert found == [timer, "run.json", True]
 
 
@@ -531,7 +553,7 @@ def test_an_option_behind_the_script_is_told(tmp_path: Path, environment: dict[s
 @pytest.mark.parametrize(
     ("script", "steps", "told"),
     [
-        pytest.param(PLAIN, 28, "optimizers and evaluations are not shown", id="plain"),
+        pytest.param(PLAIN, 28, "Other optimizers of the loop and evaluations are", id="plain"),
         pytest.param(ACCUMULATES, 23, "One update has 2 calls of backward: what", id="accumulates"),
         pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 23, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
@@ -559,13 +581,69 @@ def test_a_script_gets_one_timer(
     assert told in said
     assert "If no step ends" not in said
     assert "Time per step" not in printed
-    assert said.count("Time per step") == (2 if script is TWO_FITS else steps > 0)
+    several = (TWO_FITS, TWO_MODELS + THEN_ANOTHER_LOOP)
+    assert said.count("Time per step") == (2 if script in several else steps > 0)
     assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
     path = tmp_path / "run.json.gz"
     assert path.exists() == (steps > 0)
     if steps:
         summary = load(path).summary()
         assert summary.steps == summary.rows["backward"].n == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "steps", "missed"),
+    [
+        # The first two updates are in no step, then the first four; five steps are warm-up.
+        pytest.param(FOLDS, {"": 23, "-2": 21, "-3": 21}, "", id="folds"),
+        pytest.param(
+            SHORT_FOLDS,
+            {"": 23, "-2": 21, "-3": 21, "-4": 22, "-6": 23},
+            "2 more trainings are not shown",
+            id="short folds",
+        ),
+        pytest.param(LIGHTNING_THEN_PLAIN, {"": 25, "-2": 23}, "", id="Lightning, then plain"),
+    ],
+)
+def test_each_training_of_a_process_is_shown_or_counted(
+    script: str, steps: dict[str, int], missed: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    code, _, said = run(script, tmp_path, environment, *RUN, "--save-path", "run.json", "train.py")
+    assert code == 0, said
+    runs = {path.stem.removeprefix("run"): load(path) for path in tmp_path.glob("run*.json")}
+    assert {name: one.summary().steps for name, one in runs.items()} == steps
+    assert said.count("Time per step") == len(steps)
+    assert ("not shown:" in said) == bool(missed)
+    assert missed in said
+
+
+@pytest.mark.slow
+def test_a_trainer_without_its_callback_is_reported(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = LIGHTNING.replace("trainer.fit", "trainer.callbacks.clear()\ntrainer.fit")
+    code, _, said = run(script, tmp_path, environment, *RUN, "train.py")
+    assert code == 0, said
+    assert "No step is timed: the Trainer of lightning.pytorch did not call the callback" in said
+    assert "Time per step" not in said
+
+
+def test_each_fit_of_a_trainer_saves_to_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adding, "_numbers", count(1))
+    wanted = {"save_path": str(tmp_path / "run.json"), "warmup_steps": 0}
+    callbacks = [auto_lightning.TrainerAdder(wanted)]
+    script = LIGHTNING.replace("CALLBACKS = []", "").replace("max_epochs=1", "max_steps=20")
+    exec(
+        f"{script}\ntrainer.fit_loop.epoch_loop.max_steps = trainer.fit_loop.max_epochs = 30\n"
+        "trainer.fit(Task(), torch.utils.data.DataLoader(torch.ones(60, 4), 2))",
+        {"CALLBACKS": callbacks},
+    )
+    capsys.readouterr()
+    runs = [load(tmp_path / name).summary().steps for name in ("run.json", "run-2.json")]
+    assert runs == [20, 10]
 
 
 @pytest.mark.slow
@@ -609,7 +687,7 @@ def test_a_plain_loop_is_timed_after_any_imports(
     code, _, said = run(f"{imports}\n{PLAIN}", tmp_path, environment, *RUN, "train.py")
     assert code == 0, said
     assert said.count("over 23 steps") == 1
-    assert "No timer was added" not in said
+    assert "another import hook" not in said
 
 
 OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10", "python3.13")

@@ -22,7 +22,7 @@ VARIABLE = "LIGHTNING_GPUTIME"
 BEGAN = f"{VARIABLE}_BEGAN"  # That which has the time at which `run` began.
 
 _MISSED = (
-    "No timer was added: another import hook imported %s before lightning_gputime could watch it."
+    "No step is timed: another import hook imported %s before lightning_gputime could watch it."
     " Write a timer into the script."
 )
 
@@ -155,9 +155,9 @@ def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
 
 
 def _watch_updates(wanted: dict[str, Any]) -> None:
-    from lightning_gputime._auto_instrumentation.plain import PlainLoop
+    from lightning_gputime._auto_instrumentation.plain import PlainLoops
 
-    PlainLoop(wanted)
+    PlainLoops(wanted)
 
 
 def _watch_trainers(wanted: dict[str, Any]) -> None:
@@ -176,8 +176,18 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
             if trainer and adding.take_place(self, trainer.callback_handler.callbacks, timer):
+                saved = adding.show_at_exit(timer, wanted, prints=False)
+
+                def save_before(*event: Any, **known: Any) -> None:
+                    nonlocal saved
+                    if saved is not None:
+                        saved()
+                        saved = adding.show_at_exit(timer, wanted, prints=False)
+                    TransformersPhaseTimer.on_train_begin(timer, *event, **known)
+
                 timer.on_train_begin(args, state, control, **known)
-                adding.show_at_exit(timer, wanted, prints=False)
+                # Each training of a Trainer has a file of its own.
+                vars(timer)["on_train_begin"] = save_before
 
     defaults: list[Any] = transformers.trainer.DEFAULT_CALLBACKS
     defaults.append(TrainerAdder)

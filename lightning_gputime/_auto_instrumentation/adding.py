@@ -28,13 +28,16 @@ def take_place(adder: object, callbacks: list[Any], timer: Timer) -> bool:
     return True
 
 
-def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> bool:
-    """When Python exits, print a table on rank zero, and save it. Return whether this is done."""
+def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
+    """Print a table on rank zero, and save it, when Python exits.
+
+    Return a function that does so earlier; None on other ranks.
+    """
+    timer._prints_on_stderr = True
+    if _rank() not in (None, "0"):
+        return None
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
-    if is_zero := _rank() in (None, "0"):
-        timer._prints_on_stderr = True
-        Finalize(None, _end, (timer, path_to_save(wanted), prints), exitpriority=0)
-    return is_zero
+    return Finalize(None, _end, (timer, path_to_save(wanted), prints), exitpriority=0)
 
 
 def _rank() -> str | None:

@@ -1,11 +1,11 @@
 """Timers for a Trainer of Lightning and for a Fabric that have none."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_gputime._auto_instrumentation import adding, options_of_all, tells_errors
-from lightning_gputime._boundaries.patching import do_nothing
 from lightning_gputime.callback import GPUPhaseTimer
 from lightning_gputime.fabric import FabricPhaseTimer
 
@@ -18,11 +18,17 @@ class TrainerAdder(pl.Callback):
 
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        timer = GPUPhaseTimer(**{**self._wanted, "save_path": adding.path_to_save(self._wanted)})
-        # It raises where a name is wrong, which `on_train_start` says.
-        vars(timer)["on_fit_start"] = do_nothing
+        timer = GPUPhaseTimer(**options_of_all(self._wanted))
+        # In place of its own, which raises where a name is wrong: `on_train_start` says that.
+        vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
         if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
+
+
+@tells_errors()
+def _name_file(timer: GPUPhaseTimer, wanted: dict[str, Any], *_: Any) -> None:
+    """Let each fit of a Trainer save to a file of its own."""
+    timer._path = adding.path_to_save(wanted)
 
 
 class FabricAdder:

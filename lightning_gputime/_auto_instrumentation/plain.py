@@ -1,10 +1,13 @@
-"""A timer for a plain loop that has none: the loop is found by its first update."""
+"""Timers for plain loops that have none: a loop is found by its first update."""
 
 import gc
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -19,8 +22,9 @@ from lightning_gputime._phases import BACKWARD
 # updates nothing, such as a loader's worker, needs no timer.
 
 _FOUND = (
-    "Timing the loop that trains %s: a step is one update of its %s. Other models, optimizers and"
-    " evaluations are not shown; for these write GPUPhaseHooks with steps(loader) into the script."
+    "Timing the loop that trains %s: a step is one update of its %s. Other optimizers of the loop"
+    " and evaluations are not shown; for these write GPUPhaseHooks with steps(loader) into the"
+    " script."
 )
 _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
@@ -31,27 +35,64 @@ _MICRO_BATCHES = (
     " counts for `other` or `loss`. If gradients accumulate, write a GPUPhaseHooks with"
     ' steps(loader) and accumulate_grad_batches="auto" into the script.'
 )
-_MAX_UPDATES = 50  # The loop is over when others have updated so often since its last update.
+_FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
+_MISSED = (
+    "%d more trainings are not shown: they had no step after the warm-up, or came after the first"
+    " %d loops of this process. Write a GPUPhaseHooks into the script."
+)
+_NO_CALLBACK = (
+    "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
+    " timer to the Trainer, or install lightning_gputime again."
+)
+_MAX_LOOPS = 20
+_MIN_PATIENCE = 3
+_PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # The variable with the id of the first process.
+# Modules and functions in which a Trainer trains.
+_TRAINERS = (
+    "lightning.pytorch.trainer.trainer",
+    "pytorch_lightning.trainer.trainer",
+    "transformers.trainer",
+)
+_TRAIN = ("fit", "train")
 
 
-class PlainLoop:
-    """Time the loop of the first optimizer that updates, unless a timer is at work by then."""
+class PlainLoops:
+    """Time loops one after the other, each by the first optimizer that updates in it.
+
+    A loop is over once other optimizers have updated several times since its last update.
+    """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
-        self._optimizer: Optimizer | None = None
-        self._timer: Any = None
-        self._updates = 0
+        self._loop: _TimedLoop | None = None
+        self._loops = 0  # Loops that were found.
+        self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
+        self._others = 0  # Updates by others since the last update of the timed loop.
+        self._census = _Census()
+        self._untimeable = WeakSet[Optimizer]()
+        self._trainer_timer: Callable[[], Any] = _nothing
         self._handle = register_optimizer_step_post_hook(self._update_ends)
-        # Its children have it from this one: what trains may be any of them.
-        if os.environ.setdefault("LIGHTNING_GPUTIME_PROCESS", str(os.getpid())) == str(os.getpid()):
-            Finalize(None, self._tell_if_no_update, exitpriority=0)
+        # Child processes inherit this: any of them may be the one that trains.
+        os.environ.setdefault(_PROCESS, str(os.getpid()))
+        Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        self._updates += 1
-        if self._updates == 1:
-            self._optimizer = optimizer
-        if self._updates == 1 or (self._updates == _MAX_UPDATES and self._timer is not None):
+        loop = self._loop
+        if loop is not None and loop.optimizer is optimizer:
+            # Its own hook has ended the step.
+            if self._others:
+                loop.patience = max(loop.patience, 2 * self._others + _MIN_PATIENCE)
+                self._others = 0
+                self._census.join()
+            return
+        timer = self._trainer_timer()
+        if optimizer in self._untimeable or (timer is not None and timer._session.is_attached):
+            return
+        self._others += 1
+        self._census.add(optimizer)
+        is_due = self._others == (1 if loop is None else loop.patience)
+        if is_due and self._loops < _MAX_LOOPS:
+            self._next = ref(optimizer)
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
             from lightning_gputime._boundaries.backward import ENGINE
@@ -60,70 +101,173 @@ class PlainLoop:
             calls = Calls(self._next_backward)
             self._subscription = Subscription(torch.autograd, ENGINE, calls)
 
+    @tells_errors()
     def _next_backward(self, *_: Any, **__: Any) -> None:
         self._subscription.remove()
-        if self._timer is not None:
-            self._let_go()
-        elif self._optimizer is not None:
-            self._attach(self._optimizer)
-        if self._timer is None:
-            self._handle.remove()
+        optimizer, self._next = self._next(), _nothing
+        if self._loop is not None and self._others < self._loop.patience:
+            return  # The loop has gone on before this backward.
+        if self._loop is not None:
+            self._census.end(self._loop.end())
+            self._loop = None
+        self._others = 0
+        if optimizer is not None:
+            self._untimeable.add(optimizer)  # Unless it is timed now: no second attempt.
+            self._attach(optimizer)
 
-    @tells_errors()
     def _attach(self, optimizer: Optimizer) -> None:
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._timer import Timer
-        from lightning_gputime.hooks import GPUPhaseHooks
 
-        if timers := _instances_of(Timer):
-            if not any(one._prints_on_stderr for one in timers):
-                tell_once(adding.HAS_ONE)
+        timers = _instances_of(Timer)
+        if not all(timer._prints_on_stderr for timer in timers):
+            tell_once(adding.HAS_ONE)
+            self._handle.remove()
             return
+        if attached := [timer for timer in timers if timer._session.is_attached]:
+            self._trainer_timer = ref(attached[0])
+            self._untimeable.discard(optimizer)
+            self._census.begin(optimizer)
+            return
+        self._loops += 1
         models = _models_of(optimizer)
-        kind = type(optimizer).__name__
-        names = " and ".join(sorted({type(one).__name__ for one in models}))
+        kind, names = type(optimizer).__name__, " and ".join(sorted({*map(_class_name, models)}))
         parameters = [id(one) for model in models for one in model.parameters()]
-        if not models or len(parameters) > len({*parameters}):  # Several models share some.
+        if trainer := _trainer_at_work():
+            tell_once(_NO_CALLBACK, trainer)
+        elif not models or len(parameters) > len({*parameters}):  # Several models share some.
             why = f"several modules have some, {names}" if models else "no module has any"
             why = f"of the parameters that {kind} updates {why}"
-            messages.warning(_NOT_FOUND, why, "model, optimizer")
-            return
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        timer = GPUPhaseHooks(model, optimizer, **options_of_all(self._wanted)).attach()
-        optimizer.register_step_post_hook(self._step_ends)
-        self._timer = timer
-        if adding.show_at_exit(timer, self._wanted):
-            messages.warning(_FOUND, names, kind)
+            tell_once(_NOT_FOUND, why, "model, optimizer")
+        else:
+            self._loop = _TimedLoop(optimizer, models, self._wanted)
+            self._untimeable.discard(optimizer)
+            self._census.begin(optimizer)
+            if self._loop.is_shown and self._loops == 1:
+                messages.warning(_FOUND, names, kind)
+            elif self._loop.is_shown:
+                messages.warning(_FOUND_NEXT, names)
 
-    def _step_ends(self, *_: Any) -> None:
-        self._updates = 1
-        if self._timer is not None and self._optimizer is None:
-            if (calls := self._timer._session.recorder.labels.count(BACKWARD)) > 1:
-                self._timer._warn_once(_MICRO_BATCHES, calls)
-            self._timer.step()
-        elif self._timer is not None:
-            # The step in which the timer was attached has no beginning.
-            self._optimizer = None
-            self._timer._session.begin()
-
-    def _tell_if_no_update(self) -> None:
+    def _report(self) -> None:
+        """Report, when Python exits, that no loop was timed, or not all of them."""
+        if self._loop is not None and self._loop.is_shown and self._census.missed:
+            messages.warning(_MISSED, self._census.missed, _MAX_LOOPS)
         has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.
         has_timer = "lightning_gputime._timer" in sys.modules
-        if has_children or has_timer or hasattr(sys, "last_value"):
+        is_child = os.environ[_PROCESS] != str(os.getpid())
+        if is_child or has_children or has_timer or hasattr(sys, "last_value"):
             return
         from lightning_gputime._auto_instrumentation.command import FLAGS
 
         if misplaced := FLAGS.keys() & {one.partition("=")[0] for one in sys.argv[1:]}:
             messages.warning("Options of run stand before the script: %s", ", ".join(misplaced))
         else:
-            why = "no second update" if self._updates else "no update"
+            why = "no second update" if self._census.missed else "no update"
             messages.warning(_NOT_FOUND, f"{why} by an optimizer of torch's was seen", "model")
 
-    def _let_go(self) -> None:
-        """End the timing where another loop runs: the script may need this one's model no more."""
-        self._timer._finish()
-        del self._timer._loop
-        self._optimizer = self._timer = None
+
+class _TimedLoop:
+    """A loop whose steps end with the updates of one optimizer."""
+
+    def __init__(
+        self, optimizer: Optimizer, models: list[nn.Module], wanted: dict[str, Any]
+    ) -> None:
+        from lightning_gputime._auto_instrumentation import adding
+        from lightning_gputime.hooks import GPUPhaseHooks
+
+        self.optimizer = optimizer
+        self.patience = _MIN_PATIENCE  # Updates by others after which the loop is over.
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted)).attach()
+        self._hook = optimizer.register_step_post_hook(self._step_ends)
+        self._has_begun = False
+        self._show = adding.show_at_exit(self._timer, wanted)
+        self.is_shown = self._show is not None
+
+    def _step_ends(self, *_: Any) -> None:
+        if self._has_begun:
+            if (calls := self._timer._session.recorder.labels.count(BACKWARD)) > 1:
+                self._timer._warn_once(_MICRO_BATCHES, calls)
+            self._timer.step()
+        else:
+            # The step in which the timer was attached has no beginning.
+            self._has_begun = True
+            self._timer._session.begin()
+
+    def end(self) -> bool:
+        """End the timing, and show it. Return False where there is nothing to show but warm-up."""
+        timer = self._timer
+        self._hook.remove()
+        timer._finish()
+        del timer._loop  # The script may need the model no more.
+        has_steps = len(timer.history()) > timer._options.timed_warmup_steps
+        if self._show is not None:
+            if has_steps:
+                self._show()
+            else:
+                self._show.cancel()
+        return has_steps
+
+
+class _Census:
+    """Count the optimizers whose training is not shown: they are in no timed loop."""
+
+    def __init__(self) -> None:
+        self.missed = 0
+        # Weak references: an optimizer may be gone, and stay counted.
+        self._known = WeakSet[Optimizer]()
+        self._joined = WeakSet[Optimizer]()  # Optimizers of timed loops.
+        # Others that have updated since the last update of the timed loop.
+        self._between = WeakSet[Optimizer]()
+        self._n_between = 0
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note an update outside of the timed loop."""
+        if optimizer in self._joined or optimizer in self._between:
+            return
+        self._between.add(optimizer)
+        self._n_between += 1
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self.missed += 1
+
+    def join(self) -> None:
+        """Note that the timed loop goes on: others that have updated meanwhile belong to it."""
+        self.missed -= self._n_between
+        self._joined |= self._between
+        self._between.clear()
+        self._n_between = 0
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that the loop of an optimizer is timed."""
+        if optimizer in self._known and optimizer not in self._joined:
+            self.missed -= 1
+        self._joined.add(optimizer)
+        self._between.clear()
+        self._n_between = 0
+
+    def end(self, is_shown: bool) -> None:
+        """Note that the timed loop is over."""
+        self.missed += not is_shown
+
+
+def _nothing() -> None:
+    return None
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _trainer_at_work() -> str:
+    """Return the package of the Trainer that runs the current loop; empty if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module in _TRAINERS and frame.f_code.co_name in _TRAIN:
+            return str(module).rpartition(".trainer")[0].removesuffix(".trainer")
+        frame = frame.f_back
+    return ""
 
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
