@@ -142,6 +142,15 @@ TWO_FITS = (
     .replace("trainer = pl", "for _ in range(2):\n  trainer = pl")
     .replace("trainer.fit", "  trainer.fit")
 )
+TAKES_TURNS = """
+import torch
+nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+for turn in range(12):
+    for _ in range(10):
+        nets[turn % 2](torch.ones(2, 4)).square().mean().backward()
+        optimizers[turn % 2].step()
+"""
 LIGHTNING_THEN_PLAIN = f"{LIGHTNING}\n{PLAIN}"
 LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
@@ -603,6 +612,7 @@ def test_a_script_gets_one_timer(
             "2 more trainings are not shown",
             id="short folds",
         ),
+        pytest.param(TAKES_TURNS, {"": 3, "-2": 51}, "", id="two optimizers in turns"),
         pytest.param(LIGHTNING_THEN_PLAIN, {"": 25, "-2": 23}, "", id="Lightning, then plain"),
     ],
 )

@@ -108,11 +108,13 @@ class PlainLoops:
         if self._loop is not None and self._others < self._loop.patience:
             return  # The loop has gone on before this backward.
         if self._loop is not None:
+            # If it updates again, two optimizers take turns in one training: show each once.
+            self._untimeable.add(self._loop.optimizer)
             self._census.end(self._loop.end())
             self._loop = None
         self._others = 0
         if optimizer is not None:
-            self._untimeable.add(optimizer)  # Unless it is timed now: no second attempt.
+            self._untimeable.add(optimizer)  # Until it is timed: no second attempt.
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
