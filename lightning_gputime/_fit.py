@@ -8,6 +8,7 @@ from typing import Any
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._compat import lightning_
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
@@ -64,7 +65,7 @@ class Fit:
         self._books.epoch_turns()
         self.end_late_step()
         self.row["epoch"] = epoch = self.trainer.current_epoch
-        self._session.start_epoch(_lightning.step_number(self.trainer), epoch)
+        self._session.start_epoch(lightning_.step_number(self.trainer), epoch)
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.loop_goes_on()
@@ -77,7 +78,7 @@ class Fit:
         session = self._session
         if self._accumulates and session.optimizer.has_updated:
             self._accumulates = False
-            number = _lightning.step_number(self.trainer) - 1  # That batch is counted already.
+            number = lightning_.step_number(self.trainer) - 1  # That batch is counted already.
             if not session.is_left(number):
                 session.end_step(number)
 
@@ -119,7 +120,7 @@ class Fit:
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
             else:
-                if not session.end_step(_lightning.step_number(self.trainer), CALLBACKS):
+                if not session.end_step(lightning_.step_number(self.trainer), CALLBACKS):
                     self._attachments.suspend()
                 if not self._books.has_stepped:
                     self._books.step_ends()
@@ -137,7 +138,7 @@ class Fit:
             ends = self._ends_step(batch_idx)
         else:
             ends = _lightning.ends_update(self.trainer, batch_idx)
-        if ends and session.end_step(_lightning.step_number(self.trainer), CALLBACKS):
+        if ends and session.end_step(lightning_.step_number(self.trainer), CALLBACKS):
             self._batch.is_open = False
             self._attachments.reattach()
 
@@ -186,7 +187,7 @@ class Fit:
     def listen(self, own: type) -> None:
         """Listen to the trainer's actions until `remove`. Callbacks of class `own` are ours."""
         trainer, session = self.trainer, self._session
-        pause, action_of = session.recorder.pause_now, partial(_lightning.module_action, trainer)
+        pause, action_of = session.recorder.pause_now, partial(lightning_.module_action, trainer)
         calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
         # Not by the callback's hook of that name, for which a Trainer takes 2 us.
         update = action_of(self._model, "on_before_optimizer_step")
@@ -194,10 +195,10 @@ class Fit:
         # Where gradients accumulate none are cleared before a validation.
         calls[action_of(self._model, "on_validation_model_zero_grad")] = pause
         self._attachments.add(_lightning.listen_to_actions(trainer, calls, self._fail))
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        self._attachments.add(_lightning.call_at_start(validation, "run", pause))
+        entry = lightning_.validation_entry(trainer)
+        self._attachments.add(_lightning.call_at_start(*entry, pause))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
-        if place := _lightning.broadcasts_of(trainer):
+        if place := lightning_.sigterm_broadcast(trainer):
             wait = partial(session.recorder.mark, WAIT)
             self._attachments.add(_lightning.call_at_start(*place, wait))
 
@@ -217,7 +218,7 @@ class Fit:
         if self._accumulates and by_hand and session.optimizer.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
-            if not session.end_step(_lightning.step_number(self.trainer) - 1, CALLBACKS):
+            if not session.end_step(lightning_.step_number(self.trainer) - 1, CALLBACKS):
                 self._attachments.suspend()
         # As `resume_or_mark`, without another call.
         if recorder.state is PAUSED:
@@ -227,16 +228,16 @@ class Fit:
 
     def _actions_of_data(self) -> Iterator[Action]:
         trainer, begins = self.trainer, self._session.recorder.mark
-        yield _lightning.fetch_action(trainer), self.fetch_begins
+        yield lightning_.fetch_action(trainer), self.fetch_begins
         # The last hook before the loader's workers are started.
         hook = "on_train_epoch_start"
-        label = CALLBACKS if _lightning.defines(self._model, hook) else FETCH
-        yield _lightning.module_action(trainer, self._model, hook), partial(begins, label)
-        yield _lightning.copy_action(trainer), partial(begins, COPY)
+        label = CALLBACKS if lightning_.defines(self._model, hook) else FETCH
+        yield lightning_.module_action(trainer, self._model, hook), partial(begins, label)
+        yield lightning_.copy_action(trainer), partial(begins, COPY)
         for module in (self._model, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-                if module is not None and _lightning.defines(module, hook):
-                    yield _lightning.module_action(trainer, module, hook), partial(begins, DATA)
+                if module is not None and lightning_.defines(module, hook):
+                    yield lightning_.module_action(trainer, module, hook), partial(begins, DATA)
 
     def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
         others = [one for one in self.trainer.callbacks if not isinstance(one, own)]
@@ -246,17 +247,17 @@ class Fit:
             **dict.fromkeys(_INSIDE_STEP, self._leave_callback),
         }
         for hook, end in ends.items():
-            at_work = [one for one in others if _lightning.defines(one, hook)]
+            at_work = [one for one in others if lightning_.defines(one, hook)]
             for one in at_work:
                 label = label_of_callback(one, hook)
                 begins = self._enter_callback if hook in _INSIDE_STEP else self._callback_begins
-                yield _lightning.callback_action(one, hook), partial(begins, label)
+                yield lightning_.callback_action(one, hook), partial(begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.
-                yield _lightning.module_action(self.trainer, self._model, hook), end
+                yield lightning_.module_action(self.trainer, self._model, hook), end
         for one in others:
             # So that callbacks before ours find the means, too.
-            yield _lightning.callback_action(one, "on_train_epoch_end"), self._session.publish
+            yield lightning_.callback_action(one, "on_train_epoch_end"), self._session.publish
 
     def _callback_begins(self, label: str) -> None:
         self._batch.is_open = False

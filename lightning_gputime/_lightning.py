@@ -1,4 +1,4 @@
-"""All that reaches into Lightning; the only place with its private names."""
+"""A Trainer of Lightning as a timer sees it: its loop, its logs and its actions."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +10,7 @@ import torch
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription
+from lightning_gputime._compat.lightning_ import is_idle, is_placeholder, is_step_compiled
 from lightning_gputime._results.means import MeanLog
 
 
@@ -21,15 +22,10 @@ def loop_of(
     return Loop(
         model,
         # Those in the style of Lookahead are none of torch's, and may never update by one inside.
-        # For none at all Lightning has one that updates nothing.
-        [
-            one
-            for one in trainer.optimizers
-            if is_optimizer(one) and type(one).__name__ != "_MockOptimizer"
-        ],
+        [one for one in trainer.optimizers if is_optimizer(one) and not is_placeholder(one)],
         optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
         wrapper=wrapper_of(trainer),
-        compiled_step=getattr(model, "_compiler_ctx", None) is not None,
+        compiled_step=is_step_compiled(model),
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,
@@ -49,56 +45,9 @@ def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
-def step_number(trainer: pl.Trainer) -> int:
-    """Return the number that Lightning logs the current step under."""
-    # Not `global_step`, which counts two in a batch with two optimizers, and none of an optimizer
-    # that Lightning does not wrap.
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-
-
-def fetch_action(trainer: pl.Trainer) -> str:
-    """Return the name of the action that fetches a batch."""
-    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-
-
-def copy_action(trainer: pl.Trainer) -> str:
-    """Return the name of the action that takes a batch to the device."""
-    return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
-
-
-def callback_action(callback: pl.Callback, hook: str) -> str:
-    """Return the name of the action that calls a callback."""
-    return f"[Callback]{callback.state_key}.{hook}"
-
-
-def module_action(
-    trainer: pl.Trainer, module: pl.LightningModule | pl.LightningDataModule, hook: str
-) -> str:
-    """Return the name of the action that calls a LightningModule, or its data."""
-    # Not by its class: there are two packages of that name.
-    kind = "LightningModule" if module is trainer.lightning_module else "LightningDataModule"
-    return f"[{kind}]{type(module).__name__}.{hook}"
-
-
-def defines(one: object, hook: str) -> bool:
-    """Return whether a callback or module does something in a hook."""
-    module = getattr(getattr(one, hook, None), "__module__", None) or ""
-    return hasattr(one, hook) and not module.endswith((".callbacks.callback", ".core.hooks"))
-
-
-def broadcasts_of(trainer: pl.Trainer) -> tuple[Any, str] | None:
-    """Return the object and its method by which a trainer waits for other ranks at each batch.
-
-    Since 2.6 it broadcasts there whether it was asked to end, and reads the answer with `.item()`:
-    a collective, and a wait of the host, in every batch.
-    """
-    owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-    return (owner, name) if trainer.world_size > 1 and hasattr(owner, name) else None
 
 
 def wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
@@ -118,8 +67,7 @@ def listen_to_actions(
     """
     profiler = trainer.profiler
     # Who has put something there since must be called, too.
-    is_idle = type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
-    name = "start_alone" if is_idle else "start"
+    name = "start_alone" if is_idle(profiler) else "start"
     return Subscription(
         profiler, "start", (calls, fail), lambda *known: getattr(_Dispatcher(*known), name)
     )

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._compat import lightning_
 from lightning_gputime._fit import Fit
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._results.advice import TrainingSetup
@@ -224,7 +225,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             stage,
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             Loop(model, wrapper=_lightning.wrapper_of(trainer), wrap_backward=False),
-            _lightning.step_number(trainer),
+            lightning_.step_number(trainer),
             partial(_lightning.publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},

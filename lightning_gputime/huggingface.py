@@ -19,6 +19,7 @@ except ImportError as error:
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
+from lightning_gputime._compat import transformers_
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -125,7 +126,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             precision=None if precision == "no" else f"{precision}-mixed",
         )
         self._results.books = self._books = WallTimeRecorder(clock.host_ns)
-        self._time_saves(trainer, "_save_checkpoint")
+        self._time_saves(trainer, transformers_.SAVE)
         self._patch_callbacks(trainer)
         self._batch = loop.batch
         if loader is not None:
@@ -229,7 +230,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _start_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
         prefix, trainer = self._options.prefix, self._trainer
-        self._stage = stage = args[4] if len(args) > 4 else kwargs.get("metric_key_prefix", "eval")
+        self._stage = stage = transformers_.evaluation_prefix(args, kwargs)
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
@@ -300,9 +301,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
         self._handled = sys.exception()
-        # Before transformers 5 there is none for an epoch, and an error in another callback stays
-        # unknown.
-        runs = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
         run = Calls(do_nothing, self._end_run)
         for name, calls in {
             "get_batch_samples": Calls(self._start_fetch, self._end_fetch),
@@ -310,10 +308,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             "evaluation_loop": Calls(self._start_loop, self._end_loop),
             "prediction_step": Calls(self._start_prediction),
             "log": Calls(do_nothing, self._end_log),
-            "_calculate_rewards": phase(REWARD),  # Of TRL's Trainers.
-            runs: run,
-            "_evaluate": run,
-            "_finalize_training": run,
+            transformers_.REWARDS: phase(REWARD),
+            **dict.fromkeys(transformers_.run_methods(trainer), run),
         }.items():
             if hasattr(trainer, name):
                 self._patches.add(Subscription(trainer, name, calls))

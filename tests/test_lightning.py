@@ -344,7 +344,7 @@ def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
     monkeypatch.setattr(EpochLoop, "advance", asks)
     monkeypatch.setattr(EpochLoop, "_broadcast_sigterm_tensor", lambda _: gpu.work(32.0))
     monkeypatch.setattr(
-        "lightning_gputime._lightning.broadcasts_of",
+        "lightning_gputime._compat.lightning_.sigterm_broadcast",
         lambda trainer: (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
     )
     timer = timer_of(gpu)

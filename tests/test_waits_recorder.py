@@ -104,7 +104,7 @@ def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
 def test_a_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
     run: Recorded, label: str, task: int, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = "lightning_gputime._record.recorder._current_graph_task_id"
+    path = "lightning_gputime._record.recorder.current_graph_task_id"
     monkeypatch.setattr(path, lambda: task)
     run.run(label, 4.0)
     thread = threading.Thread(target=run.wait)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
 from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
+from lightning_gputime._compat.python_ import interpreter_flags
 from lightning_gputime._saved_runs.paths import check_save_path
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As without Python, which ignores it.
     if program is not None:
         os.execv(program, args.script)
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    flags = interpreter_flags()
     os.execv(sys.executable, [sys.executable, *flags, *["-m"][: args.is_module], *args.script])
 
 

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -95,11 +94,11 @@ class PlainLoops:
             self._next = ref(optimizer)
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
-            from lightning_gputime._boundaries.backward import ENGINE
             from lightning_gputime._boundaries.patching import Calls, Subscription
+            from lightning_gputime._compat.torch_ import backward_entry
 
             calls = Calls(self._next_backward)
-            self._subscription = Subscription(torch.autograd, ENGINE, calls)
+            self._subscription = Subscription(*backward_entry(), calls)
 
     @tells_errors()
     def _next_backward(self, *_: Any, **__: Any) -> None:

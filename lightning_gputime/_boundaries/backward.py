@@ -4,7 +4,6 @@ import sys
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +13,13 @@ from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, Subscription
+from lightning_gputime._compat.torch_ import (
+    CAN_QUEUE,
+    PIPELINE_BACKWARD,
+    backward_entry,
+    is_autograd_compiled,
+    queue_after_backward,
+)
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
@@ -24,12 +30,6 @@ from lightning_gputime._phases import (
     OPTIMIZER,
 )
 from lightning_gputime._record.recorder import Recorder
-
-ENGINE = "_engine_run_backward"
-"""The function by which torch.autograd runs its engine: private, and a global of its module."""
-
-# Asks for gradients on behalf of a schedule.
-_PIPELINE = "torch.distributed.pipelining._backward"
 
 
 class BackwardBoundary:
@@ -62,12 +62,12 @@ class BackwardBoundary:
         self._model = model
         self._optimizer = optimizer
         self._returns_to: str | None = None
-        self._patch = attachments.add(Subscription(torch.autograd, ENGINE, self)).patch
+        self._patch = attachments.add(Subscription(*backward_entry(), self)).patch
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
             attachments.add(Subscription(called, "backward", self))
         inside = [*called.modules()] if shared else []
-        self._marks_comm = shared and not any(map(is_sharded, inside))
+        self._marks_comm = shared and CAN_QUEUE and not any(map(is_sharded, inside))
         self._synced = [module for module in inside if isinstance(module, DistributedDataParallel)]
         self._is_sync_called = False
         # Hooks on the tensors of one backward.
@@ -88,7 +88,9 @@ class BackwardBoundary:
             return False
         # A pipeline may take the gradients of its inputs first, and those of its weights later.
         if not accumulate_grad:
-            is_of_pipeline = _PIPELINE in sys.modules and caller("torch.autograd") == _PIPELINE
+            is_of_pipeline = PIPELINE_BACKWARD in sys.modules and (
+                caller("torch.autograd") == PIPELINE_BACKWARD
+            )
             if not is_of_pipeline:
                 return self._grad_begins()
         if not self._model.calls and self._is_anothers():
@@ -146,8 +148,7 @@ class BackwardBoundary:
     def _hook_losses(self, tensors: Any) -> None:
         if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
             return  # a micro-batch inside `no_sync`
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(compiled, "compiled_autograd_enabled", False) is True:
+        if is_autograd_compiled():
             return  # It would trace the hook.
         # Not over a generator, which the backward needs itself.
         for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
@@ -164,7 +165,7 @@ class BackwardBoundary:
         if self._handles:
             self._remove_hooks()
             try:
-                torch.autograd.Variable._execution_engine.queue_callback(self._mark_comm)
+                queue_after_backward(self._mark_comm)
             except Exception as error:
                 self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
 

@@ -12,6 +12,7 @@ from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._compat.torch_ import script_entry
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (
@@ -67,8 +68,8 @@ class Boundaries:
         # TorchScript compiles the hooks that a module has, and cannot compile ours. By this both
         # `torch.jit.script` and `torch.jit.trace` make their modules.
         calls = Calls(lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach())
-        if hasattr(torch.jit._recursive, "create_script_module"):
-            own.add(Subscription(torch.jit._recursive, "create_script_module", calls))
+        if entry := script_entry():
+            own.add(Subscription(*entry, calls))
         own.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._compat.torch_ import async_tensor
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 
@@ -68,9 +69,8 @@ class WaitBoundary:
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
         # Not the function that it calls: compiled code guards that one.
-        if functional := sys.modules.get("torch.distributed._functional_collectives"):
+        if (tensor := async_tensor()) is not None:
             # DTensors call the second one where they must not be asynchronous.
-            tensor = functional.AsyncCollectiveTensor
             used = Calls(self._tensor_wait_begins, self._wait_ends)
             yield tensor, ("trigger_wait", "wait"), used
         if self._streams is not None and self._streams.kind is not None:

@@ -1,6 +1,5 @@
 """Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -8,6 +7,7 @@ from torch import nn
 from lightning_gputime._boundaries.comm import is_cut
 from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
 from lightning_gputime._boundaries.patching import Calls, Registration, Subscription
+from lightning_gputime._compat.torch_ import COMPILED_CALL, compiled_call, compiled_module
 
 
 def around_calls(
@@ -22,19 +22,19 @@ def around_calls(
     On a module that was compiled in place a hook would be traced. A patch of what it calls stays
     outside: one graph, `fullgraph`, too, and it is called each time.
     """
-    if module._compiled_call_impl is None:
+    if compiled_call(module) is None:
         before = hook_before(module, enter, first=not inside, with_kwargs=inside)
         return before, hook_after(module, leave, first=inside)
     calls = Calls(
         lambda *args, **kwargs: enter(module, args, kwargs),
         lambda result: leave(module, (), result),
     )
-    return (Subscription(module, "_compiled_call_impl", calls),)
+    return (Subscription(module, COMPILED_CALL, calls),)
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`, or was compiled in place."""
-    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    return compiled_module(model) is not None or compiled_call(model) is not None
 
 
 def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
@@ -57,14 +57,7 @@ def hides_collectives(model: nn.Module) -> bool:
 def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield the modules that are compiled, and those inside, with the one that was compiled."""
     for module in (model, *model.modules()):
-        if module._compiled_call_impl is not None:
+        if compiled_call(module) is not None:
             yield from ((module, one) for one in module.modules())
-        elif is_compiled(module):
-            original: nn.Module = module._orig_mod  # type: ignore[assignment]  # by `is_compiled`
+        elif (original := compiled_module(module)) is not None:
             yield from ((module, one) for one in original.modules())
-
-
-def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process: its code guards hooks."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["stats"] or dynamo.counters["frames"])

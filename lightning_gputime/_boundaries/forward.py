@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
-from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.comm import WaitBoundary
@@ -19,6 +17,14 @@ from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._compat.torch_ import CALL_CODE, LOSSES, current_graph_task_id
+from lightning_gputime._compat.transformers_ import (
+    GENERATES,
+    INNER_LOSS,
+    generation_class,
+    has_inner_loss,
+    lacks_inner_loss,
+)
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -36,9 +42,6 @@ from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
 OnCall = Callable[[nn.Module], None] | None
 """What to call with the module of each outermost call, in steps that are timed."""
-
-# What every call of a module passes through.
-_CALL = nn.Module._wrapped_call_impl.__code__
 
 # In the last _STEPS steps with calls all have as many; an evaluation has at least _MORE more.
 _STEPS, _MORE = 10, 2
@@ -110,18 +113,16 @@ class ForwardBoundary:
             self.evaluation.on_call_start()
 
     def time_generation(self) -> None:
-        # Not imported here: a loop without it has no such model.
-        if (module := sys.modules.get("transformers.generation.utils")) is not None:
-            calls = Calls(self._generate_begins, self._generate_ends)
-            for name in ("generate", "generate_batch"):
-                if hasattr(module.GenerationMixin, name):
-                    self._attachments.add(Subscription(module.GenerationMixin, name, calls))
+        calls, owner = Calls(self._generate_begins, self._generate_ends), generation_class()
+        for name in GENERATES:
+            if hasattr(owner, name):
+                self._attachments.add(Subscription(owner, name, calls))
 
     def _generate_begins(self, *_: Any, **__: Any) -> bool | None:
         recorder, batch = self._recorder, self._batch
         if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.is_named:
             return False
-        is_inside = self._running or _current_graph_task_id() != -1
+        is_inside = self._running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetched or is_inside:
             return False
         label = recorder.label or OTHER
@@ -203,7 +204,7 @@ class ForwardBoundary:
         for module in _inside(self._model, everywhere, self._losses):
             if id(module) in self._hooked:
                 continue
-            if isinstance(module, _Loss):
+            if isinstance(module, LOSSES):
                 self._time_loss(module)
             else:
                 self._hooked[id(module)] = self._time(module)
@@ -235,7 +236,7 @@ class ForwardBoundary:
                 return
         # Activation checkpointing runs modules again inside backward; that is backward's time. The
         # non-reentrant kind tells of no end: a count of open calls would never be zero again.
-        if _current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         if self._redirected and module is self._model:
             # The wrapper calls the model to run the whole training step, not to compute an output.
@@ -281,7 +282,7 @@ class ForwardBoundary:
         is_here = get_ident() == recorder.thread
         if not (is_here or (self._discovers and recorder.is_resting_here())):
             return
-        if _current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         running, key = self._running, id(module)
         while running.pop() != key and running:
@@ -293,7 +294,7 @@ class ForwardBoundary:
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss that the model computes inside its own call is part of that call.
-        if not self._running and _current_graph_task_id() == -1:
+        if not self._running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
@@ -345,7 +346,7 @@ def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return those of some modules, by their ids, that are running while `module` is called."""
     # By the frames of the stack: after a call that raised, some ids are of modules that run no
     # more.
-    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is _CALL)
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is CALL_CODE)
     called = [id(frame.f_locals["self"]) for frame in frames]
     if id(module) not in called:
         return list(ids)  # It is not called as others are.
@@ -371,7 +372,7 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
             continue
         yield child
         # What a loss calls is part of it.
-        if not isinstance(child, _Loss):
+        if not isinstance(child, LOSSES):
             yield from _inside(child, everywhere, losses)
 
 
@@ -383,10 +384,7 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
     for one in model.modules():
         if is_compiled(one):
             return  # Nothing inside is called as it stands there.
-        place = getattr(type(one), "loss_function", None)
-        if isinstance(place, property) and place.fset is not None:
-            # Of a model that has none of its own transformers would warn.
-            has_none = getattr(one, "loss_type", "") is None and not hasattr(one, "_loss_function")
-            if not has_none:
-                attachments.add(Subscription(one, "_loss_function", NamedPhase(LOSS, [recorder])))
+        if has_inner_loss(one):
+            if not lacks_inner_loss(one):
+                attachments.add(Subscription(one, INNER_LOSS, NamedPhase(LOSS, [recorder])))
             return

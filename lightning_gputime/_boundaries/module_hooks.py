@@ -9,6 +9,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from lightning_gputime._boundaries.patching import Registration, do_nothing
+from lightning_gputime._compat.torch_ import hooks_of_calls
 from lightning_gputime._messages import messages
 
 
@@ -51,10 +52,9 @@ def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any
     def state_without_hooks(self: nn.Module) -> Any:
         state = getstate(self)
         bare: dict[str, Any] = {}
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = vars(self).get(name)
+        for name, kinds, hooks in hooks_of_calls(self):
             if hooks and all(isinstance(hook, _ModuleHook) for hook in hooks.values()):
-                bare |= {name: OrderedDict(), f"{name}_with_kwargs": OrderedDict()}
+                bare |= {name: OrderedDict(), kinds: OrderedDict()}
         return {**state, **bare} if bare and isinstance(state, dict) else state
 
     return state_without_hooks

@@ -10,11 +10,15 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._compat.torch_ import (
+    WRAPPER_NAMES,
+    compiled_module,
+    current_graph_task_id,
+)
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
 
@@ -27,13 +31,13 @@ MAX_MODULES = 100
 """How many modules a depth or patterns may mean: each has four boundaries and two logged means."""
 
 # What torch puts around a module is called with it, and adds nothing to its name.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_WRAPPERS = re.compile(rf"(^|\.)({'|'.join(WRAPPER_NAMES)})(?=\.|$)")
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that the option means, by name, in the order of the model."""
     inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
-    inner = getattr(inner, "_orig_mod", inner)  # What torch.compile wraps.
+    inner = compiled_module(inner) or inner
     # A module that the model holds twice has two names.
     called, named = _called(inner), dict(inner.named_modules(remove_duplicate=False))
     asked = [modules] if isinstance(modules, int | str) else modules
@@ -150,7 +154,7 @@ class SubmoduleBoundary:
         self._tensor_handles.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
+        if get_ident() != self._recorder.thread or current_graph_task_id() != -1:
             return
         outer = self._recorder.label or ""
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
@@ -168,7 +172,7 @@ class SubmoduleBoundary:
                 self._at_gradient(tensor, lambda: self._end(own, _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if get_ident() != self._recorder.thread or _current_graph_task_id() != -1:
+        if get_ident() != self._recorder.thread or current_graph_task_id() != -1:
             return
         if not self._open:
             return

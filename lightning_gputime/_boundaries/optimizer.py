@@ -1,12 +1,9 @@
 """The updates of optimizers, as marks."""
 
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from traceback import walk_stack
 from typing import Any
 
-from torch._C import _current_graph_task_id
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,6 +12,12 @@ from torch.optim.optimizer import (
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Attachments, Calls, Registration, Subscription
+from lightning_gputime._compat.torch_ import (
+    current_graph_task_id,
+    has_step_hooks,
+    is_step_compiled,
+    steps_on_stack,
+)
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -25,9 +28,6 @@ from lightning_gputime._phases import (
     OTHER,
 )
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
-
-# Every call of `step` passes through a `wrapper` of this file, which calls the hooks.
-_OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class OptimizerBoundary:
@@ -62,8 +62,8 @@ class OptimizerBoundary:
         """Whether there are optimizers whose updates are seen."""
         # By their ids; kept, so that no id is used again.
         self._given = {id(one): one for one in given}
-        is_compiled = any(map(_is_compiled, given))
-        alone = [one for one in given if _is_compiled(one) or not _has_hooks(one)]
+        is_compiled = any(map(is_step_compiled, given))
+        alone = [one for one in given if is_step_compiled(one) or not has_step_hooks(one)]
         for one in alone:
             attachments.add(Subscription(one, "step", Calls(self._begin, self._end)))
         # What an update does around the one inside, such as gather or average weights, is its, too.
@@ -95,7 +95,7 @@ class OptimizerBoundary:
         if (
             recorder.state is OPEN
             and recorder.label not in (OTHER, AFTER_UPDATE)
-            and _current_graph_task_id() == -1
+            and current_graph_task_id() == -1
             and not (self.ended_early and recorder.label == DATA)
         ):
             recorder.mark(OTHER)
@@ -116,7 +116,7 @@ class OptimizerBoundary:
         ):
             if self.depth:
                 # No hook tells of an update that raised.
-                self.depth = min(self.depth, _steps_on_stack() - 1)
+                self.depth = min(self.depth, steps_on_stack() - 1)
             self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -128,11 +128,11 @@ class OptimizerBoundary:
         """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
         if self.updates or self.was_tried:
             return True
-        return bool(self.depth or self.ended_early) and _steps_on_stack() > 0
+        return bool(self.depth or self.ended_early) and steps_on_stack() > 0
 
     def end_early(self) -> None:
         """End the update that is running, where a step ends: at its own end it is over."""
-        if _steps_on_stack():
+        if steps_on_stack():
             self.depth = 1
             self._end()
             self.ended_early = True
@@ -146,7 +146,7 @@ class OptimizerBoundary:
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
         if label == AFTER_BACKWARD and closure is None:
             return
-        if _current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD
             self._recorder.mark_in_backward(OPTIMIZER)
         elif closure is None or label == AFTER_BACKWARD or self._is_own:
@@ -169,7 +169,7 @@ class OptimizerBoundary:
         self.updates += 1
         if self._recorder.state is AT_REST or self._is_wrapped:
             return
-        if _current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             self._recorder.mark_in_backward(self._interrupted or BACKWARD)
         else:
             self._recorder.mark(self._interrupted or AFTER_UPDATE)
@@ -212,20 +212,6 @@ def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
         if inner:
             yield from _updating(inner[:1])
         # A wrapper with hooks and a `step` of its own updates parameters itself, too.
-        has_own_step = _has_hooks(optimizer) and type(optimizer).step is not Optimizer.step
+        has_own_step = has_step_hooks(optimizer) and type(optimizer).step is not Optimizer.step
         if not inner or has_own_step:
             yield optimizer
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    return hasattr(optimizer, "_optimizer_step_post_hooks")
-
-
-def _steps_on_stack() -> int:
-    """Return how many calls of `step` of optimizers with hooks are running."""
-    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe()))
-    return sum(one.co_name == "wrapper" and one.co_filename == _OPTIMIZER_FILE for one in codes)
-
-
-def _is_compiled(optimizer: Any) -> bool:
-    return hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable")

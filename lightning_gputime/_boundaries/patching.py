@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_gputime._compat.torch_ import skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
@@ -21,13 +22,8 @@ def apply_compile_skips() -> None:
     As `torch.compiler.disable`, but at no cost in the call. Call it before they may run, not at
     import: torch's compiler takes a second.
     """
-    from torch._dynamo import trace_rules
-
     package = Path(__file__).parent.parent
-    traced = {package / name for name in _TRACED}
-    # A newer torch may have another name for it; then it traces what it calls.
-    skipped: set[str] = getattr(trace_rules, "FORCE_SKIP_FILES", set())
-    skipped.update(one.as_posix() for one in {*package.rglob("*.py")} - traced)
+    skip_in_compilation({*package.rglob("*.py")} - {package / name for name in _TRACED})
 
 
 def do_nothing(*_: Any, **__: Any) -> None:

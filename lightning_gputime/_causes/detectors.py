@@ -7,7 +7,6 @@ Until then only the evidence is kept.
 
 import gc
 import itertools
-import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
+from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -79,10 +79,9 @@ class HostSpans:
 
     def _callbacks(self) -> list[tuple[list[Any], Any]]:
         found: list[tuple[list[Any], Any]] = [(gc.callbacks, self._on_collection)]
-        module = sys.modules.get("torch._dynamo.callback")
-        if handler := getattr(module, "callback_handler", None):
-            found.append((handler.start_callbacks, self._on_compile_start))
-            found.append((handler.end_callbacks, self._on_compile_end))
+        if callbacks := compile_callbacks():
+            starts, ends = callbacks
+            found += [(starts, self._on_compile_start), (ends, self._on_compile_end)]
         return found
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:

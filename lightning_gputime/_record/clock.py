@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_gputime._compat.torch_ import raw_stream, spin_function
 from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
@@ -87,15 +88,16 @@ class DeviceClock:
         )
         self.is_capturing = getattr(module, "is_current_stream_capturing", _NEVER)
         self.may_capture: Callable[[], object] = self.is_capturing
-        stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        stream_of = raw_stream()
         if device.type == "cuda" and self._is_current and stream_of is not None:
             # On a default stream, whose number is 0, no graph can be captured, see
             # `cudaStreamBeginCapture`. Beside an H200 that number takes the host 0.1 us, and to ask
             # whether it is captured 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
         # It fills the queue of the current device, whatever device is timed.
-        if hasattr(module, "_sleep") and self._is_current:
-            self.spin = module._sleep
+        spin = spin_function(module)
+        if spin is not None and self._is_current:
+            self.spin = spin
         if device.type == "mps":
             # The first elapsed_time on MPS fails unless the device was synchronized once.
             torch.mps.synchronize()

@@ -9,8 +9,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._C import _current_graph_task_id
 
+from lightning_gputime._compat.torch_ import current_graph_task_id
 from lightning_gputime._phases import (
     BACKWARD,
     COMM,
@@ -237,7 +237,7 @@ class Recorder:
     def enter_phase(self, name: str) -> None:
         """Begin a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.
-        if get_ident() != self.home or _current_graph_task_id() != -1:
+        if get_ident() != self.home or current_graph_task_id() != -1:
             return
         if not self._named:
             self._base = self.label if self.label and self.state is OPEN else DATA
@@ -246,7 +246,7 @@ class Recorder:
 
     def leave_phase(self, name: str) -> None:
         """End a phase that `enter_phase` began: time goes back to where it went before."""
-        is_here = get_ident() == self.home and _current_graph_task_id() == -1
+        is_here = get_ident() == self.home and current_graph_task_id() == -1
         if not is_here or name not in self._named:
             return
         if name != self._named[-1]:
@@ -342,7 +342,7 @@ class Recorder:
         """Return whether this thread is timed, or runs a backward while the timed one waits."""
         if get_ident() == self.thread:
             return True
-        return _current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
+        return current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
 
     def is_resting_here(self) -> bool:
         """Return whether the calling thread is timed in some steps, but not now."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed
 
 from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
@@ -262,12 +263,11 @@ def open_exchange(purpose: str) -> Exchange | None:
         return None
     try:
         # Not at the top: torch can be built without it.
-        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.distributed_c10d import PrefixStore
 
         # Timers are attached in the same order on every rank, so their numbers agree.
         prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
-        c10d: Any = torch.distributed.distributed_c10d
-        store = PrefixStore(prefix, c10d._get_default_store())
+        store = PrefixStore(prefix, default_store())
         return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
     except Exception as error:
         messages.warning("The times of the ranks are not compared: %r", error)

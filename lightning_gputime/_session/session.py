@@ -11,9 +11,9 @@ from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.compiled import has_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gputime._compat.torch_ import compiled_module, is_autocast_on
+
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -21,7 +27,7 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     for found in _around(_unwrapped(model).forward):
-        if isinstance(found, torch.autocast) and found.device == kind and found._enabled:
+        if isinstance(found, torch.autocast) and found.device == kind and is_autocast_on(found):
             return found.fast_dtype
     return dtype_of(model)
 
@@ -33,7 +39,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
-        inner = getattr(module, "_orig_mod", None)
+        inner = compiled_module(module)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             inner = module.module
         if not isinstance(inner, nn.Module):
@@ -64,7 +70,7 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
         return False
     # By default convolutions are allowed it and products of matrices are not: what holds most of
     # the parameters decides.
-    convolutions = [one for one in model.modules() if isinstance(one, nn.modules.conv._ConvNd)]
+    convolutions = [one for one in model.modules() if isinstance(one, _CONVOLUTIONS)]
     if 2 * sum(map(_size, convolutions)) > _size(model):
         setting = getattr(torch.backends.cudnn, "conv", None)
         if setting is not None:

@@ -1,0 +1,119 @@
+"""Private names of other libraries: how they are looked up, and what is reported without them."""
+
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_gputime._messages import messages
+
+MISSING: Any = object()
+"""Stands for a name that a version of a library does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """Something that cannot be measured in this process, and why.
+
+    Attributes:
+        text: A sentence for users.
+        blurred: Phases whose times are not separated from each other. No verdict may rest on them.
+    """
+
+    text: str
+    blurred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A private name of another library.
+
+    Attributes:
+        path: What it is called, from the module on, such as "torch._C._current_graph_task_id".
+        feature: What cannot be measured without it.
+        blurred: The phases that cannot be told apart without it.
+    """
+
+    path: str
+    feature: str
+    blurred: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        NAMES[self.path] = self
+
+    @property
+    def library(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def attribute(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def find(self, default: Any = None) -> Any:
+        """Return what the path names, or `default` where this version does not have it."""
+        found = look_up(self.path)
+        return default if found is MISSING else found
+
+    def of(self, owner: Any, default: Any = None) -> Any:
+        """Return this attribute of an object, or `default`."""
+        found = read(owner, self.attribute)
+        return default if found is MISSING else found
+
+    def is_in(self, owner: Any) -> bool:
+        return read(owner, self.attribute) is not MISSING
+
+
+NAMES: dict[str, Name] = {}
+"""All private names that the package uses, by their paths."""
+
+_not_measured: dict[str, NotMeasured] = {}
+
+
+def read(owner: Any, attribute: str) -> Any:
+    """Return an attribute of an object, or `MISSING`."""
+    return getattr(owner, attribute, MISSING)
+
+
+def look_up(path: str) -> Any:
+    """Return what a dotted path names, or `MISSING`. It imports modules as far as needed."""
+    root, *attributes = path.split(".")
+    try:
+        found = importlib.import_module(root)
+    except ImportError:
+        return MISSING
+    for attribute in attributes:
+        inner = read(found, attribute)
+        if inner is MISSING and hasattr(found, "__path__"):
+            try:
+                inner = importlib.import_module(f"{found.__name__}.{attribute}")
+            except ImportError:
+                return MISSING
+        if inner is MISSING:
+            return MISSING
+        found = inner
+    return found
+
+
+def report(name: Name, *, library: str = "") -> None:
+    """Note that a name is missing, and warn once. `library` is the package that was looked at."""
+    if name.path in _not_measured:
+        return
+    library = library or name.library
+    version = getattr(sys.modules.get(library), "__version__", "of this version")
+    found = name.feature, library, version, name.attribute
+    text = "not measured: {}, because {} {} has no {}".format(*found)
+    _not_measured[name.path] = NotMeasured(text, name.blurred)
+    messages.warning("Not measured: %s, because %s %s has no %s.", *found)
+
+
+def report_missing(names: Iterable[Name]) -> None:
+    """Look names up, and report those that are missing."""
+    for name in names:
+        if name.find(MISSING) is MISSING:
+            report(name)
+
+
+def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:
+    """Return what was reported as missing of some libraries."""
+    return [one for path, one in _not_measured.items() if path.partition(".")[0] in {*libraries}]
