@@ -151,6 +151,7 @@ for turn in range(12):
         nets[turn % 2](torch.ones(2, 4)).square().mean().backward()
         optimizers[turn % 2].step()
 """
+MANY_SHORT = f"{FOLDS}for _ in range(50): train(2, 5)"
 LIGHTNING_THEN_PLAIN = f"{LIGHTNING}\n{PLAIN}"
 LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
@@ -611,6 +612,12 @@ def test_a_script_gets_one_timer(
             {"": 23, "-2": 21, "-3": 21, "-4": 22, "-6": 23},
             "2 more trainings are not shown",
             id="short folds",
+        ),
+        pytest.param(
+            MANY_SHORT,
+            {"": 23, "-2": 21, "-3": 21},
+            "50 more trainings are not shown",
+            id="many short loops",
         ),
         pytest.param(TAKES_TURNS, {"": 3, "-2": 51}, "", id="two optimizers in turns"),
         pytest.param(LIGHTNING_THEN_PLAIN, {"": 25, "-2": 23}, "", id="Lightning, then plain"),

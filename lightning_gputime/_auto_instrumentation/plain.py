@@ -36,14 +36,16 @@ _MICRO_BATCHES = (
 )
 _FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
 _MISSED = (
-    "%d more trainings are not shown: they had no step after the warm-up, or came after the first"
-    " %d loops of this process. Write a GPUPhaseHooks into the script."
+    "%d more trainings are not shown: they are too short, or come after many others. Write a"
+    " GPUPhaseHooks into the script."
 )
 _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
     " timer to the Trainer, or install lightning_gputime again."
 )
 _MAX_LOOPS = 20
+# In a row. Finding the model takes a tenth of a second: many short loops are not worth it.
+_MAX_SHORT_LOOPS = 3
 _MIN_PATIENCE = 3
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # The variable with the id of the first process.
 # Modules and functions in which a Trainer trains.
@@ -65,6 +67,8 @@ class PlainLoops:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
         self._loops = 0  # Loops that were found.
+        self._shows = False  # Not on later ranks.
+        self._short_loops = 0  # The newest ones that have nothing but warm-up.
         self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
         self._others = 0  # Updates by others since the last update of the timed loop.
         self._census = _Census()
@@ -90,7 +94,7 @@ class PlainLoops:
         self._others += 1
         self._census.add(optimizer)
         is_due = self._others == (1 if loop is None else loop.patience)
-        if is_due and self._loops < _MAX_LOOPS:
+        if is_due and self._loops < _MAX_LOOPS and self._short_loops < _MAX_SHORT_LOOPS:
             self._next = ref(optimizer)
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
@@ -109,10 +113,12 @@ class PlainLoops:
         if self._loop is not None:
             # If it updates again, two optimizers take turns in one training: show each once.
             self._untimeable.add(self._loop.optimizer)
-            self._census.end(self._loop.end())
+            has_steps = self._loop.end()
+            self._census.end(has_steps)
+            self._short_loops = 0 if has_steps else self._short_loops + 1
             self._loop = None
         self._others = 0
-        if optimizer is not None:
+        if optimizer is not None and self._short_loops < _MAX_SHORT_LOOPS:
             self._untimeable.add(optimizer)  # Until it is timed: no second attempt.
             self._attach(optimizer)
 
@@ -144,15 +150,16 @@ class PlainLoops:
             self._loop = _TimedLoop(optimizer, models, self._wanted)
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
-            if self._loop.is_shown and self._loops == 1:
+            self._shows = self._loop.is_shown
+            if self._shows and self._loops == 1:
                 messages.warning(_FOUND, names, kind)
-            elif self._loop.is_shown:
+            elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
 
     def _report(self) -> None:
         """Report, when Python exits, that no loop was timed, or not all of them."""
-        if self._loop is not None and self._loop.is_shown and self._census.missed:
-            messages.warning(_MISSED, self._census.missed, _MAX_LOOPS)
+        if self._shows and self._census.missed:
+            messages.warning(_MISSED, self._census.missed)
         has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
