@@ -46,6 +46,7 @@ class Fit:
     ) -> None:
         self.trainer, self._model, self._session = trainer, model, session
         self._batch, self._books, self._fail = batch, books, fail
+        self._step_number = lightning_.step_counter(trainer)
         # What Lightning's own rows have beside metrics: the epoch whose steps are read.
         self.row = row
         self._in_batch = False  # From our own hook at the start of a batch to that at its end.
@@ -65,7 +66,7 @@ class Fit:
         self._books.epoch_turns()
         self.end_late_step()
         self.row["epoch"] = epoch = self.trainer.current_epoch
-        self._session.start_epoch(lightning_.step_number(self.trainer), epoch)
+        self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
             # What lies between two epochs belongs to no step.
             self._session.loop_goes_on()
@@ -78,7 +79,7 @@ class Fit:
         session = self._session
         if self._accumulates and session.optimizer.has_updated:
             self._accumulates = False
-            number = lightning_.step_number(self.trainer) - 1  # That batch is counted already.
+            number = self._step_number() - 1  # That batch is counted already.
             if not session.is_left(number):
                 session.end_step(number)
 
@@ -120,7 +121,7 @@ class Fit:
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
             else:
-                if not session.end_step(lightning_.step_number(self.trainer), CALLBACKS):
+                if not session.end_step(self._step_number(), CALLBACKS):
                     self._attachments.suspend()
                 if not self._books.has_stepped:
                     self._books.step_ends()
@@ -138,7 +139,7 @@ class Fit:
             ends = self._ends_step(batch_idx)
         else:
             ends = _lightning.ends_update(self.trainer, batch_idx)
-        if ends and session.end_step(lightning_.step_number(self.trainer), CALLBACKS):
+        if ends and session.end_step(self._step_number(), CALLBACKS):
             self._batch.is_open = False
             self._attachments.reattach()
 
@@ -195,8 +196,8 @@ class Fit:
         # Where gradients accumulate none are cleared before a validation.
         calls[action_of(self._model, "on_validation_model_zero_grad")] = pause
         self._attachments.add(_lightning.listen_to_actions(trainer, calls, self._fail))
-        entry = lightning_.validation_entry(trainer)
-        self._attachments.add(_lightning.call_at_start(*entry, pause))
+        if entry := lightning_.validation_entry(trainer):
+            self._attachments.add(_lightning.call_at_start(*entry, pause))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := lightning_.sigterm_broadcast(trainer):
             wait = partial(session.recorder.mark, WAIT)
@@ -218,7 +219,7 @@ class Fit:
         if self._accumulates and by_hand and session.optimizer.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
-            if not session.end_step(lightning_.step_number(self.trainer) - 1, CALLBACKS):
+            if not session.end_step(self._step_number() - 1, CALLBACKS):
                 self._attachments.suspend()
         # As `resume_or_mark`, without another call.
         if recorder.state is PAUSED:

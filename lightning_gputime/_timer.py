@@ -83,6 +83,7 @@ class Timer(Tabular):
     """
 
     _USE = "The timer was never attached."
+    _libraries: tuple[str, ...] = ("torch",)  # Those whose missing names concern it.
     _logs_fit = False  # Whether it knows the wall time of a fit, the group "fit".
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
@@ -134,6 +135,7 @@ class Timer(Tabular):
         self._results = Results(
             options.history_size, options.timed_warmup_steps, on_host, hint=hint
         )
+        self._results.libraries = self._libraries
         self._evaluations.means.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()

@@ -69,6 +69,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
     """
 
+    _libraries = ("torch", "lightning")
     _logs_fit = True
     _USE = "Nothing was trained: give it to Trainer(callbacks=[...]), and call fit()."
 
@@ -143,6 +144,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         self._evaluations.results.clear()
+        lightning_.report_missing_names(trainer, pl_module)
         loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
         row = dict[str, float]()
         self._start(
@@ -225,7 +227,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             stage,
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             Loop(model, wrapper=_lightning.wrapper_of(trainer), wrap_backward=False),
-            lightning_.step_number(trainer),
+            lightning_.step_counter(trainer)(),
             partial(_lightning.publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},

@@ -69,6 +69,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
     """
 
+    _libraries = ("torch", "transformers", "trl")
     _USE = (
         "Nothing was trained: give it to transformers.Trainer(callbacks=[...]), and call train()."
     )
@@ -126,7 +127,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             precision=None if precision == "no" else f"{precision}-mixed",
         )
         self._results.books = self._books = WallTimeRecorder(clock.host_ns)
-        self._time_saves(trainer, transformers_.SAVE)
+        if save := transformers_.save_method(trainer):
+            self._time_saves(trainer, save)
         self._patch_callbacks(trainer)
         self._batch = loop.batch
         if loader is not None:
@@ -230,7 +232,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _start_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
         prefix, trainer = self._options.prefix, self._trainer
-        self._stage = stage = transformers_.evaluation_prefix(args, kwargs)
+        self._stage = stage = transformers_.evaluation_prefix(trainer, args, kwargs)
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
@@ -302,17 +304,17 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         handler.callbacks.insert(0, self)
         self._handled = sys.exception()
         run = Calls(do_nothing, self._end_run)
-        for name, calls in {
-            "get_batch_samples": Calls(self._start_fetch, self._end_fetch),
+        calls = {
+            "fetch": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
-            "evaluation_loop": Calls(self._start_loop, self._end_loop),
-            "prediction_step": Calls(self._start_prediction),
+            "evaluation": Calls(self._start_loop, self._end_loop),
+            "prediction": Calls(self._start_prediction),
             "log": Calls(do_nothing, self._end_log),
-            transformers_.REWARDS: phase(REWARD),
-            **dict.fromkeys(transformers_.run_methods(trainer), run),
-        }.items():
-            if hasattr(trainer, name):
-                self._patches.add(Subscription(trainer, name, calls))
+            "rewards": phase(REWARD),
+        }
+        transformers_.report_missing_names(trainer)
+        for name, listener in transformers_.patches(run, calls, trainer):
+            self._patches.add(Subscription(trainer, name, listener))
         self._patches.add(Subscription(handler, "on_epoch_begin", run))
         # What generates in other processes; `generate` of a model is known in any loop.
         engine = getattr(trainer, "vllm_generation", None)

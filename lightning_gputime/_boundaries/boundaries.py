@@ -12,7 +12,7 @@ from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._compat.torch_ import script_entry
+from lightning_gputime._compat.torch_ import report_missing_names, script_entry
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (
@@ -44,7 +44,9 @@ class Boundaries:
 
     def _put_on(self, recorder: Recorder, loop: Loop, on_call: OnCall) -> None:
         own = self._attachments
-        if shared := is_distributed():
+        shared = is_distributed()
+        report_missing_names(shared=shared)
+        if shared:
             self.waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)

@@ -32,11 +32,6 @@ def around_calls(
     return (Subscription(module, COMPILED_CALL, calls),)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether a module is the result of `torch.compile`, or was compiled in place."""
-    return compiled_module(model) is not None or compiled_call(model) is not None
-
-
 def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
     """Return the names of the modules that run inside compiled code, where no hook fires."""
     inside = {id(module) for root, module in _in_compiled(model) if module is not root}

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gputime._boundaries.comm import WaitBoundary
-from lightning_gputime._boundaries.compiled import around_calls, is_compiled
+from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._compat.torch_ import CALL_CODE, LOSSES, current_graph_task_id
+from lightning_gputime._compat.torch_ import CALL_CODE, LOSSES, current_graph_task_id, is_compiled
 from lightning_gputime._compat.transformers_ import (
     GENERATES,
     INNER_LOSS,
+    check_inner_loss,
     generation_class,
     has_inner_loss,
     lacks_inner_loss,
@@ -347,7 +348,7 @@ def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     # By the frames of the stack: after a call that raised, some ids are of modules that run no
     # more.
     frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is CALL_CODE)
-    called = [id(frame.f_locals["self"]) for frame in frames]
+    called = [id(frame.f_locals.get("self")) for frame in frames]
     if id(module) not in called:
         return list(ids)  # It is not called as others are.
     outer = called[called.index(id(module)) + 1 :]
@@ -387,4 +388,5 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
         if has_inner_loss(one):
             if not lacks_inner_loss(one):
                 attachments.add(Subscription(one, INNER_LOSS, NamedPhase(LOSS, [recorder])))
+                check_inner_loss(one, vars(one).get(INNER_LOSS))
             return

@@ -114,9 +114,9 @@ class OptimizerBoundary:
         if self._recorder.state is not AT_REST and (
             id(optimizer) in self._given or self._is_ours(optimizer)
         ):
-            if self.depth:
+            if self.depth and (running := steps_on_stack()) is not None:
                 # No hook tells of an update that raised.
-                self.depth = min(self.depth, steps_on_stack() - 1)
+                self.depth = min(self.depth, running - 1)
             self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -128,7 +128,7 @@ class OptimizerBoundary:
         """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
         if self.updates or self.was_tried:
             return True
-        return bool(self.depth or self.ended_early) and steps_on_stack() > 0
+        return bool(self.depth or self.ended_early) and bool(steps_on_stack())
 
     def end_early(self) -> None:
         """End the update that is running, where a step ends: at its own end it is over."""

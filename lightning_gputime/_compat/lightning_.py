@@ -1,37 +1,39 @@
 """Private names of Lightning. It imports none: there are two packages of that name."""
 
+from collections.abc import Callable
 from typing import Any
 
-from lightning_gputime._compat.names import Name
-from lightning_gputime._phases import CALLBACKS, DATA, FORWARD, LOSS
+from lightning_gputime._compat.names import Name, report_missing_of
 
-STEP_COUNT = Name(
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped",
-    "the step numbers of Lightning's loggers",
-)
-COMPILED_STEP = Name(
-    "lightning.pytorch.LightningModule._compiler_ctx",
-    "a training_step that is compiled as a whole",
-    (FORWARD, LOSS),
-)
-BROADCAST = Name(
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
-    "the wait for other ranks at each batch",
-    (DATA, CALLBACKS),
+_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
+_STEPS = Name(f"{_LOOP}._batches_that_stepped", "the step numbers of Lightning's loggers")
+_VALIDATION = Name(f"{_LOOP}.val_loop", "the start of a validation inside an epoch")
+# Before 2.6 there is none, and nothing to be measured.
+_BROADCAST = Name(f"{_LOOP}._broadcast_sigterm_tensor")
+_COMPILED_STEP = Name(
+    "lightning.pytorch.LightningModule._compiler_ctx", "a training_step that is compiled as a whole"
 )
 
 
-def step_number(trainer: Any) -> int:
-    """Return the number that Lightning logs the current step under."""
+def report_missing_names(trainer: Any, model: Any) -> None:
+    """Report what of a trainer cannot be measured."""
+    report_missing_of(trainer.fit_loop.epoch_loop, _STEPS, _VALIDATION)
+    report_missing_of(model, _COMPILED_STEP)
+
+
+def step_counter(trainer: Any) -> Callable[[], int]:
+    """Return a function that returns the number that Lightning logs the current step under."""
     # Not `global_step`, which counts two in a batch with two optimizers, and none of an optimizer
     # that Lightning does not wrap.
-    number: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return number
+    loop = trainer.fit_loop.epoch_loop
+    if _STEPS.is_in(loop):
+        return lambda: loop._batches_that_stepped
+    return lambda: loop.batch_progress.total.completed // trainer.accumulate_grad_batches
 
 
 def is_step_compiled(model: Any) -> bool:
     """Return whether the `training_step` of a LightningModule is compiled as a whole."""
-    return COMPILED_STEP.of(model) is not None
+    return _COMPILED_STEP.of(model) is not None
 
 
 def is_placeholder(optimizer: object) -> bool:
@@ -47,13 +49,14 @@ def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
     Since 2.6 it broadcasts there whether it was asked to end, and reads the answer with `.item()`:
     a collective, and a wait of the host, in every batch.
     """
-    owner, name = trainer.fit_loop.epoch_loop, BROADCAST.attribute
-    return (owner, name) if trainer.world_size > 1 and BROADCAST.is_in(owner) else None
+    owner, name = trainer.fit_loop.epoch_loop, _BROADCAST.attribute
+    return (owner, name) if trainer.world_size > 1 and _BROADCAST.is_in(owner) else None
 
 
-def validation_entry(trainer: Any) -> tuple[Any, str]:
-    """Return the object and its method that runs a validation."""
-    return trainer.fit_loop.epoch_loop.val_loop, "run"
+def validation_entry(trainer: Any) -> tuple[Any, str] | None:
+    """Return the object and its method that runs a validation, or None."""
+    loop = _VALIDATION.of(trainer.fit_loop.epoch_loop)
+    return (loop, "run") if hasattr(loop, "run") else None
 
 
 def is_idle(profiler: object) -> bool:

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,16 @@ class Name:
     """A private name of another library.
 
     Attributes:
-        path: What it is called, from the module on, such as "torch._C._current_graph_task_id".
-        feature: What cannot be measured without it.
+        path: The dotted name, module first, such as "torch._C._current_graph_task_id".
+        feature: What cannot be measured without it. Empty if a public name does the same.
         blurred: The phases that cannot be told apart without it.
+        sample: Returns an object that has the attribute, where its class does not have it.
     """
 
     path: str
-    feature: str
+    feature: str = ""
     blurred: tuple[str, ...] = ()
+    sample: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         NAMES[self.path] = self
@@ -52,7 +54,7 @@ class Name:
 
     def find(self, default: Any = None) -> Any:
         """Return what the path names, or `default` where this version does not have it."""
-        found = look_up(self.path)
+        found = look_up(self.path) if self.sample is None else read(self.sample(), self.attribute)
         return default if found is MISSING else found
 
     def of(self, owner: Any, default: Any = None) -> Any:
@@ -97,7 +99,7 @@ def look_up(path: str) -> Any:
 
 def report(name: Name, *, library: str = "") -> None:
     """Note that a name is missing, and warn once. `library` is the package that was looked at."""
-    if name.path in _not_measured:
+    if name.path in _not_measured or not name.feature:
         return
     library = library or name.library
     version = getattr(sys.modules.get(library), "__version__", "of this version")
@@ -107,11 +109,18 @@ def report(name: Name, *, library: str = "") -> None:
     messages.warning("Not measured: %s, because %s %s has no %s.", *found)
 
 
-def report_missing(names: Iterable[Name]) -> None:
+def report_missing(*names: Name) -> None:
     """Look names up, and report those that are missing."""
     for name in names:
         if name.find(MISSING) is MISSING:
             report(name)
+
+
+def report_missing_of(owner: Any, *names: Name) -> None:
+    """Report those names that are no attributes of an object."""
+    for name in names:
+        if not name.is_in(owner):
+            report(name, library=type(owner).__module__.partition(".")[0])
 
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:

@@ -190,6 +190,8 @@ def _advise(
     name: str, share: float, summary: PhaseSummary, setup: TrainingSetup
 ) -> tuple[str, ...]:
     """Return what to do about an entry; nothing where nothing is known to help."""
+    if name.partition("/")[0] in summary.blurred:
+        return ()
     own = partial(_shorten, name) if name in summary.rows and _is_your_own(name) else ()
     advice = _ABOUT.get(name, own) if share >= _WORTH_IT else ()
     return advice if isinstance(advice, tuple) else tuple(dict.fromkeys(advice(summary, setup)))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, StepRecord, StepTimes, in_order
@@ -69,6 +70,10 @@ class Results:
         self.timing_share: float | None = None
         self.each_timed_for = ""
         self.observers: Sequence[Any] = ()  # Those of the user.
+        self.libraries: tuple[str, ...] = (
+            "torch",
+        )  # Those whose missing names concern this training.
+        self.mismatches: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -154,6 +159,7 @@ class Results:
         tflops = self.throughput.tflops_of_phases(sums)
         rows = _rows(sums, busy, times, {} if memory is None else memory.peak_mib, tflops)
         n, step = sums.step.n, rows.pop(STEP)
+        gaps = [*not_measured(self.libraries), *self.mismatches]
         return PhaseSummary(
             rows=Named(rows),
             step=step,
@@ -174,6 +180,8 @@ class Results:
             is_uneven=not self.setup.has_loader and DATA in rows and rows[DATA].is_uneven,
             work=self.throughput.summary(sums),
             sections=sections_of(self.observers),
+            not_measured=tuple(gap.text for gap in gaps),
+            blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
         )
 
 

@@ -13,7 +13,14 @@ from lightning_gputime._results.slow import SlowSummary
 from lightning_gputime._results.stats import PhaseStats, table_rows
 from lightning_gputime._results.sums import WorkSummary
 from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
-from lightning_gputime._results.verdict import INPUT, LONGEST, UNEVEN, Verdict, judge
+from lightning_gputime._results.verdict import (
+    INPUT,
+    LONGEST,
+    UNEVEN,
+    Verdict,
+    judge,
+    without_blurred,
+)
 from lightning_gputime._results.wall_time import Losses, WallTimeBreakdown
 
 _RANKS = "min - max (rank)"
@@ -64,6 +71,8 @@ class PhaseSummary(Tabular):
         losses: Where the wall clock went, and what to do about it; None of the warm-up.
         work: Work per second, and what it is of the GPU's peak.
         sections: What other observers add.
+        not_measured: What could not be measured, and why: a sentence each.
+        blurred: Phases whose times are not separated because of that. No verdict rests on them.
     """
 
     rows: Mapping[str, PhaseStats]
@@ -93,6 +102,8 @@ class PhaseSummary(Tabular):
     losses: Losses | None = None
     work: WorkSummary | None = None
     sections: tuple[Section, ...] = ()
+    not_measured: tuple[str, ...] = ()
+    blurred: tuple[str, ...] = ()
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -126,6 +137,7 @@ class PhaseSummary(Tabular):
             return Verdict()
         host_wait_ms = None if self.on_host_clock else self.host_wait_mean_ms
         found = judge(self.rows, self.step, host_wait_ms, self.launch_gap_share)
+        found = without_blurred(found, self.blurred)
         if self.is_uneven and found.bound == INPUT:
             return replace(found, bound=UNEVEN, grounds=f"{found.grounds}, most of it in few steps")
         return found
@@ -154,7 +166,8 @@ class PhaseSummary(Tabular):
         derived = {"verdict": self.verdict, "advice": self.advice}
         found: dict[str, Any] = plain({**asdict(self), **derived})
         rare = ("sections", "untimed_steps", "all_steps_mean_ms", "is_uneven", "each_timed_for")
-        for name in (*rare, "lasting_change", "slow_period"):
+        gaps = ("not_measured", "blurred")
+        for name in (*rare, *gaps, "lasting_change", "slow_period"):
             if not found[name]:
                 del found[name]
         return found
@@ -272,6 +285,7 @@ class PhaseSummary(Tabular):
         yield self.ranks.sentence if self.ranks is not None else ""
         for section in self.sections:
             yield from section.sentences
+        yield from self.not_measured
 
 
 def plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """What bounds a training, judged by the statistics of its phases."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from lightning_gputime._phases import (
     CALLBACK_WAIT,
@@ -49,6 +49,16 @@ def judge(
     if host_wait_ms is None:
         return _longest(rows)
     return _pace(rows, step, host_wait_ms, launch_gap_share)
+
+
+def without_blurred(verdict: Verdict, blurred: Collection[str]) -> Verdict:
+    """Return a verdict as far as it does not rest on phases whose times are not separated."""
+    tops = {name.partition("/")[0] for name in blurred}
+    phases = tuple(one for one in verdict.phases if one.partition("/")[0] not in tops)
+    if len(phases) == len(verdict.phases):
+        return verdict
+    # How long the device works, and how long it waits, does not depend on the phases.
+    return replace(verdict, phases=phases) if verdict.bound in (GPU, LAUNCH) else Verdict()
 
 
 def _held_up_between_batches(rows: Rows, step: PhaseStats) -> Verdict | None:

@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from lightning_gputime._boundaries.comm import is_distributed
-from lightning_gputime._boundaries.compiled import is_compiled
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.detectors import attribute
+from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._results.advice import TrainingSetup

@@ -267,7 +267,9 @@ def open_exchange(purpose: str) -> Exchange | None:
 
         # Timers are attached in the same order on every rank, so their numbers agree.
         prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
-        store = PrefixStore(prefix, default_store())
+        if (store := default_store()) is None:
+            return None
+        store = PrefixStore(prefix, store)
         return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
     except Exception as error:
         messages.warning("The times of the ranks are not compared: %r", error)
