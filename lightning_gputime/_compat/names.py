@@ -118,9 +118,12 @@ def report_missing(*names: Name) -> None:
 
 def report_missing_of(owner: Any, *names: Name) -> None:
     """Report those names that are no attributes of an object."""
+    # Lightning has two packages; and what a user derives from a class is of neither.
+    roots = {kind.__module__.partition(".")[0] for kind in type(owner).__mro__}
     for name in names:
         if not name.is_in(owner):
-            report(name, library=type(owner).__module__.partition(".")[0])
+            is_other = name.library not in roots and "pytorch_lightning" in roots
+            report(name, library="pytorch_lightning" if is_other else "")
 
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:

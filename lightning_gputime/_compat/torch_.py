@@ -228,7 +228,10 @@ _AUTOCAST = Name(
 
 
 def is_autocast_on(autocast: torch.autocast) -> bool:
-    return bool(_AUTOCAST.of(autocast, True))
+    is_on = _AUTOCAST.of(autocast)
+    if is_on is None:
+        report(_AUTOCAST)
+    return is_on is not False
 
 
 # Collectives
