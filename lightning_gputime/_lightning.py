@@ -1,16 +1,19 @@
 """A Trainer of Lightning as a timer sees it: its loop, its logs and its actions."""
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._boundaries.loop import Batch, Loop
+from lightning_gputime._boundaries.loop import Batch, Expected, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compat.lightning_ import is_idle, is_placeholder, is_step_compiled
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH
 from lightning_gputime._results.means import MeanLog
 
 
@@ -29,7 +32,33 @@ def loop_of(
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,
+        expects=_expected_of(trainer, model),
+        counts_steps=model.automatic_optimization,
     )
+
+
+def _expected_of(trainer: pl.Trainer, model: pl.LightningModule) -> list[Expected]:
+    """Return what each step of a trainer has, by the actions that it reports to its profiler."""
+    if "dataloader_iter" in signature(model.training_step).parameters:
+        return []  # It fetches by itself.
+    # Not by the package of the trainer, which may be a subclass.
+    package = "pytorch_lightning" if not isinstance(trainer, pl.Trainer) else "lightning"
+    version = getattr(sys.modules.get(package), "__version__", "")
+    reports = f"{package} {version} reported no".replace("  ", " ")
+    return [
+        Expected(
+            FETCH,
+            "the fetch of batches apart from callbacks",
+            f"{reports} `train_dataloader_next`",
+            (DATA, CALLBACKS),
+        ),
+        Expected(
+            COPY,
+            "copies to the device apart from the fetch of batches",
+            f"{reports} `batch_to_device`",
+            (DATA,),
+        ),
+    ]
 
 
 def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:

@@ -113,7 +113,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
         # A loop of one's own may tell of the ends of its steps alone.
-        loop = Loop(model, optimizers, submodules=submodules, splits_loss=True)
+        loop = Loop(model, optimizers, submodules=submodules, splits_loss=True, counts_steps=True)
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, tell=state.is_world_process_zero)

@@ -20,6 +20,23 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """A label that the steps of a loop must have, as long as its trainer works as it did.
+
+    Attributes:
+        label: The label.
+        feature: What is not measured without it.
+        otherwise: What has happened then, as in "because the Trainer reported no fetch".
+        blurred: Phases whose times are not separated then.
+    """
+
+    label: str
+    feature: str
+    otherwise: str
+    blurred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
     """What a loop runs, as far as it can be seen from outside.
 
@@ -41,6 +58,8 @@ class Loop:
     splits_loss: bool = False  # Time the loss that a model of transformers computes inside.
     batch: Batch = field(default_factory=Batch)  # The loop keeps it up to date.
     needs_updates: bool = False  # Only updates of optimizers tell where steps end.
+    expects: Sequence[Expected] = ()  # Checked in the first steps.
+    counts_steps: bool = False  # The numbers of steps are the trainer's, which counts updates.
 
     @property
     def called(self) -> nn.Module:

@@ -47,6 +47,7 @@ from lightning_gputime._session.schedule import (
     Schedule,
     StepKind,
 )
+from lightning_gputime._session.self_check import SelfCheck
 from lightning_gputime._work.work import WorkCounter
 
 # In this many first steps hooks stay on: they find what the loop calls, and graphs it captures.
@@ -130,8 +131,10 @@ class Session:
         self.forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         self._comparison = RankComparer(results, means, options)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
+        self._self_check = SelfCheck(results, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
         observers = [results, self._comparison, self.analyzer, users, means, self._checkup]
+        observers.append(self._self_check)
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
@@ -508,6 +511,7 @@ class Session:
             self._agreement = None
             self._means.log_means()
             self._checkup.end()
+            self._self_check.end()
             call_safely(methods(self._to_remove, "remove"))
             self.recorder.pending.end()
 
