@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_gputime._api import *
     from lightning_gputime.callback import GPUPhaseTimer
-    from lightning_gputime.fabric import FabricPhaseTimer as FabricPhaseTimer
     from lightning_gputime.huggingface import TransformersPhaseTimer as TransformersPhaseTimer
     from lightning_gputime.metric import PhaseTimeMetric
 
@@ -42,7 +41,6 @@ __version__ = "0.1.0"
 _HEAVY = {
     "GPUPhaseTimer": "callback",
     "PhaseTimeMetric": "metric",
-    "FabricPhaseTimer": "fabric",
     "TransformersPhaseTimer": "huggingface",
 }
 """Names whose modules import packages that a plain loop needs not, and may not have."""

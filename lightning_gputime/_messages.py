@@ -9,7 +9,7 @@ _MAX_SHOWN = 60  # Characters of what was given.
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning,"
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
-    " lightning_gputime.fabric.FabricPhaseTimer for Fabric, and GPUPhaseHooks for your own loop."
+    " and GPUPhaseHooks for your own loop, also with Fabric."
 )
 """Which timer is whose."""
 

@@ -42,8 +42,8 @@ REGISTER = (
         when="not in evaluations",
     ),
     Replaced(
-        "`zero_grad` of the loop's optimizers; under Fabric, of their classes",
-        f"{OBJECT}, {CLASS}",
+        "`zero_grad` of the loop's optimizers",
+        OBJECT,
         frozenset({"zero_grad"}),
         _NO_HOOK,
     ),
@@ -139,13 +139,6 @@ REGISTER = (
         f"{CLASS}, {OBJECT}",
         frozenset({"generate", "generate_batch", "_loss_function"}),
         _NO_HOOK,
-    ),
-    Replaced(
-        "`__iter__` of the loaders of Fabric",
-        CLASS,
-        frozenset({"__iter__"}),
-        _NO_HOOK,
-        when="from `fabric.setup` to `timer.remove`",
     ),
 )
 """All kinds. Hooks by an interface that is offered for them are not replaced functions."""

@@ -29,7 +29,7 @@ FLOORS = [
     "_saved_runs _session",
     "_lightning _timer",
     "_fit _loop_timer",
-    "callback fabric hooks huggingface metric",
+    "callback hooks huggingface metric",
     "_api _auto_instrumentation",
     "__init__",
     "__main__",
@@ -157,8 +157,7 @@ OWN = {
 def test_private_names_of_other_libraries_are_in_compat_alone() -> None:
     others = [module for module in MODULES if room_of(module) != "_compat"]
     found = [text for module in others for text in private_names(module)]
-    # They go with the front end.
-    assert not [text for text in found if not text.startswith(("fabric:", "_auto_instr"))]
+    assert not found
     assert any(private_names("_compat.torch_"))
 
 

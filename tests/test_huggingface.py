@@ -28,7 +28,6 @@ accelerate: Any = pytest.importorskip("accelerate")
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer  # noqa: E402
 from lightning_gputime._messages import HOMES  # noqa: E402
-from lightning_gputime.fabric import FabricPhaseTimer as FabricCallback  # noqa: E402
 from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
@@ -1201,7 +1200,7 @@ def test_a_bad_option_fails_at_once() -> None:
 
 def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> None:
     model, own = nn.Linear(1, 1), cast("Any", TransformersPhaseTimer())
-    for timer in (GPUPhaseTimer(), FabricCallback(), GPUPhaseHooks(model)):
+    for timer in (GPUPhaseTimer(), GPUPhaseHooks(model)):
         with pytest.raises(AttributeError) as error:
             fake([timer])
         assert HOMES in str(error.value)

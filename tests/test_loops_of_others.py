@@ -1,4 +1,4 @@
-"""The loops of other libraries, unchanged: Fabric, Accelerate and Hugging Face's Trainer."""
+"""The loops of other libraries, unchanged: Accelerate and Hugging Face's Trainer."""
 
 import json
 import runpy
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, steps
-from fake_loop import Logger, Loop
-from lightning.fabric import Fabric
+from fake_loop import Loop
 from processes import run
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,27 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_gputime import GPUPhaseHooks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def test_fabric(loop: Loop) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    model, optimizer = fabric.setup(loop.model, loop.optimizer)
-    logger = Logger()
-    with GPUPhaseHooks(
-        model, optimizer, _clock=loop.gpu, logger=logger, log_every_n_steps=2
-    ) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.gpu.work(0.125)
-            out = model(x)
-            loop.gpu.work(0.5)
-            optimizer.zero_grad()
-            loop.gpu.work(0.25)
-            fabric.backward(out.sum())
-            optimizer.step()
-    assert steps(timer) == [{**STEP_MS, "other": 0.375, "backward": 7.75}] * 3
-    assert [step for step, _ in logger.calls] == [1, 2]
-    assert timer.summary().skipped_updates == 0
-    assert "zero_grad" not in vars(optimizer)
 
 
 def test_accelerate(loop: Loop) -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, compare
 from lightning_gputime._boundaries.arguments import tell_devices
 from lightning_gputime._messages import HOMES
-from lightning_gputime.fabric import FabricPhaseTimer
 
 NET = nn.Linear(2, 1)
 SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
@@ -63,8 +62,8 @@ def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None
         GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
 
 
-@pytest.mark.parametrize("timer", [FabricPhaseTimer(), GPUPhaseHooks(NET, SGD)])
-def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU, timer: Any) -> None:
+def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU) -> None:
+    timer: Any = GPUPhaseHooks(NET, SGD)
     with pytest.raises(AttributeError) as error:
         trainer(timer).fit(Model(gpu), Loader(gpu, 1))
     assert HOMES in str(error.value)
@@ -77,8 +76,8 @@ def test_what_no_timer_has_is_missing_as_everywhere(name: str) -> None:
     assert str(error.value) == f"'GPUPhaseHooks' object has no attribute {name!r}"
 
 
-@pytest.mark.parametrize("timer", [GPUPhaseTimer, FabricPhaseTimer])
-def test_a_model_that_is_not_asked_for_is_told_in_a_line(timer: Any) -> None:
+def test_a_model_that_is_not_asked_for_is_told_in_a_line() -> None:
+    timer: Any = GPUPhaseTimer
     with pytest.raises(TypeError) as error:
         timer(nn.Sequential(NET, NET))
     name = timer.__name__
@@ -154,8 +153,6 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
             "foo",
             "GPUPhaseTimer has no option foo: there is print_",
         ),
-        (FabricPhaseTimer, "warmup", "has no option warmup: did you mean warmup_steps?"),
-        (FabricPhaseTimer, "model", "has no option model: "),
     ],
 )
 def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(

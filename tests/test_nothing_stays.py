@@ -17,13 +17,10 @@ import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
 from fake_loop import Loop
-from lightning.fabric import Fabric
 from register import REGISTER
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime.fabric import FabricPhaseTimer as FabricTimer
 
 MANUAL = Path(__file__).parent.parent / "docs/reference/replaced.md"
 
@@ -116,8 +113,6 @@ class Run:
         if self.front == "hooks":
             self.loop = Loop(self.gpu)
             return GPUPhaseHooks(self.loop.model, self.loop.optimizer, _clock=self.gpu)
-        if self.front == "fabric":
-            return FabricTimer(_clock=self.gpu)
         if self.front == "huggingface":
             from lightning_gputime.huggingface import TransformersPhaseTimer
 
@@ -156,24 +151,6 @@ class Run:
         self.things += [runner.fit_loop.epoch_loop, runner.fit_loop.epoch_loop.val_loop]
         runner.fit(model, Loader(self.gpu, 4), Loader(self.gpu, 2))
         self.things += runner.optimizers
-
-    def _fabric(self, timer: FabricTimer | None) -> None:
-        fabric = Fabric(accelerator="cpu", devices=1, callbacks=[timer] if timer else [])
-        loop = Loop(self.gpu)
-        try:
-            model, optimizer = fabric.setup(loop.model, loop.optimizer)
-            data: Any = [torch.ones(2)] * 4
-            loader: Any = fabric.setup_dataloaders(torch.utils.data.DataLoader(data))
-            self.things = [*model.modules(), loop.optimizer, optimizer, loader]
-            for i, x in enumerate(loader):
-                fabric.backward(model(x).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-                if i == 2:
-                    self.at()
-        finally:
-            if timer is not None:
-                timer.remove()
 
     def _huggingface(self, timer: Any) -> None:
         import transformers
@@ -236,7 +213,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-FRONTS = ("hooks", "lightning", "fabric", "huggingface")
+FRONTS = ("hooks", "lightning", "huggingface")
 ENDS: dict[str, At] = {
     "it ends": lambda: None,
     "it raises": fail,
@@ -271,10 +248,9 @@ def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
     assert changes(before, snapshot()) == []
     if end == "it is pickled" and front != "hooks":
         timer = pickle.loads(pickle.dumps(timer))
-    if end == "it is abandoned" and front in ("hooks", "fabric"):
-        if front == "hooks":
-            timer.attach()
-            run.things = [run.loop.model, run.loop.optimizer]
+    if end == "it is abandoned" and front == "hooks":
+        timer.attach()
+        run.things = [run.loop.model, run.loop.optimizer]
         del timer
         gc.collect()
         # The next one takes its hooks off.
@@ -311,23 +287,9 @@ def train_by_hooks() -> list[Any]:
     return [model, optimizer]
 
 
-def train_by_fabric() -> list[Any]:
-    timer = FabricTimer()
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[timer])
-    net, wrapper = fabric.setup(model, optimizer)
-    for x in fabric.setup_dataloaders(DataLoader(torch.ones(3, 2))):  # type: ignore[arg-type]
-        fabric.backward(net(x).sum())
-        wrapper.step()
-    timer.remove()
-    return [model, optimizer]  # Fabric holds itself, and so the timer.
-
-
 @pytest.mark.usefixtures("no_garbage")
-@pytest.mark.parametrize("train", [train_by_hooks, train_by_fabric])
-def test_a_model_goes_at_once_where_its_timer_was_removed(train: Callable[[], list[Any]]) -> None:
-    held = [*map(weakref.ref, train())]
+def test_a_model_goes_at_once_where_its_timer_was_removed() -> None:
+    held = [*map(weakref.ref, train_by_hooks())]
     assert [one() for one in held] == [None, None]
 
 

@@ -37,7 +37,6 @@ from lightning_gputime._results.changes import LastingChange
 from lightning_gputime._results.means import GROUPS
 from lightning_gputime._results.slow import CauseKind, SlowSummary
 from lightning_gputime._results.verdict import judge
-from lightning_gputime.fabric import FabricPhaseTimer
 from lightning_gputime.huggingface import TransformersPhaseTimer
 
 ROOT = Path(__file__).parent.parent
@@ -291,7 +290,7 @@ def test_every_room_of_the_package_is_named_and_is_there() -> None:
 
 
 def test_the_table_of_all_options_is_complete() -> None:
-    timers = (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer, FabricPhaseTimer)
+    timers = (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer)
     own: dict[str, dict[str, str]] = {name: {} for name in ["", *(one.__name__ for one in timers)]}
     owner = ""
     for names, default, _ in rows("docs/reference/options.md", "| option | default | |"):

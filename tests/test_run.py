@@ -572,8 +572,8 @@ def test_an_option_behind_the_script_is_told(tmp_path: Path, environment: dict[s
         pytest.param(OWN_TIMER, 0, "has a timer of its own", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(TWO_FITS, 25, "", id="pytorch_lightning"),
-        pytest.param(FABRIC, 30, "", id="Fabric"),
-        pytest.param(LIGHTNING_FABRIC, 25, "", id="lightning_fabric"),
+        pytest.param(FABRIC, 28, "", id="Fabric"),
+        pytest.param(LIGHTNING_FABRIC, 23, "", id="lightning_fabric"),
         pytest.param(TRANSFORMERS, 30, "", id="transformers"),
     ],
 )
@@ -750,6 +750,17 @@ def test_a_variable_is_enough_for_lightning(
     assert said.count("Time per step") == int(value)
     # Without a timer no more than the entry point is imported.
     assert printed.endswith(f"{value == '1'}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "n"), [("1", 1), ("0", 0)])
+def test_a_variable_is_enough_for_fabric(
+    value: str, n: int, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment["LIGHTNING_GPUTIME"] = value
+    code, _, said = run(FABRIC, tmp_path, environment, "train.py")
+    assert code == 0, said
+    assert said.count("over 23 steps (5 warm-up steps excluded)") == n
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Timers for scripts that have none: by an environment variable, and by `lightning_gputime run`.
 
 A Trainer of Lightning and a Fabric ask installed packages for callbacks, see `callbacks_factory` in
-their documentation. For the Trainer of transformers, and a plain loop, `run` puts the folder `site`
-on Python's path, whose `sitecustomize` calls `watch_imports` when Python starts.
+their documentation. A loop with Fabric is timed as a plain loop. For plain loops, and the Trainer
+of transformers, `run` puts the folder `site` on Python's path, whose `sitecustomize` calls
+`watch_imports` when Python starts.
 """
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -71,12 +73,11 @@ def trainer_callbacks() -> list[Any]:
 
 
 def fabric_callbacks() -> list[Any]:
-    """Return what adds a timer to a Fabric, if that is wanted."""
-    if (wanted := options()) is None:
-        return []
-    from lightning_gputime._auto_instrumentation.lightning import FabricAdder
-
-    return [FabricAdder(wanted)]
+    """Return no callback, but time the loop of a Fabric as any other, if that is wanted."""
+    if options() is not None:
+        with tells_errors():
+            _watch_loops()
+    return []
 
 
 def watch_imports() -> None:
@@ -85,7 +86,7 @@ def watch_imports() -> None:
         return
     finder = _WatchingFinder(
         {
-            "torch": lambda: _watch_updates(wanted),
+            "torch": _watch_loops,
             "transformers.trainer": lambda: _watch_trainers(wanted),
         }
     )
@@ -154,10 +155,11 @@ def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
         messages.warning(_MISSED, " and ".join(sorted(missed)))
 
 
-def _watch_updates(wanted: dict[str, Any]) -> None:
+@functools.cache  # `run` may have called it already.
+def _watch_loops() -> None:
     from lightning_gputime._auto_instrumentation.plain import PlainLoops
 
-    PlainLoops(wanted)
+    PlainLoops(options() or {})
 
 
 def _watch_trainers(wanted: dict[str, Any]) -> None:

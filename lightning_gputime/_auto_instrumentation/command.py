@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_gputime import RunComparison
 
 ABOUT_RUN = """\
-Time a script as it is: in the Trainer of Lightning or transformers, in a Fabric, or in a plain
+Time a script as it is: in the Trainer of Lightning or transformers, or in a plain
 loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
 stay those of the script. Processes that it starts are timed, too. A script with a timer keeps it.
 Options stand before the script. The manual describes them: docs/reference/options.md.

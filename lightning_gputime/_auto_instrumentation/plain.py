@@ -289,8 +289,11 @@ def _models_of(optimizer: Optimizer) -> list[nn.Module]:
 
 
 def _is_model(module: nn.Module) -> bool:
-    # Not if its `__init__` has not run, nor the graph of a compiled optimizer.
-    return "_modules" in vars(module) and "compile_subgraph_reason" not in vars(module)
+    try:
+        next(nn.Module.children(module), None)
+    except AttributeError:
+        return False  # Its `__init__` has not run.
+    return "compile_subgraph_reason" not in vars(module)  # The graph of a compiled optimizer.
 
 
 def _instances_of(kind: type) -> list[Any]:
