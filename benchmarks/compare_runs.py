@@ -33,8 +33,8 @@ from torch import nn
 
 from lightning_gputime import Environment, GPUPhaseHooks, Run, RunComparison, compare, load
 from lightning_gputime._auto_instrumentation.command import _LOOKS
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._results.results import Results
 from lightning_gputime._saved_runs.compare import compare_groups
 from lightning_gputime._saved_runs.page import page
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._results.changes import LastingChange, LevelRecorder
-from lightning_gputime._results.sums import Sums
+from lightning_gputime._measurement.changes import LastingChange, LevelRecorder
+from lightning_gputime._measurement.sums import Sums
 
 Floats = npt.NDArray[np.float64]
 Random = np.random.Generator

@@ -16,7 +16,7 @@ from record import environment, new_parser, save
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._results.changes import LastingChange
+from lightning_gputime._measurement.changes import LastingChange
 
 STEPS = 3000
 JUMP_STEP = 1800

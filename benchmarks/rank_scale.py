@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from record import environment, new_parser, save
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_gputime._results.ranks import RankTotals, compare
+from lightning_gputime._measurement.ranks import RankTotals, compare
 from lightning_gputime._session.rank_comparer import Exchange
 
 T = TypeVar("T")

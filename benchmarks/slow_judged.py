@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_gputime import SlowStep
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.slow import SlowLog
 
 
 def main_kind(slow: SlowStep) -> str:

@@ -190,7 +190,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
     """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
-    from lightning_gputime._results.table import show
+    from lightning_gputime._measurement.table import show
 
     try:
         for one in parts:

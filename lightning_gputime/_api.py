@@ -1,18 +1,18 @@
 """The public names that need torch, and no Lightning: those that `__init__` lists."""
 
 from lightning_gputime._boundaries.named import phase as phase
+from lightning_gputime._measurement.means import MetricsLogger as MetricsLogger
+from lightning_gputime._measurement.observers import StepObserver as StepObserver
+from lightning_gputime._measurement.ranks import RankStats as RankStats
+from lightning_gputime._measurement.ranks import RankSummary as RankSummary
+from lightning_gputime._measurement.slow import Cause as Cause
+from lightning_gputime._measurement.slow import SlowStep as SlowStep
+from lightning_gputime._measurement.stats import PhaseStats as PhaseStats
+from lightning_gputime._measurement.summary import PhaseSummary as PhaseSummary
+from lightning_gputime._measurement.table import Section as Section
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._phases import StepTimes as StepTimes
-from lightning_gputime._results.means import MetricsLogger as MetricsLogger
-from lightning_gputime._results.observers import StepObserver as StepObserver
-from lightning_gputime._results.ranks import RankStats as RankStats
-from lightning_gputime._results.ranks import RankSummary as RankSummary
-from lightning_gputime._results.slow import Cause as Cause
-from lightning_gputime._results.slow import SlowStep as SlowStep
-from lightning_gputime._results.stats import PhaseStats as PhaseStats
-from lightning_gputime._results.summary import PhaseSummary as PhaseSummary
-from lightning_gputime._results.table import Section as Section
 from lightning_gputime._saved_runs.compare import Difference as Difference
 from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
 from lightning_gputime._saved_runs.compare import compare as compare

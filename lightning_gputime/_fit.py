@@ -9,9 +9,9 @@ from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compat import lightning_
+from lightning_gputime._measurement.wall_time import STEPS, WallTimeRecorder
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
-from lightning_gputime._results.wall_time import STEPS, WallTimeRecorder
 from lightning_gputime._session.session import Session
 
 # The first update of all is waited for during this many batches that should end a step.

@@ -13,8 +13,8 @@ from lightning_gputime._boundaries.loop import Batch, Expected, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compat.lightning_ import is_idle, is_placeholder, is_step_compiled
+from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH
-from lightning_gputime._results.means import MeanLog
 
 
 def loop_of(

@@ -12,12 +12,12 @@ import torch
 
 from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._measurement.means import MeanLog, MetricsLogger
+from lightning_gputime._measurement.wall_time import EVALUATION, WallTimeRecorder
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.means import MeanLog, MetricsLogger
-from lightning_gputime._results.wall_time import EVALUATION, WallTimeRecorder
 from lightning_gputime._session.session import Session
 from lightning_gputime._timer import Timer, never_raises
 

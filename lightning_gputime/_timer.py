@@ -16,16 +16,16 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Subscription
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.table import Table, Tabular, show
+from lightning_gputime._measurement.wall_time import WallTimeRecorder
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
-from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Table, Tabular, show
-from lightning_gputime._results.wall_time import WallTimeRecorder
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import (
     Environment,

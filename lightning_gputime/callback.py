@@ -11,11 +11,10 @@ from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._compat import lightning_
 from lightning_gputime._fit import Fit
-from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._results.advice import TrainingSetup
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.wall_time import (
+from lightning_gputime._measurement.advice import TrainingSetup
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.wall_time import (
     EPOCH_ENDS,
     REST,
     SANITY_CHECK,
@@ -23,6 +22,7 @@ from lightning_gputime._results.wall_time import (
     VALIDATION,
     WallTimeRecorder,
 )
+from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._saved_runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises

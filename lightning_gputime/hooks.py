@@ -15,9 +15,9 @@ from lightning_gputime._boundaries.arguments import (
 )
 from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._loop_timer import LoopTimer
+from lightning_gputime._measurement.means import MetricsLogger, check_loggers
 from lightning_gputime._options import AllOptions, Options, check_bools, check_int, takes_options
 from lightning_gputime._record.clock import check_device, device_of
-from lightning_gputime._results.means import MetricsLogger, check_loggers
 
 
 @takes_options

@@ -20,6 +20,8 @@ from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import transformers_
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -31,8 +33,6 @@ from lightning_gputime._phases import (
     REWARD,
     label_of_callback,
 )
-from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
 from lightning_gputime._timer import Timer, callers, never_raises
 
 # Events of callbacks around and inside of steps.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_gputime._measurement.ranks import STEP, BatchMeans, RankTotals, compare
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
     PHASES,
@@ -17,7 +18,6 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.ranks import STEP, BatchMeans, RankTotals, compare
 
 
 class PhaseTimeMetric(Metric):

@@ -8,7 +8,7 @@ from fake_gpu import Adder, FakeGPU, Layer, batches, work
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
-from lightning_gputime._results.slow import SlowEvidence
+from lightning_gputime._measurement.slow import SlowEvidence
 
 
 class Loop:

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
 from lightning_gputime._boundaries import loop as boundaries
-from lightning_gputime._results import advice as advices
-from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.wall_time import WallTimeBreakdown
+from lightning_gputime._measurement import advice as advices
+from lightning_gputime._measurement.advice import TrainingSetup, find_losses
+from lightning_gputime._measurement.ranks import RankSummary
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs.environment import (
     Environment,
     _unfused,

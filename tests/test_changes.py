@@ -15,8 +15,8 @@ from fake_loop import Loop, hooks
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
-from lightning_gputime._results.sums import PhaseSum, Sums
+from lightning_gputime._measurement.changes import LastingChange, LevelRecorder, find_period
+from lightning_gputime._measurement.sums import PhaseSum, Sums
 
 MADE = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "lasting_changes.py"))
 find, count, of_any_length = (MADE[name] for name in ("find", "count", "of_any_length"))

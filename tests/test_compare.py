@@ -18,10 +18,10 @@ from scipy import signal, stats
 import lightning_gputime
 from lightning_gputime import Cause, Run, RunComparison, SlowStep, compare
 from lightning_gputime.__main__ import main
+from lightning_gputime._measurement.history import history
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.wall_time import WallTimeBreakdown
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._results.history import history
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.compare import (
     Difference,

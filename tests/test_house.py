@@ -23,7 +23,7 @@ FLOORS = [
     "_compat",
     "_record",
     "_memory",
-    "_boundaries _results",
+    "_boundaries _measurement",
     "_options",
     "_causes _work",
     "_saved_runs _session",
@@ -90,7 +90,7 @@ def test_modules_import_from_their_own_room_and_from_lower_floors_without_a_circ
 
 def test_only_those_modules_name_the_device_and_lightning_that_may() -> None:
     for module, text in MODULES.items():
-        if module.startswith("_results."):
+        if module.startswith("_measurement."):
             assert not re.search(r"^\s*(import|from) torch", text, re.MULTILINE), module
             assert not [name for name in imports(module) if name.startswith("_record.")], module
         if module not in ("callback", "_lightning", "_auto_instrumentation.lightning"):

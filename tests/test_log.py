@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from fake_gpu import raw
 
-from lightning_gputime._results.means import MeanLog
+from lightning_gputime._measurement.means import MeanLog
 
 
 class Logger:

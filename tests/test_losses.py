@@ -18,13 +18,13 @@ from test_slow_steps import collect, train
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
-from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.ranks import RankSummary
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import Cause, SlowStep
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.sums import WorkSummary
-from lightning_gputime._results.wall_time import (
+from lightning_gputime._measurement.advice import TrainingSetup, find_losses
+from lightning_gputime._measurement.ranks import RankSummary
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.slow import Cause, SlowStep
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.sums import WorkSummary
+from lightning_gputime._measurement.wall_time import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
     EVALUATION,

@@ -15,10 +15,10 @@ from lightning_gputime import (
     GPUPhaseTimer,
     StepTimes,
 )
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.recorder import Annotator
-from lightning_gputime._results.results import Results
 from lightning_gputime._session import schedule
 from lightning_gputime._session.schedule import Probe, Schedule
 

@@ -19,8 +19,7 @@ from fake_loop import Logger, Loop, hooks
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._phases import StepRecord
-from lightning_gputime._results.ranks import (
+from lightning_gputime._measurement.ranks import (
     BatchMeans,
     PhaseTotals,
     RankTotals,
@@ -28,7 +27,8 @@ from lightning_gputime._results.ranks import (
     since,
     totals_of,
 )
-from lightning_gputime._results.sums import Sums
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._phases import StepRecord
 from lightning_gputime._session import rank_comparer
 from lightning_gputime._session.rank_comparer import Exchange
 

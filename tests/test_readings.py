@@ -8,7 +8,7 @@ from fake_gpu import FakeGPU, raw
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks, StepTimes
-from lightning_gputime._results.results import Results
+from lightning_gputime._measurement.results import Results
 
 
 @pytest.fixture

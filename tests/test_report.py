@@ -16,11 +16,11 @@ from test_runs import timed
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
 from lightning_gputime.__main__ import main
-from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.history import list_top_phases
-from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.wall_time import WallTimeBreakdown
+from lightning_gputime._measurement.advice import TrainingSetup, find_losses
+from lightning_gputime._measurement.history import list_top_phases
+from lightning_gputime._measurement.ranks import RankStats, RankSummary
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.wall_time import WallTimeBreakdown
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.page import page, phases_over_steps, thin_out

@@ -12,10 +12,10 @@ import pytest
 from fake_gpu import raw
 
 from lightning_gputime import Environment, Run, load
+from lightning_gputime._measurement.advice import TrainingSetup
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.table import Section
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._results.advice import TrainingSetup
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.table import Section
 from lightning_gputime._saved_runs import saved
 
 

@@ -17,10 +17,10 @@ from fake_loop import Loop, hooks
 import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
 from lightning_gputime.__main__ import main
-from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.table import Section
-from lightning_gputime._results.wall_time import WallTimeBreakdown, WallTimeRecorder
+from lightning_gputime._measurement.ranks import RankStats, RankSummary
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.table import Section
+from lightning_gputime._measurement.wall_time import WallTimeBreakdown, WallTimeRecorder
 from lightning_gputime._saved_runs import environment, saved
 from lightning_gputime._saved_runs.environment import Environment
 

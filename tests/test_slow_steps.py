@@ -22,8 +22,8 @@ from lightning_gputime import (
     phase,
 )
 from lightning_gputime._causes import analyzer, attribution
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.slow import SlowEvidence, SlowLog
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625

@@ -30,10 +30,10 @@ from lightning_gputime._causes.detectors import (
     allocator_of,
     collect_phases,
 )
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.slow import SlowLog
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
 """A usual step, which takes the host as long."""

@@ -13,10 +13,10 @@ from fake_gpu import raw
 from processes import run
 
 from lightning_gputime import Run, compare
-from lightning_gputime._results.ranks import RankStats, RankSummary
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import Table, duration, show, unit_of
+from lightning_gputime._measurement.ranks import RankStats, RankSummary
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.table import Table, duration, show, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"

@@ -10,7 +10,7 @@ from processes import finish, start
 from wait_fits import LATE_IN_FIT
 from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
-from lightning_gputime._results.ranks import PhaseTotals
+from lightning_gputime._measurement.ranks import PhaseTotals
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._results.advice import GAPS, GPU_WORK
+from lightning_gputime._measurement.advice import GAPS, GPU_WORK
 from lightning_gputime._work import work as counting
 from lightning_gputime._work.peaks import dtype_of_call, peaks_tflops, precision_of
 from lightning_gputime._work.work import Items

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._results.ranks import totals_of
+from lightning_gputime._measurement.ranks import totals_of
 from lightning_gputime._timer import Timer
 
 LATE_MS, WARMUP, STEPS = 40.0, 2, 12

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_gputime._results.ranks import BatchMeans, RankTotals, compare
+from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare
 
 PACKAGES = ("pandas", "pyarrow")
 

@@ -16,12 +16,12 @@ from lightning_gputime._causes.detectors import (
     collect_phases,
     thread_usage,
 )
+from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.slow import SlowEvidence, SlowLog, SlowStep
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.history import MIN_PACKED_MARKS, pack
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.slow import SlowEvidence, SlowLog, SlowStep
 
 _TOGETHER = 25  # Number of steps that are judged together, by those before.
 # Of shorter steps no CPU time is sampled: beside a GPU that costs some 5 us each (a system call

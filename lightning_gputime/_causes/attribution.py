@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.history import unpack
+from lightning_gputime._measurement.slow import HAVE_PHASES, UNEXPLAINED, Cause, CauseKind, SlowStep
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
@@ -21,8 +23,6 @@ from lightning_gputime._phases import (
     of_one_callback,
     resolve_labels,
 )
-from lightning_gputime._results.history import unpack
-from lightning_gputime._results.slow import HAVE_PHASES, UNEXPLAINED, Cause, CauseKind, SlowStep
 
 _SIZE = 50  # Number of steps in a baseline.
 _FEWEST = 10  # Fewer steps make no baseline.

@@ -19,6 +19,7 @@ import torch
 
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._compat.torch_ import compile_callbacks
+from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -33,7 +34,6 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
-from lightning_gputime._results.slow import CauseKind
 
 _MAX_LOOPS = 100  # Number of starts of loops to remember.
 _MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.

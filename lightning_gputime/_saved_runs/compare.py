@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.history import list_phases
+from lightning_gputime._measurement.stats import largest_part
+from lightning_gputime._measurement.summary import plain
+from lightning_gputime._measurement.table import Table, Tabular, Unit, duration, unit_of
+from lightning_gputime._measurement.wall_time import STEPS
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._results.history import list_phases
-from lightning_gputime._results.stats import largest_part
-from lightning_gputime._results.summary import plain
-from lightning_gputime._results.table import Table, Tabular, Unit, duration, unit_of
-from lightning_gputime._results.wall_time import STEPS
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.saved import Run, load
 

@@ -22,9 +22,9 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._compat.torch_ import is_compiled
+from lightning_gputime._measurement.advice import TrainingSetup
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
-from lightning_gputime._results.advice import TrainingSetup
 from lightning_gputime._work.peaks import device_name
 
 _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from jinja2 import Environment, StrictUndefined  # torch needs it, too
 from markupsafe import Markup
 
+from lightning_gputime._measurement.history import list_top_phases
+from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._measurement.table import duration, marked, unit_of
 from lightning_gputime._phases import colours_of
-from lightning_gputime._results.history import list_top_phases
-from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.table import duration, marked, unit_of
 from lightning_gputime._saved_runs.compare import RunComparison
 from lightning_gputime._saved_runs.saved import Run
 

@@ -19,11 +19,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.history import History, list_phases, structured
+from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._measurement.summary import PhaseSummary, plain
+from lightning_gputime._measurement.table import Table, Tabular, unit_of
 from lightning_gputime._messages import Named, messages
-from lightning_gputime._results.history import History, list_phases, structured
-from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.summary import PhaseSummary, plain
-from lightning_gputime._results.table import Table, Tabular, unit_of
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"

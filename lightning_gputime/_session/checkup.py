@@ -3,11 +3,11 @@
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import BACKWARD, DATA, FORWARD, GRAD, LOSS, OPTIMIZER, OTHER, PHASES
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.results import Results
 
 ENOUGH = 20  # It judges after this many steps behind the warm-up.
 

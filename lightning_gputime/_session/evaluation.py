@@ -8,16 +8,16 @@ from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Batch, Loop
+from lightning_gputime._measurement.advice import TrainingSetup
+from lightning_gputime._measurement.means import MeanLog, MetricsLogger
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._results.advice import TrainingSetup
-from lightning_gputime._results.means import MeanLog, MetricsLogger
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import ThroughputReference
 from lightning_gputime._work.work import Items
 
 

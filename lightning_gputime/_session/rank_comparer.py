@@ -14,14 +14,14 @@ import torch.distributed
 
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._compat.torch_ import default_store
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.ranks import BatchMeans, RankTotals, compare, since, totals_of
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
 
 # How many exchanges of a purpose were opened.
 _opened: dict[str, Iterator[int]] = defaultdict(itertools.count)

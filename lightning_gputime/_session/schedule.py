@@ -9,11 +9,11 @@ from operator import itemgetter
 from typing import Literal
 
 from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import EXCLUDED, FIRST_STEPS, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949

@@ -2,11 +2,11 @@
 
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._compat.names import NotMeasured
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import BACKWARD, FORWARD
-from lightning_gputime._results.observers import ReadSteps
-from lightning_gputime._results.results import Results
 
 _STEPS = 5  # Judged once so many steps were read; at the end of the training, after fewer.
 _MIN_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.

@@ -14,6 +14,9 @@ from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
@@ -32,9 +35,6 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
-from lightning_gputime._results.means import MeanLog
-from lightning_gputime._results.observers import ReadSteps, call_safely, methods, step_calls
-from lightning_gputime._results.results import Results
 from lightning_gputime._session.checkup import LoopDiagnostics
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from lightning_gputime._boundaries.forward import OnCall
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
-from lightning_gputime._results.sums import ThroughputReference
 from lightning_gputime._work.peaks import (
     device_name,
     dtype_of,

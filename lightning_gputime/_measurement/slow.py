@@ -7,7 +7,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from lightning_gputime._results.table import percent, unit_of
+from lightning_gputime._measurement.table import percent, unit_of
 
 CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"

@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
+from lightning_gputime._measurement.advice import TrainingSetup, find_losses
+from lightning_gputime._measurement.changes import LastingChange, LevelRecorder, find_period
+from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
+from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
+from lightning_gputime._measurement.ranks import STEP, RankSummary
+from lightning_gputime._measurement.slow import SlowLog
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.sums import Sums, ThroughputReference
+from lightning_gputime._measurement.wall_time import WallTimeRecorder
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, StepRecord, StepTimes, in_order
-from lightning_gputime._results.advice import TrainingSetup, find_losses
-from lightning_gputime._results.changes import LastingChange, LevelRecorder, find_period
-from lightning_gputime._results.history import MIN_PACKED_MARKS, history, pack, unpack
-from lightning_gputime._results.observers import ReadSteps, call_safely, methods, sections_of
-from lightning_gputime._results.ranks import STEP, RankSummary
-from lightning_gputime._results.slow import SlowLog
-from lightning_gputime._results.stats import PhaseStats
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.sums import Sums, ThroughputReference
-from lightning_gputime._results.wall_time import WallTimeRecorder
 
 
 class Results:

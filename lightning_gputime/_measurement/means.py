@@ -8,6 +8,9 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from lightning_gputime._measurement.observers import ReadSteps, metrics_of
+from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import format_value, messages
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
@@ -18,9 +21,6 @@ from lightning_gputime._phases import (
     StepTimes,
     is_wait,
 )
-from lightning_gputime._results.observers import ReadSteps, metrics_of
-from lightning_gputime._results.results import Results
-from lightning_gputime._results.sums import Sums
 
 # What single callbacks begin with, which are not logged. Each log asks: no call of a function.
 _ONE_CALLBACK = f"{CALLBACKS}/"

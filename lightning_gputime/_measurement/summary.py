@@ -5,15 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_gputime._memory import MemorySummary
-from lightning_gputime._phases import BETWEEN_BATCHES, FIRST_STEPS, is_wait
-from lightning_gputime._results.changes import LastingChange, SlowPeriod
-from lightning_gputime._results.ranks import STEP, RankStats, RankSummary
-from lightning_gputime._results.slow import SlowSummary
-from lightning_gputime._results.stats import PhaseStats, table_rows
-from lightning_gputime._results.sums import WorkSummary
-from lightning_gputime._results.table import Section, Table, Tabular, percent, unit_of
-from lightning_gputime._results.verdict import (
+from lightning_gputime._measurement.changes import LastingChange, SlowPeriod
+from lightning_gputime._measurement.ranks import STEP, RankStats, RankSummary
+from lightning_gputime._measurement.slow import SlowSummary
+from lightning_gputime._measurement.stats import PhaseStats, table_rows
+from lightning_gputime._measurement.sums import WorkSummary
+from lightning_gputime._measurement.table import Section, Table, Tabular, percent, unit_of
+from lightning_gputime._measurement.verdict import (
     INPUT,
     LONGEST,
     UNEVEN,
@@ -21,7 +19,9 @@ from lightning_gputime._results.verdict import (
     judge,
     without_blurred,
 )
-from lightning_gputime._results.wall_time import Losses, WallTimeBreakdown
+from lightning_gputime._measurement.wall_time import Losses, WallTimeBreakdown
+from lightning_gputime._memory import MemorySummary
+from lightning_gputime._phases import BETWEEN_BATCHES, FIRST_STEPS, is_wait
 
 _RANKS = "min - max (rank)"
 _PEAK = "peak MiB"

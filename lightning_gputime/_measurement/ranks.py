@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lightning_gputime._measurement.stats import largest_part
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.table import duration
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     COMM,
@@ -16,9 +19,6 @@ from lightning_gputime._phases import (
     of_one_callback,
     resolve_labels,
 )
-from lightning_gputime._results.stats import largest_part
-from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.table import duration
 
 STEP = "step"
 LOCAL = "local"

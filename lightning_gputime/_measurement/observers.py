@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+from lightning_gputime._measurement.changes import LastingChange
+from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.table import Section
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepRecord, StepTimes, is_metric
-from lightning_gputime._results.changes import LastingChange
-from lightning_gputime._results.slow import SlowStep
-from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.table import Section
 
 
 class ReadSteps:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._results.history import list_phases
-from lightning_gputime._results.stats import largest_part
-from lightning_gputime._results.sums import Sums
-from lightning_gputime._results.table import duration
+from lightning_gputime._measurement.history import list_phases
+from lightning_gputime._measurement.stats import largest_part
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.table import duration
 
 Floats = npt.NDArray[np.float64]
 

@@ -5,6 +5,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from lightning_gputime._measurement import verdict
+from lightning_gputime._measurement.slow import OFF_CPU, UNEXPLAINED
+from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._measurement.table import duration, percent
+from lightning_gputime._measurement.wall_time import (
+    BETWEEN_LOOPS,
+    CHECKPOINTS,
+    EVALUATION,
+    FIRST_STEP,
+    PAUSED,
+    STEPS,
+    VALIDATION,
+    Loss,
+    Losses,
+    WallTimeBreakdown,
+)
 from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN_BATCHES,
@@ -24,22 +40,6 @@ from lightning_gputime._phases import (
     WAIT,
     is_wait,
     of_one_callback,
-)
-from lightning_gputime._results import verdict
-from lightning_gputime._results.slow import OFF_CPU, UNEXPLAINED
-from lightning_gputime._results.summary import PhaseSummary
-from lightning_gputime._results.table import duration, percent
-from lightning_gputime._results.wall_time import (
-    BETWEEN_LOOPS,
-    CHECKPOINTS,
-    EVALUATION,
-    FIRST_STEP,
-    PAUSED,
-    STEPS,
-    VALIDATION,
-    Loss,
-    Losses,
-    WallTimeBreakdown,
 )
 
 COMMUNICATION = "communication"

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from lightning_gputime._measurement.stats import PhaseStats, largest_part
+from lightning_gputime._measurement.table import percent, unit_of
 from lightning_gputime._phases import (
     CALLBACK_WAIT,
     CALLBACKS,
@@ -12,8 +14,6 @@ from lightning_gputime._phases import (
     WAIT,
     is_wait,
 )
-from lightning_gputime._results.stats import PhaseStats, largest_part
-from lightning_gputime._results.table import percent, unit_of
 
 Rows = Mapping[str, PhaseStats]
 

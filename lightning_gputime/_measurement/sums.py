@@ -8,8 +8,8 @@ from itertools import groupby
 from math import nan
 from operator import attrgetter
 
+from lightning_gputime._measurement.table import percent
 from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
-from lightning_gputime._results.table import percent
 
 
 class Sums:

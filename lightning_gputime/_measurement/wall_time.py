@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_gputime._measurement.table import Table, Tabular, duration, percent
+from lightning_gputime._measurement.verdict import HELD_UP
 from lightning_gputime._phases import EXCLUDED, SAVES
-from lightning_gputime._results.table import Table, Tabular, duration, percent
-from lightning_gputime._results.verdict import HELD_UP
 
 SET_UP = "set-up"
 SANITY_CHECK = "sanity check"
