@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+LINE_LENGTH = 200
+
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows `--out`."""
@@ -52,6 +54,20 @@ def environment(*keys: str) -> dict[str, Any]:
 
 
 def save(out: Path | None, found: Mapping[str, Any]) -> None:
-    """Writes what was found to a file, if one was asked for."""
+    """Write a result to `out`, unless it is None."""
     if out is not None:
-        out.write_text(json.dumps(found, indent=2) + "\n")
+        out.write_text(as_lines(found) + "\n")
+
+
+def as_lines(found: Any, indent: str = "") -> str:
+    """Return JSON with each object and array on one line, if it fits."""
+    line = json.dumps(found)
+    if len(indent + line) <= LINE_LENGTH or not found or not isinstance(found, dict | list):
+        return line
+    inner = indent + "  "
+    if isinstance(found, dict):
+        rows = [f"{json.dumps(key)}: {as_lines(value, inner)}" for key, value in found.items()]
+    else:
+        rows = [as_lines(value, inner) for value in found]
+    opens, closes = "{}" if isinstance(found, dict) else "[]"
+    return f"{opens}\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}{closes}"
