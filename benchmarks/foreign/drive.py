@@ -218,8 +218,14 @@ def main() -> None:
         if Traced.trace.exists():
             events = json.loads(Traced.trace.read_text())["traceEvents"]
             marked = phases_in_trace(events, marked=True)
+            own_stream = phases_in_trace(events, own_stream=True)
             result["steps"] = {
-                step: {"timer": timer.found[step], "trace": phases, "marked": marked[step]}
+                step: {
+                    "timer": timer.found[step],
+                    "trace": phases,
+                    "marked": marked[step],
+                    "own_stream": own_stream[step],
+                }
                 for step, phases in phases_in_trace(events).items()
                 if step in timer.found
             }

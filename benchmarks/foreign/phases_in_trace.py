@@ -3,8 +3,9 @@
 A boundary is where the host crossed it: a range of the profiler for an update and for zero_grad,
 and a range of `drive.py` for a model call, for a run of autograd's engine and for the loop itself.
 The stream reaches a boundary when it has done all that was launched before, but not before the host
-crossed it. A trace does not say for what a stream waits: torch 2.11 writes -1. DDP and FSDP let a
-backward end with a wait for its collectives, so it ends with all that was launched on any stream.
+crossed it. A trace does not say what a stream waits for: with CUDA 12.9 or later Kineto writes -1.
+DDP and FSDP let a backward end with a wait for its collectives, so it ends with all that was
+launched on any stream.
 
 The timer marks a boundary by an event, and is not at once there. With `marked=True` a boundary is
 where the trace has the nearest recording of an event: that leaves out for how long the timer itself
@@ -80,15 +81,21 @@ class Stream:
         return found
 
 
-def phases_in_trace(events: list[Event], *, marked: bool = False) -> dict[int, Phases]:
-    """Return the phases of each step that lies in a trace as a whole (in milliseconds)."""
+def phases_in_trace(
+    events: list[Event], *, marked: bool = False, own_stream: bool = False
+) -> dict[int, Phases]:
+    """Return the phases of each step that lies in a trace as a whole (in milliseconds).
+
+    With `own_stream` a backward ends with the last kernel of the timed stream, without what the
+    stream then waits for.
+    """
     stream = Stream(events)
     found = {}
     for step, boundaries in _steps(_boundaries(events)):
         reached = [
             stream.reached(
                 stream.marked(one.host_us) if marked else one.host_us,
-                is_backward_end=one.name == "backward" and one.is_end,
+                is_backward_end=not own_stream and one.name == "backward" and one.is_end,
             )
             for one in boundaries
         ]

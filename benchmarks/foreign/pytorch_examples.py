@@ -291,9 +291,9 @@ def compared(steps: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
     for phase in sorted(name for name in names if "/" not in name):
         ways = {
             way: [one[way].get(phase, 0.0) for one in steps.values()]
-            for way in ("timer", "trace", "marked")
+            for way in ("timer", "trace", "marked", "own_stream")
         }
-        timer, trace, marked = (statistics.mean(column) for column in ways.values())
+        timer, trace, marked, own_stream = (statistics.mean(column) for column in ways.values())
         pairs = zip(ways["timer"], ways["trace"], strict=True)
         found[phase] = {
             "timer_ms": round(timer, 4),
@@ -302,6 +302,8 @@ def compared(steps: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
             "worst_step_ms": round(max(abs(ours - theirs) for ours, theirs in pairs), 4),
             # By the trace, from where the host recorded an event to where it recorded the next.
             "trace_from_events_ms": round(marked, 4),
+            # By the trace, without the waits of the timed stream at the end of backward.
+            "own_stream_ms": round(own_stream, 4),
         }
     return found
 
@@ -357,7 +359,7 @@ def measure(checkout: Path, arguments: list[str]) -> dict[str, Any]:
             show(name, found[name])
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     commit = {"commit": known.commit} if known.commit else {}
-    return {"gpu": gpu, **commit, "results": found}
+    return {"gpu": gpu, "gpus": torch.cuda.device_count(), **commit, "results": found}
 
 
 def show(name: str, found: dict[str, Any]) -> None:
