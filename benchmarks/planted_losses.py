@@ -7,7 +7,7 @@ Each fit runs in turns with the loss and without, after one round that is not me
 `at_most` of the lines of the planted loss, in the summary of the fit that has it. Got is the time
 of that fit by that of the next without it. On a GPU a step is 12 ms of products of matrices, behind
 which the host hides a part of what it loses. On a CPU it is mostly a sleep, so that a busy machine
-measures the same; what only a GPU has is left out there, and a late rank is planted there alone.
+measures the same; what only a GPU has is left out there. A late rank needs two GPUs, or no GPU.
 
 With `--kernels` the kernels of each fit are summed instead, in a trace of `torch.profiler`: where
 more was gained than promised, this tells whether the GPU itself took less time.
@@ -50,6 +50,7 @@ PREPARATION_S = 0.004
 WAITS = ("data", "data/fetch", "callbacks", "launch gaps") if CUDA else ()
 """Where a GPU waits for the host that has waited itself: the host has lost its lead."""
 COLLECTION = "slow steps: garbage collection"
+LATE = "a late rank"
 
 
 class Data(Dataset[Tensor]):
@@ -207,7 +208,7 @@ def fit(folder: str, **plant: Any) -> PhaseSummary:
 
 
 class Late(Net):
-    """A net of which the second rank is late."""
+    """A net whose second rank is late in each step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Returns the loss."""
@@ -215,24 +216,29 @@ class Late(Net):
         return super().training_step(batch, batch_idx)
 
 
-def _of_one_rank(rank: int, port: int, model: Any, file: str) -> None:
+def _of_one_rank(rank: int, port: int, name: str, rounds: int, file: str) -> None:
     ranks = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     be_quiet()
+    if CUDA:
+        torch.cuda.set_device(rank)
     with tempfile.TemporaryDirectory() as folder:
-        found = fit(folder, model=model, accelerator="cpu", strategy="ddp", devices=2)
+        accelerator = "gpu" if CUDA else "cpu"
+        run = partial(fit, folder, accelerator=accelerator, strategy="ddp", devices=2)
+        found = measure(run, cases(folder)[name], rounds)
     if rank == 0:
-        torch.save(found, file)
+        with open(file, "w") as out:
+            json.dump(found, out)
 
 
-def fit_two_ranks(folder: str, model: Any) -> PhaseSummary:
-    """Returns the summary of rank 0 of two, in processes of their own."""
+def measure_two_ranks(folder: str, name: str, rounds: int) -> dict[str, Any]:
+    """Return what rank 0 of two measures, in processes of their own."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    file = os.path.join(folder, "summary")
-    spawn(_of_one_rank, (port, model, file), nprocs=2)
-    found: PhaseSummary = torch.load(file, weights_only=False)
-    return found
+    file = os.path.join(folder, "found")
+    spawn(_of_one_rank, (port, name, rounds, file), nprocs=2)
+    with open(file) as found:
+        return {**json.load(found)}
 
 
 Case = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
@@ -274,9 +280,7 @@ def cases(folder: str) -> dict[str, Case]:
             {"model": partial(SmallKernels, as_graph=True), "data": {"rows": 64}},
         ),
     }
-    on_cpu: dict[str, Case] = {
-        "a late rank": (("the slowest rank",), {"model": Late}, {"model": Net})
-    }
+    ranks: dict[str, Case] = {LATE: (("the slowest rank",), {"model": Late}, {"model": Net})}
     return {
         "slow dataset": (("data/fetch",), {"data": {"load_s": PLANTED_S}}, {}),
         "slow callback": (("callbacks",), {"callbacks": slow}, {}),
@@ -300,7 +304,8 @@ def cases(folder: str) -> dict[str, Case]:
             {"model": partial(Recompiles, 4)},
             {"model": partial(Recompiles, 0)},
         ),
-        **(on_gpu if CUDA else on_cpu),
+        **(on_gpu if CUDA else {}),
+        **(ranks if not CUDA or torch.cuda.device_count() > 1 else {}),
         "nothing": ((), {}, {}),
     }
 
@@ -325,7 +330,8 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
             for key, one in ("with_it", losses), ("without", base):
                 entries = (*one.rows, one.work)
                 found[key].append({row.name: round(row.share * one.wall_s, 4) for row in entries})
-    everything: dict[str, Any] = {"rounds": found}
+    fits = [found.pop(key) for key in ("with_it", "without")]
+    everything: dict[str, Any] = {"rounds": found, "seconds": seconds_by_line(*fits)}
     if summary.probe_failure:
         everything["cannot_probe"] = summary.probe_failure
     if not lines:
@@ -341,6 +347,17 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
             error = statistics.stdev(kept) / len(kept) ** 0.5
             medians |= {key: statistics.mean(kept), f"{key}_error": error}
     return {"lines": lines, **medians, **everything}
+
+
+def seconds_by_line(*fits: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the median seconds of each line of the table, with the planted loss and without."""
+    names = dict.fromkeys(name for rounds in fits for entry in rounds for name in entry)
+    return {
+        name: [
+            round(statistics.median(entry.get(name, 0.0) for entry in rounds), 4) for rounds in fits
+        ]
+        for name in names
+    }
 
 
 class KernelTrace(pl.Callback):
@@ -427,8 +444,10 @@ def main() -> None:
                     results[name][key].append(sum_kernels(folder, plant))
                     print(name, key, results[name][key][-1], flush=True)
             elif args.only in name:
-                run = fit_two_ranks if name == "a late rank" else fit
-                results[name] = measure(partial(run, folder), case, args.rounds)
+                if name == LATE:
+                    results[name] = measure_two_ranks(folder, name, args.rounds)
+                else:
+                    results[name] = measure(partial(fit, folder), case, args.rounds)
                 brief = {k: v for k, v in results[name].items() if k != "rounds"}
                 print(name, brief, flush=True)
             else:

@@ -1,10 +1,10 @@
-"""Names the slow rank, and holds the waits for other ranks against the kernel trace.
+"""Check which rank is named as the straggler, and compare `comm` with the kernel trace.
 
 Each rank trains linear layers in several kinds of parallelism, in a plain loop and in Lightning,
-while one rank is late at one place of the step. Each phase's `comm` is held against the trace of
-the same steps: the time in which the timed stream ran a collective, or waited for another stream.
+while one rank is delayed at one place of the step. `comm` of each phase is compared with the trace
+of the same steps: the time in which the timed stream ran a collective or waited for another stream.
 
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --out benchmarks/results/ranks_x2.json
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --out FILE
     torchrun --nproc-per-node 2 benchmarks/ranks.py --strategies fsdp2 --cases balanced data
     torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 12
 """
@@ -16,7 +16,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -139,6 +139,8 @@ def of_ranks(summary: PhaseSummary, case: str) -> dict[str, Any]:
     named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
     return {
         "sentence": ranks.sentence,
+        "slowest_rank": ranks.slowest_rank,
+        "phase": phase,
         "behind_median_ms": ranks.behind_median_ms,
         "is_right": named == right,
     }
@@ -178,8 +180,10 @@ def skipped(strategy: str, device: torch.device) -> str:
     return ""
 
 
-def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measures what was asked for; returns what all ranks found, printed by rank zero."""
+def measure_all(
+    arguments: argparse.Namespace, device: torch.device
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield what all ranks found, after each strategy. Rank zero prints it."""
     is_first = dist.get_rank() == 0
     cycles = late_cycles(arguments.late_ms, device, arguments.late_on == "host")
     results: dict[str, Any] = {}
@@ -203,16 +207,59 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
             gc.collect()
             if is_first:
                 show(strategy, case, found)
-    return results
+        yield results
 
 
-def count(results: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Returns how often the slow rank was named rightly and a mean agreed, and of how many."""
+def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the straggler that rank zero named in each case, and how far waits are off the trace.
+
+    Counts are pairs: the number that is right, and the number of all.
+    """
     cases = [case for cases in results.values() for case in cases.values()]
-    windows = [row for case in cases for one in case for row in one["windows"].values()]
+    waits = {strategy: [*_waits(cases)] for strategy, cases in results.items()}
+    rows = [row for rows in waits.values() for _, row in rows]
     return {
         "named_rightly": [sum(case[0].get("is_right", False) for case in cases), len(cases)],
-        "agree_with_trace": [sum(row["agrees"] for row in windows), len(windows)],
+        "agree_with_trace": [sum(row["agrees"] for row in rows), len(rows)],
+        "straggler": {
+            strategy: {case: _named(ranks[0]) for case, ranks in cases.items()}
+            for strategy, cases in results.items()
+        },
+        "waits": {strategy: _differences(rows) for strategy, rows in waits.items() if rows},
+        "disagree": [
+            [strategy, *place, row["comm_ms"], row["trace_ms"]]
+            for strategy, rows in waits.items()
+            for place, row in rows
+            if not row["agrees"]
+        ],
+    }
+
+
+def _waits(cases: Mapping[str, Any]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    for case, ranks in cases.items():
+        for rank, found in enumerate(ranks):
+            for window, row in found["windows"].items():
+                yield [case, rank, window], row
+
+
+def _named(found: Mapping[str, Any]) -> str:
+    """Return the phase in which the straggler is named, and its milliseconds behind the median."""
+    named = "none"
+    if found.get("slowest_rank") is not None:
+        named = f"{found['phase']} +{found['behind_median_ms']:.1f}"
+    return named if found.get("is_right") else f"wrong: rank {found.get('slowest_rank')}, {named}"
+
+
+def _differences(rows: list[tuple[list[Any], dict[str, Any]]]) -> dict[str, Any]:
+    """Return how far the mean waits of one strategy are off the trace (in milliseconds)."""
+    differences = [row["comm_ms"] - row["trace_ms"] for _, row in rows]
+    return {
+        "waits": len(rows),
+        "agree": sum(row["agrees"] for _, row in rows),
+        "longest_wait_ms": round(max(row["trace_ms"] for _, row in rows), 2),
+        "mean_difference_ms": round(statistics.mean(differences), 4),
+        "largest_difference_ms": round(max(map(abs, differences)), 3),
+        "longest_launch_gaps_ms": round(max(row["launch_gaps_ms"] for _, row in rows), 2),
     }
 
 
@@ -242,19 +289,19 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures in a process group; rank zero saves."""
     began = time.monotonic()
     device = start(arguments.device)
-    results = measure_all(arguments, device)
-    counted = count(results)
-    found = environment_of(device) | {
-        "late_ms": arguments.late_ms,
-        "late_on": arguments.late_on,
-        "slow_rank": SLOW_RANK,
-        "seconds": round(time.monotonic() - began),
-        **counted,
-        "results": results,
-    }
-    if dist.get_rank() == 0:
-        print(counted, f"in {found['seconds']} s", flush=True)
+    for results in measure_all(arguments, device):
+        if dist.get_rank() != 0:
+            continue
+        found = environment_of(device) | {
+            "late_ms": arguments.late_ms,
+            "late_on": arguments.late_on,
+            "slow_rank": SLOW_RANK,
+            "seconds": round(time.monotonic() - began),
+            **summarize(results),
+        }
+        # After each strategy: a run that is cut off leaves what it found.
         save(arguments.out, found)
+        print({key: found[key] for key in ("named_rightly", "agree_with_trace", "seconds")})
     dist.destroy_process_group()
 
 
