@@ -125,7 +125,10 @@ class GPUPhaseHooks(LoopTimer):
         if exc_type is None:
             self.remove()
         else:
-            self._abort()
+            try:
+                self._abort()
+            except Exception as error:
+                self._give_up(error)
 
 
 def _check_accumulation(batches: int | str, loop: Loop) -> int:

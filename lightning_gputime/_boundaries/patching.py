@@ -88,28 +88,35 @@ class FunctionPatch:
         apply_compile_skips()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        notified = []
-        # Over a copy: a listener may be removed when it is notified.
-        for listener in [*self.listeners]:
-            try:
-                if listener.on_call_start(*args, **kwargs) is not False:
-                    notified.append(listener)
-            except Exception as error:
-                self._lose(listener, error)
-        if not notified:
+        notified: list[Any] = []
+        try:
+            # Over a copy: a listener may be removed when it is notified.
+            for listener in [*self.listeners]:
+                notified.append(listener)
+                try:
+                    if listener.on_call_start(*args, **kwargs) is False:
+                        notified.pop()
+                except Exception as error:
+                    notified.pop()
+                    self._lose(listener, error)
             if not self.listeners:
                 self.restore()
-            return self._call(*args, **kwargs)
-        result = None
-        try:
             result = self._call(*args, **kwargs)
+            if notified:
+                self._notify_of_end(notified, result)
             return result
-        finally:
-            for listener in notified:
-                try:
-                    listener.on_call_end(result)
-                except Exception as error:
-                    self._lose(listener, error)
+        except BaseException:
+            # Those are left that an interruption has kept from being notified.
+            self._notify_of_end(notified, None)
+            raise
+
+    def _notify_of_end(self, notified: list[Any], result: Any) -> None:
+        while notified:
+            try:
+                notified[0].on_call_end(result)
+            except Exception as error:
+                self._lose(notified[0], error)
+            del notified[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the owner gets a copy of what was kept, or the method of its own class; what a

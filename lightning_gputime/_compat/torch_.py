@@ -132,7 +132,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while True:
         inner = compiled_module(module)
         if inner is None and is_instance_of(module, *_WRAPPERS):
-            inner = module.module
+            inner = getattr(module, "module", None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner

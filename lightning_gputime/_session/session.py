@@ -542,9 +542,7 @@ class Session:
                 self._results.ended_steps = self._index
                 self.is_attached = self.is_off = False
                 self._agreement = None
-                self._means.log_means()
-                self._checkup.end()
-                self._self_check.end()
+                call_safely([self._means.log_means, self._checkup.end, self._self_check.end])
         finally:
             while self._to_remove:
                 call_safely(methods(self._to_remove[:1], "remove"))
