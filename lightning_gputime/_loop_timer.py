@@ -193,7 +193,7 @@ class LoopTimer(Timer):
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
                         self._body = None
                         if body == (self._step, self._micro_batches) and self._session.is_attached:
-                            self._end_batch()
+                            self.step()
                     else:
                         seen = self._end_odd_body(seen)
                 except Exception as error:
@@ -226,7 +226,7 @@ class LoopTimer(Timer):
         if is_evaluation and seen is not _Seen.TRAINING:
             session.begin()
         elif body == (self._step, self._micro_batches) and session.is_attached:
-            self._end_batch()
+            self.step()
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
             return seen
         return _Seen.TRAINING if is_timed and not is_evaluation else _Seen.EVALUATION
@@ -289,33 +289,30 @@ class LoopTimer(Timer):
         Raises:
             RuntimeError: If the timer was never attached. After `remove` it does nothing.
         """
-        if not self._session.was_attached:
+        session = self._session
+        if not session.was_attached:
             raise RuntimeError(f"step() needs an attached timer. {self._USE}")
         try:
-            self._end_batch()
+            if get_ident() != session.recorder.home:
+                # The loop runs in another thread than the one that attached the timer.
+                self._begin()
+                return
+            self._micro_batches += 1
+            batches, accelerate = self._accumulate_grad_batches, self._gradient_state
+            if batches > 1:
+                is_last = self._micro_batches >= batches
+            else:
+                is_last = accelerate is None or accelerate.sync_gradients
+            if not (is_last or session.optimizer.has_updated):
+                session.batch_ends()
+                return
+            session.end_step(self._step)
+            if not self._books.has_stepped:
+                self._books.step_ends()
+            self._step += 1
+            self._micro_batches = 0
         except Exception as error:
             self._give_up(error)
-
-    def _end_batch(self) -> None:
-        session = self._session
-        if get_ident() != session.recorder.home:
-            # The loop runs in another thread than the one that attached the timer.
-            self._begin()
-            return
-        self._micro_batches += 1
-        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
-        if batches > 1:
-            is_last = self._micro_batches >= batches
-        else:
-            is_last = accelerate is None or accelerate.sync_gradients
-        if not (is_last or session.optimizer.has_updated):
-            session.batch_ends()
-            return
-        session.end_step(self._step)
-        if not self._books.has_stepped:
-            self._books.step_ends()
-        self._step += 1
-        self._micro_batches = 0
 
     @never_raises
     def _begin(self) -> None:

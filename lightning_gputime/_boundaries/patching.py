@@ -102,21 +102,22 @@ class FunctionPatch:
             if not self.listeners:
                 self.restore()
             result = self._call(*args, **kwargs)
-            if notified:
-                self._notify_of_end(notified, result)
+            while notified:
+                try:
+                    notified[0].on_call_end(result)
+                except Exception as error:
+                    self._lose(notified[0], error)
+                del notified[0]
             return result
         except BaseException:
-            # Those are left that an interruption has kept from being notified.
-            self._notify_of_end(notified, None)
+            # The call raised, or Ctrl-C came between: notify those that were not notified yet.
+            while notified:
+                try:
+                    notified[0].on_call_end(None)
+                except Exception as error:
+                    self._lose(notified[0], error)
+                del notified[0]
             raise
-
-    def _notify_of_end(self, notified: list[Any], result: Any) -> None:
-        while notified:
-            try:
-                notified[0].on_call_end(result)
-            except Exception as error:
-                self._lose(notified[0], error)
-            del notified[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the owner gets a copy of what was kept, or the method of its own class; what a
