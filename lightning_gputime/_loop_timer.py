@@ -110,18 +110,24 @@ class LoopTimer(Timer):
         self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()
 
-    def _take_session(self) -> Session:
+    def _forget(self, session: Session) -> None:
         self._books.remove()
-        return super()._take_session()
+        super()._forget(session)
 
     def remove(self) -> None:
         """Read and log the last steps, then remove all hooks. Safe to call twice."""
         if self._session.is_attached:
+            self._remove()
+
+    @never_raises
+    def _remove(self) -> None:
+        in_turns = self._session.recorder.was_elsewhere
+        try:
             self._leave_loop()
-            in_turns = self._session.recorder.was_elsewhere
+        finally:
             self._finish()
-            if self._step == self._first_step:
-                messages.warning("No step has ended: %s", _IN_TURNS if in_turns else _NO_STEP)
+        if self._step == self._first_step:
+            messages.warning("No step has ended: %s", _IN_TURNS if in_turns else _NO_STEP)
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
@@ -152,9 +158,11 @@ class LoopTimer(Timer):
         if self._is_evaluation(loader):
             yield from self._evaluate(iterable)
             return
+        if not self._session.was_attached:
+            raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
         if self._body is not None:
             self._session.stay_on()  # Another loop over `steps` may go on.
-        self._begin("steps()")
+        self._begin()
         self._know_loader(loader, in_data=True)
         seen, batch, books = _Seen.NOTHING, self._loop.batch, self._books
         batch.is_fetched = True
@@ -244,6 +252,7 @@ class LoopTimer(Timer):
             return False
         return not is_training(self._loop.model)
 
+    @never_raises
     def _leave_body(self) -> None:
         """End the step in which the loop is left, if it was over."""
         body, self._body = self._body, None
@@ -251,9 +260,12 @@ class LoopTimer(Timer):
         is_over = body == (self._step, self._micro_batches) or (
             self._micro_batches > 0 and self._session.optimizer.has_updated
         )
-        if is_over and self._session.is_left(self._step):
+        session = self._session
+        if is_over and session.is_left(self._step):
             self._step += 1
             self._micro_batches = 0
+        elif body == (self._step, self._micro_batches) and session.keeps_gradients():
+            self._micro_batches += 1
 
     def _leave_loop(self) -> None:
         """End a loop with its last step. Micro-batches of a known number go into no other loop."""
@@ -278,28 +290,32 @@ class LoopTimer(Timer):
             RuntimeError: If the timer was never attached. After `remove` it does nothing.
         """
         session = self._session
-        if get_ident() != session.recorder.home:
-            # The loop runs in another thread than the one that attached the timer.
-            self._begin("step()")
-            return
-        self._micro_batches += 1
-        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
-        if batches > 1:
-            is_last = self._micro_batches >= batches
-        else:
-            is_last = accelerate is None or accelerate.sync_gradients
-        if not (is_last or session.optimizer.has_updated):
-            session.batch_ends()
-            return
-        session.end_step(self._step)
-        if not self._books.has_stepped:
-            self._books.step_ends()
-        self._step += 1
-        self._micro_batches = 0
+        if not session.was_attached:
+            raise RuntimeError(f"step() needs an attached timer. {self._USE}")
+        try:
+            if get_ident() != session.recorder.home:
+                # The loop runs in another thread than the one that attached the timer.
+                self._begin()
+                return
+            self._micro_batches += 1
+            batches, accelerate = self._accumulate_grad_batches, self._gradient_state
+            if batches > 1:
+                is_last = self._micro_batches >= batches
+            else:
+                is_last = accelerate is None or accelerate.sync_gradients
+            if not (is_last or session.optimizer.has_updated):
+                session.batch_ends()
+                return
+            session.end_step(self._step)
+            if not self._books.has_stepped:
+                self._books.step_ends()
+            self._step += 1
+            self._micro_batches = 0
+        except Exception as error:
+            self._give_up(error)
 
-    def _begin(self, call: str) -> None:
-        if not self._session.was_attached:
-            raise RuntimeError(f"{call} needs an attached timer. {self._USE}")
+    @never_raises
+    def _begin(self) -> None:
         self._leave_loop()
         session = self._session
         # Batches that were looked at alone, as for a mean, belong to no step.

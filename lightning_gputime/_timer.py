@@ -140,7 +140,13 @@ class Timer(Tabular):
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
-        self._session = Session(options, clock, loop, self._results, means)
+        # Owned before it is attached: whatever is interrupted, `_detach` finds it.
+        self._session = session = Session(options, clock, loop, self._results, means)
+        try:
+            session.attach()
+        except BaseException:
+            self._forget(session)
+            raise
 
     def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
         """Return the clock of a device, or the one that was given in its place."""
@@ -153,26 +159,41 @@ class Timer(Tabular):
 
     def _finish(self) -> None:
         """End the measurement: read and compare the last steps, and take the hooks off."""
-        self._take_session().finish()
+        session = self._session
+        try:
+            session.finish()
+        finally:
+            self._forget(session)
 
     def _abort(self) -> None:
         """End the measurement after an error, without a wait for the device or other ranks."""
-        self._take_session().abort()
-
-    def _take_session(self) -> Session:
-        # Before it ends: an observer may end it while it reads.
         session = self._session
-        self._session = REMOVED if session.was_attached else NEVER_ATTACHED
-        return session
+        try:
+            session.abort()
+        finally:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """Let go of a session that has ended, once nothing of it is left."""
+        session.remove()
+        if self._session is session:  # An observer may have attached the timer again.
+            self._session = REMOVED if session.was_attached else NEVER_ATTACHED
 
     def _detach(self) -> None:
-        self._evaluations.abort()
-        self._abort()
+        try:
+            self._evaluations.abort()
+        finally:
+            self._abort()
 
     def _give_up(self, error: Exception) -> None:
-        """End all timing with a warning."""
+        """End all timing with a warning. Never raise an Exception."""
         messages.warning("Steps are no longer timed, because a hook failed: %r", error)
-        self._detach()
+        try:
+            self._detach()
+        except Exception as another:
+            messages.warning("The timer could not be removed: %r", another)
+        if self._session is NEVER_ATTACHED:
+            self._session = REMOVED  # The loop goes on, untimed.
 
     @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
@@ -185,7 +206,8 @@ class Timer(Tabular):
 
     def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""
-        return resolve(self._options.modules, model)
+        modules = self._options.modules
+        return resolve(modules, model) if modules else {}
 
     # For users
 

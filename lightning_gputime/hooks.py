@@ -18,6 +18,7 @@ from lightning_gputime._loop_timer import LoopTimer
 from lightning_gputime._measurement.means import MetricsLogger, check_loggers
 from lightning_gputime._options import AllOptions, Options, check_bools, check_int, takes_options
 from lightning_gputime._record.clock import check_device, device_of
+from lightning_gputime._timer import never_raises
 
 
 @takes_options
@@ -98,14 +99,24 @@ class GPUPhaseHooks(LoopTimer):
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
-        if not self._session.is_attached:
-            device = self._device or device_of(self._loop.model)
-            if self._device is None:
-                tell_devices(self._loop.model, device)
-            clock = self._clock_for(device, tell=True)
-            every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
-            self._start_loop(clock, self._loggers, accumulate_grad_batches=every)
-        return self
+        if self._session.is_attached:
+            return self
+        try:
+            self._attach()
+            return self
+        except BaseException:
+            # As Ctrl-C: nobody gets the timer, to remove it.
+            self._detach()
+            raise
+
+    @never_raises
+    def _attach(self) -> None:
+        device = self._device or device_of(self._loop.model)
+        if self._device is None:
+            tell_devices(self._loop.model, device)
+        clock = self._clock_for(device, tell=True)
+        every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
+        self._start_loop(clock, self._loggers, accumulate_grad_batches=every)
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -114,7 +125,10 @@ class GPUPhaseHooks(LoopTimer):
         if exc_type is None:
             self.remove()
         else:
-            self._abort()
+            try:
+                self._abort()
+            except Exception as error:
+                self._give_up(error)
 
 
 def _check_accumulation(batches: int | str, loop: Loop) -> int:

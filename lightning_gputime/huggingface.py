@@ -79,6 +79,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._handled: BaseException | None = None
+        self._before: Any = None  # The callback before this one, when no training runs.
         # Of a training. A step may reach across epochs.
         self._batch = Batch(is_open=False)
         self._is_in_step = self._has_fetched = False
@@ -89,7 +90,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_trainer": None, "_handled": None}
+        return {**super().__getstate__(), "_trainer": None, "_handled": None, "_before": None}
 
     # A training
 
@@ -107,6 +108,22 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._detach()
             self._warn_once(_NOT_FOUND)
             return
+        try:
+            self._attach(trainer, args, state, submodules, known)
+        except BaseException:
+            # As Ctrl-C: what the Trainer calls later may not be patched yet.
+            self._detach()
+            self._leave()
+            raise
+
+    def _attach(
+        self,
+        trainer: Any,
+        args: Any,
+        state: Any,
+        submodules: Mapping[str, nn.Module],
+        known: Mapping[str, Any],
+    ) -> None:
         self._patch_trainer(trainer)
         # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
         model = trainer.model_wrapped
@@ -197,8 +214,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if self._session.is_attached:
-            self._finish()
-            self._leave(prints_table=state.is_world_process_zero)
+            try:
+                self._finish()
+            finally:
+                self._leave()
+            self._show(state.is_world_process_zero)
 
     def _end_run(self, _: Any) -> None:
         """End the measurement after an error or `remove_callback`: no callback is notified."""
@@ -207,9 +227,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             return
         has_failed = error is not None and error is not self._handled
         if has_failed or self not in trainer.callback_handler.callbacks:
-            self._detach()
+            try:
+                self._detach()
+            finally:
+                self._leave()
             is_first = trainer.state.is_world_process_zero
-            self._leave(prints_table=is_first and isinstance(error, KeyboardInterrupt))
+            self._show(is_first and isinstance(error, KeyboardInterrupt))
 
     def _detach(self) -> None:
         self._is_in_step = self._batch.is_open = False
@@ -300,8 +323,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._leave()
         self._trainer, handler = trainer, trainer.callback_handler
         # Before all others. The Trainer is on its way through the list: those behind do not move.
-        handler.callbacks.remove(self)
-        handler.callbacks.insert(0, self)
+        place = handler.callbacks.index(self)
+        self._before = handler.callbacks[place - 1] if place else None
+        handler.callbacks.insert(0, handler.callbacks.pop(place))
         self._handled = sys.exception()
         run = Calls(do_nothing, self._end_run)
         calls = {
@@ -330,11 +354,21 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                     named = self.phase(label_of_callback(one, event))
                     self._patches.add(Subscription(one, event, named))
 
-    def _leave(self, *, prints_table: bool = False) -> None:
+    def _leave(self) -> None:
         self._books.remove()
         self._patches.remove()
+        if self._trainer is not None:
+            self._return_to_place(self._trainer.callback_handler)
         self._trainer = self._handled = None
-        self._show(prints_table)
+
+    def _return_to_place(self, handler: Any) -> None:
+        """Go back to our place among the callbacks: after the same one as before the training."""
+        before, self._before = self._before, None
+        others = [one for one in handler.callbacks if one is not self]
+        if len(others) < len(handler.callbacks):
+            place = 1 + next((i for i, one in enumerate(others) if one is before), -1)
+            # A new list: the Trainer may be on its way through the other.
+            handler.callbacks = [*others[:place], self, *others[place:]]
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

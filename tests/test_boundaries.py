@@ -29,6 +29,7 @@ class Timed:
             emit=lambda steps: self.steps.extend(dict(s.times().phase_ms) for s in steps),
         )
         self.boundaries = Boundaries(self.recorder, Loop(model, optimizers, **options))
+        self.boundaries.attach()
         self.recorder.begin("other")
 
     def end_step(self) -> dict[str, float]:

@@ -222,13 +222,20 @@ def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop
     assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}] * 2
 
 
-def test_an_attach_that_fails_leaves_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attach_that_fails_leaves_nothing_and_the_loop_goes_on(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        hooks(loop).attach()
+    timer = hooks(loop).attach()
+    assert "Steps are no longer timed" in caplog.text
     assert installed(*things) == bare
+    for x in timer.steps(loop.batches(2)):
+        loop.train(x)
+        timer.step()
+    timer.remove()
+    assert len(timer.history()) == 0
 
 
 def test_two_timers_come_off_in_the_order_they_came_on(loop: Loop) -> None:

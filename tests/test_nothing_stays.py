@@ -301,7 +301,8 @@ def test_a_callback_that_is_kept_after_the_fit_holds_no_model(gpu: FakeGPU) -> N
             held.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
 
         def on_validation_batch_end(self, *_: Any) -> None:
-            held.append(weakref.ref(timer._evaluations._boundaries))
+            running: Any = timer._evaluations._running
+            held.append(weakref.ref(running.boundaries))
 
     held = list[Any]()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)

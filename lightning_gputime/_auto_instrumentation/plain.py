@@ -103,6 +103,7 @@ class PlainLoops:
 
             calls = Calls(self._next_backward)
             self._subscription = Subscription(*backward_entry(), calls)
+            self._subscription.put_on()
 
     @tells_errors()
     def _next_backward(self, *_: Any, **__: Any) -> None:
@@ -280,7 +281,9 @@ def _trainer_at_work() -> str:
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost modules that have parameters of an optimizer."""
-    own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    from lightning_gputime._boundaries.optimizer import parameters_of
+
+    own = {id(one) for one in parameters_of(optimizer)}
     modules = [*filter(_is_model, _instances_of(nn.Module))]
     # By methods of the base class: others may give these names to their own things.
     inner = {id(child) for one in modules for child in nn.Module.children(one)}

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gputime._boundaries.loop import is_engine
-from lightning_gputime._boundaries.optimizer import is_optimizer
+from lightning_gputime._boundaries.optimizer import is_optimizer, parameters_of
 from lightning_gputime._messages import format_value, messages
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
@@ -85,7 +85,7 @@ def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
     own = set(model.parameters())
     # What is around one, as Megatron's, may update copies, too.
     for optimizer in (one for one in optimizers if isinstance(one, torch.optim.Optimizer)):
-        updated = {one for group in optimizer.param_groups for one in group["params"]}
+        updated = {*parameters_of(optimizer)}
         if own and updated and own.isdisjoint(updated):
             messages.warning(
                 "None of the parameters that %s updates is one of the model's: was it made for"

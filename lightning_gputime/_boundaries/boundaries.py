@@ -24,33 +24,29 @@ _HIDDEN = (
 class Boundaries:
     """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
 
+    They are put on by `attach`, also where that is interrupted: `remove` takes off what there is.
     If it is given, `on_call` is called with the module of each outermost call of a model.
     """
 
     def __init__(self, recorder: Recorder, loop: Loop, on_call: OnCall = None) -> None:
         self._recorder = recorder
+        self._loop, self._on_call = loop, on_call
         self._attachments = Attachments()
         # Those that count updates may stay on between timed steps.
         self._of_updates = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None
         """Sees the waits for other ranks, if there are some."""
-        try:
-            self._put_on(recorder, loop, on_call)
-        except BaseException:
-            # An attach that fails must leave nothing: nobody would have the hooks to take them off.
-            self.remove()
-            raise
 
-    def _put_on(self, recorder: Recorder, loop: Loop, on_call: OnCall) -> None:
-        own = self._attachments
+    def attach(self) -> None:
+        own, recorder, loop = self._attachments, self._recorder, self._loop
         shared = is_distributed()
         report_missing_names(shared=shared)
         if shared:
             self.waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
-        self.forward = ForwardBoundary(recorder, own, loop, self.waits, on_call)
+        self.forward = ForwardBoundary(recorder, own, loop, self.waits, self._on_call)
         self.forward.time_generation()
         if loop.splits_loss:
             time_inner_loss(recorder, own, loop.model)
@@ -106,7 +102,7 @@ class Boundaries:
         What was found out about modules, losses and optimizers is remembered. With `keep_updates`
         updates of optimizers are still counted.
         """
-        deactivate(self._recorder)
+        # `phase` still reaches the recorder: a phase may begin in a timed step and end in another.
         self._attachments.suspend()
         if not keep_updates:
             self._of_updates.suspend()
@@ -117,7 +113,6 @@ class Boundaries:
         self.forward.evaluation.before.extend([0] * unseen_steps)
         self._attachments.reattach()
         self._of_updates.reattach()
-        activate(self._recorder)
 
     def remove(self) -> None:
         deactivate(self._recorder)

@@ -121,7 +121,7 @@ class ForwardBoundary:
 
     def _generate_begins(self, *_: Any, **__: Any) -> bool | None:
         recorder, batch = self._recorder, self._batch
-        if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.is_named:
+        if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.named:
             return False
         is_inside = self._running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetched or is_inside:
@@ -228,7 +228,7 @@ class ForwardBoundary:
             if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
                     self.evaluation.count()
-                    if not recorder.is_named:
+                    if not recorder.named:
                         recorder.pause()  # Nothing else tells it of a step that is not timed.
                 return
             recorder.note_capture()

@@ -16,8 +16,8 @@ from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compat.torch_ import (
     WRAPPER_NAMES,
-    compiled_module,
     current_graph_task_id,
+    unwrapped,
 )
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
@@ -36,8 +36,7 @@ _WRAPPERS = re.compile(rf"(^|\.)({'|'.join(WRAPPER_NAMES)})(?=\.|$)")
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that the option means, by name, in the order of the model."""
-    inner = getattr(model, "module", model)  # What DistributedDataParallel wraps.
-    inner = compiled_module(inner) or inner
+    inner = unwrapped(model)
     # A module that the model holds twice has two names.
     called, named = _called(inner), dict(inner.named_modules(remove_duplicate=False))
     asked = [modules] if isinstance(modules, int | str) else modules

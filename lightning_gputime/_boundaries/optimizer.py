@@ -110,18 +110,27 @@ class OptimizerBoundary:
             self._recorder.mark(AFTER_UPDATE)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # At rest it is enough to count its end.
-        if self._recorder.state is not AT_REST and (
-            id(optimizer) in self._given or self._is_ours(optimizer)
-        ):
-            if self.depth and (running := steps_on_stack()) is not None:
-                # No hook tells of an update that raised.
-                self.depth = min(self.depth, running - 1)
-            self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
+        try:
+            # At rest it is enough to count its end.
+            if self._recorder.state is not AT_REST and (
+                id(optimizer) in self._given or self._is_ours(optimizer)
+            ):
+                if self.depth and (running := steps_on_stack()) is not None:
+                    # No hook tells of an update that raised.
+                    self.depth = min(self.depth, running - 1)
+                self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
+        except Exception as error:
+            self._fail(error)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if id(optimizer) in self._given or self._is_ours(optimizer):
-            self._end()
+        try:
+            if id(optimizer) in self._given or self._is_ours(optimizer):
+                self._end()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._recorder.warn_once("An update of an optimizer could not be timed: %r", error)
 
     @property
     def has_updated(self) -> bool:
@@ -185,11 +194,19 @@ class OptimizerBoundary:
         return judged[1]
 
     def _judge(self, optimizer: Any) -> bool:
-        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        own = {id(one) for one in parameters_of(optimizer)}
         if not own & self._parameters:
             # Those of the model may be others by now.
             self._parameters = {id(one) for one in self._model.parameters()}
         return not own.isdisjoint(self._parameters)
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer updates; none where its groups are not torch's."""
+    try:
+        return [one for group in optimizer.param_groups for one in group["params"]]
+    except (AttributeError, KeyError, TypeError, IndexError):
+        return []
 
 
 def is_optimizer(one: Any) -> bool:

@@ -4,8 +4,9 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_gputime._compat.torch_ import skip_in_compilation
 from lightning_gputime._messages import messages
@@ -87,28 +88,36 @@ class FunctionPatch:
         apply_compile_skips()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        notified = []
-        # Over a copy: a listener may be removed when it is notified.
-        for listener in [*self.listeners]:
-            try:
-                if listener.on_call_start(*args, **kwargs) is not False:
-                    notified.append(listener)
-            except Exception as error:
-                self._lose(listener, error)
-        if not notified:
+        notified: list[Any] = []
+        try:
+            # Over a copy: a listener may be removed when it is notified.
+            for listener in [*self.listeners]:
+                notified.append(listener)
+                try:
+                    if listener.on_call_start(*args, **kwargs) is False:
+                        notified.pop()
+                except Exception as error:
+                    notified.pop()
+                    self._lose(listener, error)
             if not self.listeners:
                 self.restore()
-            return self._call(*args, **kwargs)
-        result = None
-        try:
             result = self._call(*args, **kwargs)
-            return result
-        finally:
-            for listener in notified:
+            while notified:
                 try:
-                    listener.on_call_end(result)
+                    notified[0].on_call_end(result)
                 except Exception as error:
-                    self._lose(listener, error)
+                    self._lose(notified[0], error)
+                del notified[0]
+            return result
+        except BaseException:
+            # The call raised, or Ctrl-C came between: notify those that were not notified yet.
+            while notified:
+                try:
+                    notified[0].on_call_end(None)
+                except Exception as error:
+                    self._lose(notified[0], error)
+                del notified[0]
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the owner gets a copy of what was kept, or the method of its own class; what a
@@ -179,7 +188,7 @@ class FunctionPatch:
 
 
 class Subscription:
-    """A listener that is notified of the calls of `owner.name`, until it is removed.
+    """A listener of the calls of `owner.name`, from `put_on` until `remove`.
 
     Args:
         owner: A class, a module or an object that has the function.
@@ -191,7 +200,6 @@ class Subscription:
     def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
         self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
         self.patch = self._find()
-        self.put_on()
 
     def put_on(self) -> None:
         if not self.patch.apply():
@@ -219,46 +227,60 @@ class Registration:
 
     def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._register = functools.partial(register, *args, **kwargs)
-        self._handle: Any = None
-        self.put_on()
+        self._handles: list[Any] = []  # At most one.
 
     def put_on(self) -> None:
-        if self._handle is None:
-            self._handle = self._register()
+        if not self._handles:
+            # Called and kept in C: Ctrl-C cannot come between the two and lose the handle.
+            self._handles.extend(starmap(self._register, [()]))
 
     def remove(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
+        for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
 
-A = TypeVar("A")
+class Attachment(Protocol):
+    """Something on an object of another library. Both methods are safe to call twice."""
+
+    def put_on(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+A = TypeVar("A", bound=Attachment)
 
 
 class Attachments:
     """All that a timer has on the objects of others, in the order in which it was put on.
 
-    Each has the methods `put_on` and `remove`. These, as all methods here, are safe to call twice.
+    An attachment is owned before it is put on, and until it is removed: whatever is interrupted in
+    between, `remove` finds it. All methods are safe to call twice.
     """
 
     def __init__(self) -> None:
         self._all: dict[Any, None] = {}
 
-    def add(self, one: A) -> A:
-        self._all[one] = None
-        return one
+    def add(self, attachment: A) -> A:
+        """Put something on, to be removed later."""
+        self._all[attachment] = None
+        attachment.put_on()
+        return attachment
 
-    def drop(self, one: Any) -> None:
-        one.remove()
-        self._all.pop(one, None)
+    def drop(self, attachment: Attachment) -> None:
+        attachment.remove()
+        self._all.pop(attachment, None)
 
     def suspend(self) -> None:
-        for one in self._all:
-            one.remove()
+        for attachment in self._all:
+            try:
+                attachment.remove()
+            except Exception as error:  # The others must not stay.
+                messages.warning("A hook could not be removed: %r", error)
 
     def reattach(self) -> None:
-        for one in self._all:
-            one.put_on()
+        for attachment in self._all:
+            attachment.put_on()
 
     def remove(self) -> None:
         self.suspend()

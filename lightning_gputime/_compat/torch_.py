@@ -109,6 +109,35 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return None
 
 
+# By name, because most of these packages may not be installed, and importing them is slow. A class
+# of the user's may have an attribute `module`, too, which is none of these.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+    "torch.optim.swa_utils.AveragedModel",
+    "deepspeed.runtime.engine.DeepSpeedEngine",
+    "lightning.fabric.wrappers._FabricModule",
+    "lightning_fabric.wrappers._FabricModule",
+}
+
+
+def is_instance_of(module: nn.Module, *paths: str) -> bool:
+    """Return whether a module is of a class, or of one derived from it, by their dotted names."""
+    return any(f"{kind.__module__}.{kind.__name__}" in paths for kind in type(module).__mro__)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the user's model inside wrappers, such as those of DDP and of `torch.compile`."""
+    while True:
+        inner = compiled_module(module)
+        if inner is None and is_instance_of(module, *_WRAPPERS):
+            inner = getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`, or was compiled in place."""
     is_result = type(module).__module__.startswith("torch._dynamo.")

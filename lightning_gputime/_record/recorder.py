@@ -161,13 +161,18 @@ class Recorder:
         # spin.
         self._index = 0
         self._open: list[Mark] = []
+        # The phases of its first marks, and how many these are; -1 to look at all again.
+        self._phases: set[str] = set()
+        self._n_looked_at = 0
         self._post_spin_index = 0
         # Whether a mark is sampled; whether it is shown or sampled.
         self._is_sampled = False
         self._is_watched = annotate is not None
-        # Phases that were named by hand and are not left yet, and what follows the outermost. One
-        # that is `EXCLUDED` is a pause: it wins over all others.
-        self._named: list[str] = []
+        self.named: list[str] = []
+        """Phases that were named by hand and are not left yet. `EXCLUDED` is a pause: it wins over
+        all others."""
+        # How many of them began before the open step, and what follows the outermost.
+        self._n_outer = 0
         self._base = DATA
 
     # Marks
@@ -180,7 +185,7 @@ class Recorder:
         # The label first: a boundary that changes nothing must cost no event, and next to no time.
         if label == self.label or self.state is not OPEN or get_ident() != self.thread:
             return
-        if self._named:
+        if self.named:
             self._follow(label)
             return
         try:
@@ -199,7 +204,7 @@ class Recorder:
     def mark_in_backward(self, label: str) -> None:
         """As `mark`, from the thread that runs a backward while the timed one waits for it."""
         # Any other name that was given by hand wins over what is seen.
-        is_open = self.state is OPEN and self._named in ([], [BACKWARD])
+        is_open = self.state is OPEN and self.named in ([], [BACKWARD])
         if is_open and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
             # A profiler's range must not begin here and end in the other thread.
             self._record(label, annotate=False)
@@ -215,7 +220,7 @@ class Recorder:
         """Give the time of the mark before the last one, if it went to `of`, to `label`."""
         place = self._uninterrupted(len(self._open) - 2)
         if place >= 0 and self._open[place][0] == of:
-            self._open[place] = (label, *self._open[place][1:])
+            self._rename(place, label)
 
     @property
     def labels(self) -> list[str]:
@@ -225,38 +230,45 @@ class Recorder:
     @property
     def phases(self) -> set[str]:
         """The phases that the open step has marks of, also where they are of their parts."""
-        return {label.partition("/")[0] for label in self.labels}
+        # Looks at each mark once: batches that are passed over ask again and again, in one step.
+        # Labels of the last two marks may still change.
+        n, last = self._n_looked_at, max(len(self._open) - 2, 0)
+        if not 0 <= n <= last:
+            self._phases, n = set(), 0
+        self._phases.update(label.partition("/")[0] for label, *_ in self._open[n:last])
+        self._n_looked_at = last
+        return self._phases.union(label.partition("/")[0] for label, *_ in self._open[last:])
 
     # Phases that are named by hand
-
-    @property
-    def is_named(self) -> bool:
-        """Whether a phase that was named by hand is open, at rest, too."""
-        return bool(self._named)
 
     def enter_phase(self, name: str) -> None:
         """Begin a phase that was named by hand; `leave_phase` ends it."""
         # What runs inside a backward, as checkpointed code does again, is the backward's.
         if get_ident() != self.home or current_graph_task_id() != -1:
             return
-        if not self._named:
+        if not self.named:
             self._base = self.label if self.label and self.state is OPEN else DATA
-        self._named.append(name)
+        self.named.append(name)
         self._go_on()
 
     def leave_phase(self, name: str) -> None:
         """End a phase that `enter_phase` began: time goes back to where it went before."""
         is_here = get_ident() == self.home and current_graph_task_id() == -1
-        if not is_here or name not in self._named:
+        if not is_here or name not in self.named:
             return
-        if name != self._named[-1]:
-            # Left out of order, as by a generator that suspends inside its phase.
-            del self._named[len(self._named) - 1 - self._named[::-1].index(name)]
+        is_inner = name == self.named[-1]
+        # Left out of order, as by a generator that suspends inside its phase.
+        del self.named[len(self.named) - 1 - self.named[::-1].index(name)]
+        self._n_outer = min(self._n_outer, len(self.named))
+        if not is_inner:
             return
-        self._named.pop()
-        if not self._named:
+        if not self.named:
             self._base = FOLLOWED_BY.get(name, self._base)
         self._go_on()
+
+    def end_fetch(self) -> None:
+        """Leave the phases that began in the fetch: a loader may yield a batch inside of one."""
+        del self.named[self._n_outer :]
 
     def _go_on(self) -> None:
         """Mark the phase that was named by hand, or what follows it."""
@@ -265,13 +277,13 @@ class Recorder:
 
     @property
     def _name(self) -> str:
-        if EXCLUDED in self._named:
+        if EXCLUDED in self.named:
             return EXCLUDED
-        return self._named[-1] if self._named else self._base
+        return self.named[-1] if self.named else self._base
 
     def _follow(self, label: str) -> None:
         # What runs in a pause does not change what goes on behind it.
-        if EXCLUDED not in self._named:
+        if EXCLUDED not in self.named:
             self._base = label
 
     # Pauses
@@ -391,10 +403,10 @@ class Recorder:
         self._index += 1
         if self._sample_mark is not None and self._is_due():
             self._watch(sampled=True)  # The end of this step is the first mark of the next.
-        is_paused = bool(self._named) and self._is_empty()
+        is_paused = bool(self.named) and self._is_empty()
         if self.state is OPEN and not is_paused:
-            self._base = label
-            self._record(self._name if self._named else label)
+            self._base, self._n_outer = label, len(self.named)
+            self._record(self._name if self.named else label)
         # Once more: that mark may have failed, or a graph may be captured.
         if is_paused or (self.state is not OPEN and not self._ends_paused()):
             self.begin(label)
@@ -404,6 +416,7 @@ class Recorder:
             return
         # One event is the end of this step and the begin of the next: no time is lost between them.
         marks, self._open = self._open, self._open[-1:]
+        self._n_looked_at = -1
         if self.has_captured:
             # A replay calls no hook of the optimizer, and none of the model's, which end `data`.
             skipped_update = False
@@ -493,9 +506,13 @@ class Recorder:
 
     def _relabel(self, label: str) -> None:
         """Give the time since the last mark to `label`, waits inside included."""
-        place = self._uninterrupted(len(self._open) - 1)
-        self._open[place] = (label, *self._open[place][1:])
+        self._rename(self._uninterrupted(len(self._open) - 1), label)
         self.label = label
+
+    def _rename(self, place: int, label: str) -> None:
+        self._open[place] = (label, *self._open[place][1:])
+        if place < self._n_looked_at:
+            self._n_looked_at = -1
 
     def _uninterrupted(self, place: int) -> int:
         """Return the index of a mark, or of the one that it interrupts."""
@@ -505,11 +522,12 @@ class Recorder:
 
     def _exclude_from(self, first: int) -> None:
         self._open[first:] = [(EXCLUDED, *mark[1:]) for mark in self._open[first:]]
+        self._n_looked_at = -1
         self.label = EXCLUDED
 
     def _first_label(self, label: str = DATA) -> str:
         # A phase that was named by hand reaches across steps.
-        self._base = label
+        self._base, self._n_outer = label, len(self.named)
         return self._name
 
     # What else is done at a mark
@@ -572,6 +590,7 @@ class Recorder:
 
     def _forget_open(self) -> list[Mark]:
         marks, self._open, self.label, self._post_spin_index = self._open, [], None, 0
+        self._n_looked_at = -1
         self._watch(sampled=False)
         return marks
 

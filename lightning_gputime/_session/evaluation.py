@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -21,25 +22,30 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._work.work import Items
 
 
+@dataclass(slots=True)
+class _Running:
+    """An evaluation loop that runs. It holds the model."""
+
+    recorder: Recorder
+    boundaries: Boundaries
+    means: MeanLog
+    batch: Batch
+    number: int
+    now_ns: Callable[[], int]
+    batch_ended_ns: int
+
+
 class Evaluations:
     """Time the evaluation loops of a trainer, one at a time, apart from its training.
 
     While none runs, all methods but `start` do nothing.
     """
 
-    # Of the loop that runs; set by `start`.
-    _boundaries: Boundaries
-    _means: MeanLog
-    _results: Results
-    _batch: Batch
-    _now_ns: Callable[[], int]
-    _number: int
-
     def __init__(self, options: Options) -> None:
         self._options = options
         # A number is of the batches of training.
         self._items = Items(options.items if callable(options.items) else None)
-        self._recorder: Recorder | None = None
+        self._running: _Running | None = None
         self.means: deque[dict[str, Any]] = deque(maxlen=1000)  # Of each loop, as JSON objects.
         self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
 
@@ -47,11 +53,11 @@ class Evaluations:
         # Events cannot be pickled.
         own = {"_options": self._options, "_items": self._items}
         kept = {**own, "means": self.means, "results": self.results}
-        return {**kept, "_recorder": None}
+        return {**kept, "_running": None}
 
     @property
     def is_running(self) -> bool:
-        return self._recorder is not None
+        return self._running is not None
 
     def start(
         self,
@@ -68,57 +74,65 @@ class Evaluations:
         """Start to time a loop, in place of the one that runs; log its means under `number`."""
         self.abort()
         options = self._options
-        self._results = results = Results(options.history_size, 0, isinstance(clock, HostClock))
+        results = Results(options.history_size, 0, isinstance(clock, HostClock))
         results.setup = setup or results.setup
         results.throughput = ThroughputReference(self._items.source)
         self.results.pop(stage, None)
         self.results[stage] = results
         # Nothing is due before the end.
-        self._means = means = MeanLog(
+        means = MeanLog(
             options.prefix, sys.maxsize, loggers, publish, stage=stage, row=row, kept=self.means
         )
         means.results, means.groups = results, options.logged_groups
-        self._now_ns, self._batch_ended_ns = clock.host_ns, clock.host_ns()
-        self._number, self._batch = number, loop.batch
-        # Until the first batch, and between batches, calls of the model are other callbacks'.
-        self._batch.is_open = False
-        self._recorder = Recorder(clock, lag=options._lag, emit=self._steps_read, batch=BATCH)
-        self._boundaries = Boundaries(self._recorder, loop)
-        self._recorder.begin()
 
-    def _steps_read(self, records: list[StepRecord]) -> None:
-        steps = ReadSteps(records, warmup=0)
-        self._means.steps_read(steps)
-        self._results.steps_read(steps)
+        def steps_read(records: list[StepRecord]) -> None:
+            steps = ReadSteps(records, warmup=0)
+            means.steps_read(steps)
+            results.steps_read(steps)
+
+        # Until the first batch, and between batches, calls of the model are other callbacks'.
+        loop.batch.is_open = False
+        recorder = Recorder(clock, lag=options._lag, emit=steps_read, batch=BATCH)
+        boundaries, now_ns = Boundaries(recorder, loop), clock.host_ns
+        # Owned before it is attached: `abort` finds whatever is there when this is interrupted.
+        self._running = _Running(
+            recorder, boundaries, means, loop.batch, number, now_ns, batch_ended_ns=now_ns()
+        )
+        try:
+            boundaries.attach()
+            recorder.begin()
+        except BaseException:
+            self.abort()
+            raise
 
     def batch_begins(self, batch: object) -> None:
-        if self._recorder is not None:
-            self._batch.is_open = True
-            self._recorder.mark(OTHER)
-            self._recorder.items = self._items.of(batch)
+        if (running := self._running) is not None:
+            running.batch.is_open = True
+            running.recorder.mark(OTHER)
+            running.recorder.items = self._items.of(batch)
 
     def batch_ends(self) -> None:
-        if self._recorder is not None:
-            self._batch.is_open = False
-            self._boundaries.step_ended()
-            self._recorder.end_step(self._number)
-            self._batch_ended_ns = self._now_ns()
+        if (running := self._running) is not None:
+            running.batch.is_open = False
+            running.boundaries.step_ended()
+            running.recorder.end_step(running.number)
+            running.batch_ended_ns = running.now_ns()
 
     def end(self) -> int:
         """End the loop; return the time since its last batch (in nanoseconds)."""
-        if self._recorder is None:
+        if (running := self._running) is None:
             return 0
-        since_ns = self._now_ns() - self._batch_ended_ns
-        self._recorder.flush()
-        means = self._means
-        self.abort()
-        means.log_means()
+        since_ns = running.now_ns() - running.batch_ended_ns
+        try:
+            running.recorder.flush()
+        finally:
+            self.abort()
+        running.means.log_means()
         return since_ns
 
     def abort(self) -> None:
         """Remove all hooks, without a wait for the device. Safe to call twice."""
-        if self._recorder is not None:
-            self._boundaries.remove()
-            self._recorder.rest()
-            self._recorder = None
-            del self._boundaries, self._means  # They hold the model.
+        if (running := self._running) is not None:
+            running.boundaries.remove()
+            running.recorder.rest()
+            self._running = None

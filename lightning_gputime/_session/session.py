@@ -71,7 +71,7 @@ class Session:
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
-        self.is_attached = self.was_attached = True  # Now, and ever.
+        self.is_attached = self.was_attached = False  # Now, and ever.
         self._newest: int | None = None  # The number of the last step that ended.
         # The numbers of the last steps that ended and were due, as many as are needed to know which
         # one ended `lag` steps ago: every rank has read it by now, if it was timed.
@@ -128,7 +128,6 @@ class Session:
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.on_call)
-        self.forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         self._comparison = RankComparer(results, means, options)
         self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
         self._self_check = SelfCheck(results, loop, options)
@@ -139,19 +138,31 @@ class Session:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
         self._calls = methods(observers, "steps_read")
+        self._observers = options.observers
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
         results.observers = options.observers
         takers = [methods(options.observers, name) for name in ("on_slow_step", "metrics")]
         results.slow.is_followed = any(takers) or "slow" in options.logged_groups
         listeners = methods(options.observers, "on_lasting_change")
         results.finds_changes = bool(listeners) or "slow" in options.logged_groups
-        self.analyzer.attach()
-        call_safely(methods(options.observers, "attach"))
-        # Here, and not where a timer is lost: Python may notice that at any moment.
-        _take_off_lost()
-        for other in _attached:
-            other.wake()  # Each must know of the calls of the other's model.
-        _attached.add(self)
+
+    def attach(self) -> None:
+        """Attach the hooks. If that fails or is interrupted, none of them stays."""
+        boundaries = self._boundaries
+        try:
+            boundaries.attach()
+            self.forward, self.optimizer = boundaries.forward, boundaries.optimizer
+            self.analyzer.attach()
+            call_safely(methods(self._observers, "attach"))
+            # Here, and not where a timer is lost: Python may notice that at any moment.
+            _take_off_lost()
+            for other in _attached:
+                other.wake()  # Each must know of the calls of the other's model.
+            _attached.add(self)
+            self.is_attached = self.was_attached = True
+        except BaseException:
+            self.remove()
+            raise
 
     # What a loop tells
 
@@ -175,10 +186,13 @@ class Session:
 
     def batch_begins(self) -> None:
         """Mark that the batch is there: its fetch, or a pause, is over."""
-        if self.recorder.state is PAUSED:
-            self.recorder.resume(OTHER)
+        recorder = self.recorder
+        if recorder.named:
+            recorder.end_fetch()
+        if recorder.state is PAUSED:
+            recorder.resume(OTHER)
         else:
-            self.recorder.mark(OTHER)
+            recorder.mark(OTHER)
 
     def update_begins(self) -> None:
         """Mark that an optimizer is about to run its update; then it may still skip it."""
@@ -276,6 +290,17 @@ class Session:
             elif self._index >= self._on_at:
                 self._turn_on()
         return has_ended
+
+    def keeps_gradients(self) -> bool:
+        """Handle an exit inside a step that only an update ends, perhaps in another loop.
+
+        Return whether gradients wait for that.
+        """
+        accumulates = self.needs_updates and BACKWARD in self.recorder.phases
+        if accumulates:
+            self.work.end_batch()
+            self.recorder.resume_or_mark(BETWEEN)
+        return accumulates
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Note that an epoch starts with the step of this number, which has not ended."""
@@ -486,33 +511,42 @@ class Session:
 
     def finish(self) -> None:
         """Read and compare the last steps, and take everything off. Safe to call twice."""
-        if not self._may_read():
-            self.recorder.rest()  # The loop goes on beside this thread, without marks.
-        self.recorder.flush()
-        # Before `remove`, which tells the other ranks that this one leaves.
-        self.compare_ranks()
-        self._comparison.finish()
-        self.remove()
+        try:
+            if not self._may_read():
+                self.recorder.rest()  # The loop goes on beside this thread, without marks.
+            self.recorder.flush()
+            # Before `remove`, which tells the other ranks that this one leaves.
+            self.compare_ranks()
+            self._comparison.finish()
+        finally:
+            self.remove()
 
     def abort(self) -> None:
         """As `finish`, after an error: the device may never finish the rest of the steps."""
-        self.drain()
-        self.remove()
+        try:
+            self.drain()
+        finally:
+            self.remove()
 
     def remove(self) -> None:
-        """Take everything off the model, the optimizers and torch. Safe to call twice."""
+        """Take everything off the model, the optimizers and torch.
+
+        Safe to call twice, also after a call that was interrupted.
+        """
         _attached.discard(self)
         _take_off_lost()
         self._boundaries.remove()
         self.recorder.rest()
-        if self.is_attached:
-            self._results.ended_steps = self._index
-            self.is_attached = self.is_off = False
-            self._agreement = None
-            self._means.log_means()
-            self._checkup.end()
-            self._self_check.end()
-            call_safely(methods(self._to_remove, "remove"))
+        try:
+            if self.is_attached:
+                self._results.ended_steps = self._index
+                self.is_attached = self.is_off = False
+                self._agreement = None
+                call_safely([self._means.log_means, self._checkup.end, self._self_check.end])
+        finally:
+            while self._to_remove:
+                call_safely(methods(self._to_remove[:1], "remove"))
+                del self._to_remove[:1]
             self.recorder.pending.end()
 
     def abandon(self) -> list[Any]:
@@ -526,6 +560,7 @@ class Session:
         named.deactivate(self.recorder)
         self.analyzer.remove()
         self._comparison.remove()
+        self._to_remove.clear()
         return self.recorder.abandon()
 
     def lose(self) -> None:

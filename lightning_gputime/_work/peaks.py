@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime._compat.torch_ import compiled_module, is_autocast_on
+from lightning_gputime._compat.torch_ import is_autocast_on, unwrapped
 
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
@@ -26,7 +26,7 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for found in _around(_unwrapped(model).forward):
+    for found in _around(unwrapped(model).forward):
         if isinstance(found, torch.autocast) and found.device == kind and is_autocast_on(found):
             return found.fast_dtype
     return dtype_of(model)
@@ -35,16 +35,6 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
 def dtype_of(model: nn.Module) -> torch.dtype:
     dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while True:
-        inner = compiled_module(module)
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 def _around(forward: Any) -> Iterator[Any]:

@@ -1,0 +1,298 @@
+"""Ctrl-C at any line of the package leaves nothing behind, and changes nothing of the training."""
+
+import gc
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_lightning import trainer
+from fake_loop import Logger
+from test_nothing_stays import left_on
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader
+
+import lightning_gputime
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
+from lightning_gputime._boundaries import named
+from lightning_gputime._session import session
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+PACKAGE = str(Path(lightning_gputime.__file__).parent)
+DATA = [torch.full((2, 2), float(i + 1)) for i in range(4)]
+AUTOGRAD: Any = torch.autograd
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the lines of the package that are executed."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.lines, self.place, self._at = 0, "", at
+
+    def __enter__(self) -> "Interrupter":
+        sys.settrace(self._trace_call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        # Python ignores what a finalizer raises.
+        is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
+        return self._trace_line if is_ours else None
+
+    def _trace_line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._at:
+                sys.settrace(None)
+                self.place = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._trace_line
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out = self.body(x)
+        return out if labels is None else {"loss": out.sum(), "logits": out}
+
+
+@dataclass
+class Training:
+    """A training, with a timer or without one."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], object]
+    remove: Callable[[], object] = lambda: None
+    """What a user does who has interrupted it."""
+    things: list[Any] = field(default_factory=list)
+
+
+def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Training]:
+    """Return what makes a training by a plain loop."""
+
+    def make(has_timer: bool, _: Path) -> Training:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        timer: Any = Untimed()
+        if has_timer:
+            timer = GPUPhaseHooks(
+                model, optimizer, _clock=FakeGPU(), **{"warmup_steps": 0, **options}
+            )
+
+        def update(x: Tensor) -> None:
+            optimizer.zero_grad()
+            with phase("name"):
+                loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+
+        return Training(model, optimizer, lambda: use(timer, update, model), timer.remove)
+
+    return make
+
+
+class Untimed:
+    """What a loop calls of a timer."""
+
+    def __enter__(self) -> "Untimed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    attach = paused = step = summary = __enter__
+    remove = __exit__
+
+    def steps(self, loader: Any) -> Any:
+        return loader
+
+
+def iterate_with_evaluations(timer: Any, update: Any, model: nn.Module) -> None:
+    with timer:
+        for _ in range(2):
+            for x in timer.steps(DATA[:2]):
+                update(x)
+            model.eval()
+            with torch.no_grad():
+                for x in timer.steps(DATA[:2]):
+                    model(x)
+            model.train()
+            with timer.paused():
+                model(DATA[0])
+        timer.summary()
+
+
+def step_by_hand(timer: Any, update: Any, model: nn.Module) -> None:
+    try:
+        timer.attach()
+        for x in DATA:
+            update(x)
+            timer.step()
+    finally:
+        timer.remove()
+
+
+def leave_loops(timer: Any, update: Any, model: nn.Module) -> None:
+    with timer:
+        for n in (1, 2):
+            for x in itertools.islice(timer.steps(DATA), n):
+                model(x).sum().backward()
+        for x in timer.steps(DATA):
+            update(x)
+            break
+
+
+def train_for_long(timer: Any, update: Any, model: nn.Module) -> None:
+    with timer:
+        for x in timer.steps(DATA * 8):
+            update(x)
+
+
+def lightning(has_timer: bool, tmp_path: Path) -> Training:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch).sum()
+            return loss
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.net(batch)
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+    model = Module()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    callbacks = []
+    if has_timer:
+        save_path = tmp_path / "run.json"
+        callbacks = [GPUPhaseTimer(_clock=FakeGPU(), print_summary=False, save_path=save_path)]
+    owner = trainer(*callbacks, log_every_n_steps=1)
+    loop: Any = owner.fit_loop
+    parts = [owner, loop, loop.epoch_loop, loop.epoch_loop.val_loop, owner.strategy]
+    things = [*parts, owner.profiler]  # type: ignore[attr-defined]  # has no hint
+    loaders = DataLoader(DATA, batch_size=None), DataLoader(DATA[:2], batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    return Training(model, optimizer, lambda: owner.fit(model, *loaders), things=things)
+
+
+def huggingface(has_timer: bool, tmp_path: Path) -> Training:
+    import transformers
+
+    from lightning_gputime.huggingface import TransformersPhaseTimer
+
+    args = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=3,
+        report_to=[],
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8
+    owner: Any = transformers.Trainer(
+        model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, None)
+    )
+    owner.remove_callback(transformers.PrinterCallback)
+    things = [owner, owner.callback_handler, *owner.callback_handler.callbacks]
+    if has_timer:
+        owner.add_callback(TransformersPhaseTimer(_clock=FakeGPU(), print_summary=False))
+    return Training(model, optimizer, owner.train, things=things)
+
+
+CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
+    "steps": (300, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
+    "step": (300, plain(step_by_hand, every_n_steps=2, modules=1, observers=[print])),
+    "accumulated": (250, plain(leave_loops, accumulate_grad_batches="auto")),
+    "off": (100, plain(train_for_long, every_n_steps=30)),
+    "lightning": (150, lightning),
+    "huggingface": (60, huggingface),
+}
+"""The front ends with the number of lines at which each is interrupted."""
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it when it was interrupted.
+
+
+def state_of(model: nn.Module) -> bytes:
+    return b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+
+
+def shared() -> list[Any]:
+    """Return what timers put on torch and Python, and what they keep of themselves."""
+    return [
+        AUTOGRAD._engine_run_backward,
+        vars(nn.Module).get("__getstate__"),
+        [*torch_optimizer._global_optimizer_pre_hooks],
+        [*torch_optimizer._global_optimizer_post_hooks],
+        [*gc.callbacks],
+        [*session._attached],
+        [*named._active],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_an_interruption_at_any_line_leaves_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if case == "huggingface":
+        pytest.importorskip("transformers")
+    n, make = CASES[case]
+    bare = make(False, tmp_path)
+    states = {state_of(bare.model)}
+    bare.optimizer.register_step_post_hook(lambda *_: states.add(state_of(bare.model)))
+    bare.run()
+    make(True, tmp_path).run()  # Libraries import, and keep, what they need.
+    with Interrupter() as whole:
+        make(True, tmp_path).run()
+    before, wrong = shared(), []
+    for at in range(1, whole.lines + 1, max(whole.lines // n, 1)):
+        training = make(True, tmp_path)
+        ended: BaseException | None = None
+        with Interrupter(at) as interrupter:
+            try:
+                training.run()
+            except BaseException as error:
+                ended = error
+        training.remove()
+        found = left_on(*training.model.modules(), training.optimizer, *training.things)
+        if shared() != before:
+            found.append("something on torch or Python")
+        if state_of(training.model) not in states:
+            found.append("other weights")
+        if not isinstance(ended, KeyboardInterrupt | SystemExit | None):
+            found.append(f"{ended!r} raised")
+        if found:
+            wrong.append((at, interrupter.place, found))
+    assert wrong == []
