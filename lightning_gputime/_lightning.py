@@ -1,6 +1,5 @@
 """A Trainer of Lightning as a timer sees it: its loop, its logs and its actions."""
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -9,56 +8,53 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._boundaries.loop import Batch, Expected, Loop
+from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.optimizer import is_optimizer
 from lightning_gputime._boundaries.patching import Calls, Subscription
-from lightning_gputime._compat.lightning_ import is_idle, is_placeholder, is_step_compiled
+from lightning_gputime._compat import lightning_
 from lightning_gputime._measurement.means import MeanLog
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH
 
 
 def loop_of(
-    trainer: pl.Trainer, model: pl.LightningModule, submodules: Mapping[str, torch.nn.Module]
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    submodules: Mapping[str, torch.nn.Module],
+    own: type,
 ) -> Loop:
-    """Describe the loop in which a trainer trains a model."""
+    """Describe the loop in which a trainer trains a model. Callbacks of class `own` are timers."""
     wrappers = [] if model.automatic_optimization else model.optimizers()
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+    # A step that takes the iterator fetches by itself.
+    fetches = "dataloader_iter" in signature(model.training_step).parameters
+    others = [callback for callback in callbacks if not isinstance(callback, own)]
     return Loop(
         model,
-        # Those in the style of Lookahead are none of torch's, and may never update by one inside.
-        [one for one in trainer.optimizers if is_optimizer(one) and not is_placeholder(one)],
+        [optimizer for optimizer in trainer.optimizers if _updates(optimizer)],
         optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
         wrapper=wrapper_of(trainer),
-        compiled_step=is_step_compiled(model),
+        compiled_step=lightning_.is_step_compiled(model),
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,
-        expects=_expected_of(trainer, model),
-        counts_steps=model.automatic_optimization,
+        expects=[] if fetches else lightning_.expected_of(trainer, others),
+        # An `optimizer_step` of the model's may leave updates out, which the trainer counts.
+        counts_steps=model.automatic_optimization
+        and not lightning_.defines(model, "optimizer_step"),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
 
 
-def _expected_of(trainer: pl.Trainer, model: pl.LightningModule) -> list[Expected]:
-    """Return what each step of a trainer has, by the actions that it reports to its profiler."""
-    if "dataloader_iter" in signature(model.training_step).parameters:
-        return []  # It fetches by itself.
-    # Not by the package of the trainer, which may be a subclass.
-    package = "pytorch_lightning" if not isinstance(trainer, pl.Trainer) else "lightning"
-    version = getattr(sys.modules.get(package), "__version__", "")
-    reports = f"{package} {version} reported no".replace("  ", " ")
-    return [
-        Expected(
-            FETCH,
-            "the fetch of batches apart from callbacks",
-            f"{reports} `train_dataloader_next`",
-            (DATA, CALLBACKS),
-        ),
-        Expected(
-            COPY,
-            "copies to the device apart from the fetch of batches",
-            f"{reports} `batch_to_device`",
-            (DATA,),
-        ),
-    ]
+def _updates(optimizer: Any) -> bool:
+    """Return whether an optimizer is a torch optimizer, or contains one, and has what to update.
+
+    Lightning's placeholder for no optimizer has one tensor without gradients. Optimizers in the
+    style of Lookahead are not torch optimizers, and may never update by one inside.
+    """
+    if not is_optimizer(optimizer):
+        return False
+    groups = getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return not parameters or any(parameter.requires_grad for parameter in parameters)
 
 
 def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:
@@ -70,8 +66,7 @@ def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> M
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Let other callbacks find metrics."""
-    # In one go: Lightning gathers them anew at each look.
-    trainer.callback_metrics.update({key: torch.tensor(ms) for key, ms in metrics.items()})
+    lightning_.publish(trainer, {key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
 def ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
@@ -96,7 +91,7 @@ def listen_to_actions(
     """
     profiler = trainer.profiler
     # Who has put something there since must be called, too.
-    name = "start_alone" if is_idle(profiler) else "start"
+    name = "start_alone" if lightning_.is_idle(profiler) else "start"
     return Subscription(
         profiler, "start", (calls, fail), lambda *known: getattr(_Dispatcher(*known), name)
     )

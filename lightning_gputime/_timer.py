@@ -2,10 +2,8 @@
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
@@ -48,15 +46,6 @@ _NESTED = (
     "A training inside another one has ended the timing of the outer one. Give each trainer a timer"
     " of its own."
 )
-
-
-def callers() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of all callers, innermost first: some hooks get too few."""
-    # Not of who asks: a frame that reads its own variables holds itself, and all callers.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame.f_locals
-        frame = frame.f_back
 
 
 def never_raises(hook: Hook) -> Hook:

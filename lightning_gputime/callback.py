@@ -145,7 +145,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
-        loop = _lightning.loop_of(trainer, pl_module, self._submodules(pl_module))
+        submodules = self._submodules(pl_module)
+        loop = _lightning.loop_of(trainer, pl_module, submodules, type(self))
         row = dict[str, float]()
         self._start(
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),

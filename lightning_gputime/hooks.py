@@ -7,17 +7,16 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.arguments import (
-    check_model,
-    check_optimizers,
-    tell_devices,
-    tell_what_is_odd,
-)
+from lightning_gputime._boundaries.arguments import check_model, check_optimizers
 from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._loop_timer import LoopTimer
 from lightning_gputime._measurement.means import MetricsLogger, check_loggers
 from lightning_gputime._options import AllOptions, Options, check_bools, check_int, takes_options
 from lightning_gputime._record.clock import check_device, device_of
+from lightning_gputime._session.self_check import (
+    warn_of_other_parameters,
+    warn_of_several_devices,
+)
 from lightning_gputime._timer import never_raises
 
 
@@ -87,7 +86,7 @@ class GPUPhaseHooks(LoopTimer):
             wrap_backward=wrap_backward,
             needs_updates=accumulate_grad_batches != 1,
         )
-        tell_what_is_odd(model, self._loop.optimizers)
+        warn_of_other_parameters(model, self._loop.optimizers)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
         if self._device is not None:
@@ -113,7 +112,7 @@ class GPUPhaseHooks(LoopTimer):
     def _attach(self) -> None:
         device = self._device or device_of(self._loop.model)
         if self._device is None:
-            tell_devices(self._loop.model, device)
+            warn_of_several_devices(self._loop.model, device)
         clock = self._clock_for(device, tell=True)
         every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
         self._start_loop(clock, self._loggers, accumulate_grad_batches=every)

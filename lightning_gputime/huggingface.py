@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_callback import DefaultFlowCallback
+    from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
         "lightning_gputime.huggingface needs transformers and accelerate: python -m pip install"
@@ -20,6 +19,7 @@ from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import transformers_
+from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
 from lightning_gputime._options import AllOptions, Options, takes_options
@@ -33,7 +33,7 @@ from lightning_gputime._phases import (
     REWARD,
     label_of_callback,
 )
-from lightning_gputime._timer import Timer, callers, never_raises
+from lightning_gputime._timer import Timer, never_raises
 
 # Events of callbacks around and inside of steps.
 _EVENTS = (
@@ -130,7 +130,15 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
         # A loop of one's own may tell of the ends of its steps alone.
-        loop = Loop(model, optimizers, submodules=submodules, splits_loss=True, counts_steps=True)
+        loop = Loop(
+            model,
+            optimizers,
+            submodules=submodules,
+            splits_loss=True,
+            expects=transformers_.expected_of(trainer),
+            counts_steps=True,
+            accumulate_grad_batches=args.gradient_accumulation_steps,
+        )
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, tell=state.is_world_process_zero)
@@ -226,7 +234,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if trainer is None:
             return
         has_failed = error is not None and error is not self._handled
-        if has_failed or self not in trainer.callback_handler.callbacks:
+        if has_failed or self not in (transformers_.callbacks_of(trainer) or [self]):
             try:
                 self._detach()
             finally:
@@ -321,11 +329,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _patch_trainer(self, trainer: Any) -> None:
         """Patch its methods, and go before all other callbacks."""
         self._leave()
-        self._trainer, handler = trainer, trainer.callback_handler
-        # Before all others. The Trainer is on its way through the list: those behind do not move.
-        place = handler.callbacks.index(self)
-        self._before = handler.callbacks[place - 1] if place else None
-        handler.callbacks.insert(0, handler.callbacks.pop(place))
+        self._trainer, callbacks = trainer, transformers_.callbacks_of(trainer)
+        if self in callbacks:
+            # First of all. The Trainer is iterating over the list: later callbacks do not move.
+            place = callbacks.index(self)
+            self._before = callbacks[place - 1] if place else None
+            callbacks.insert(0, callbacks.pop(place))
         self._handled = sys.exception()
         run = Calls(do_nothing, self._end_run)
         calls = {
@@ -339,14 +348,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         transformers_.report_missing_names(trainer)
         for name, listener in transformers_.patches(run, calls, trainer):
             self._patches.add(Subscription(trainer, name, listener))
-        self._patches.add(Subscription(handler, "on_epoch_begin", run))
-        # What generates in other processes; `generate` of a model is known in any loop.
-        engine = getattr(trainer, "vllm_generation", None)
-        if hasattr(engine, "generate"):
-            self._patches.add(Subscription(engine, "generate", phase(GENERATE)))
+        if entry := transformers_.epoch_start(trainer):
+            self._patches.add(Subscription(*entry, run))
+        # `generate` of a model is timed in any loop.
+        if entry := transformers_.generation_engine(trainer):
+            self._patches.add(Subscription(*entry, phase(GENERATE)))
 
     def _patch_callbacks(self, trainer: Any) -> None:
-        for one in trainer.callback_handler.callbacks:
+        for one in transformers_.callbacks_of(trainer):
             if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
                 continue
             for event in _EVENTS:
@@ -358,26 +367,18 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._books.remove()
         self._patches.remove()
         if self._trainer is not None:
-            self._return_to_place(self._trainer.callback_handler)
+            transformers_.put_callback_after(self._trainer, self, self._before)
+            self._before = None
         self._trainer = self._handled = None
-
-    def _return_to_place(self, handler: Any) -> None:
-        """Go back to our place among the callbacks: after the same one as before the training."""
-        before, self._before = self._before, None
-        others = [one for one in handler.callbacks if one is not self]
-        if len(others) < len(handler.callbacks):
-            place = 1 + next((i for i, one in enumerate(others) if one is before), -1)
-            # A new list: the Trainer may be on its way through the other.
-            handler.callbacks = [*others[:place], self, *others[place:]]
 
 
 def find_trainer(callback: TrainerCallback) -> Any:
-    """Return the Trainer that calls a callback of its own, else None.
+    """Return the Trainer that calls one of its callbacks, else None.
 
-    No callback gets its Trainer, but that is on the stack, as `self`.
+    Callbacks do not get their Trainer, but it is on the stack, as `self`.
     """
-    for known in callers():
-        if isinstance(caller := known.get("self"), Trainer):
-            callbacks = caller.callback_handler.callbacks
-            return caller if any(one is callback for one in callbacks) else None
+    for variables in variables_of_callers():
+        if isinstance(caller := variables.get("self"), Trainer):
+            callbacks = transformers_.callbacks_of(caller) or [callback]
+            return caller if any(known is callback for known in callbacks) else None
     return None

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from torch.distributed import ProcessGroup
 
-from lightning_gputime._boundaries.comm import BLOCKS, WORK_WAITS, launches
+from lightning_gputime._compat.torch_ import BLOCKING, WORK_WAITS, launches
 
 MODULE, CLASS, OBJECT = "module", "class", "object"
 
@@ -75,7 +75,7 @@ REGISTER = (
     Replaced(
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
-        frozenset({*launches(ProcessGroup), *BLOCKS}),
+        frozenset({*launches(ProcessGroup), *BLOCKING}),
         "its hooks come with torch 2.15, and do not show the end",
         _OF_RANKS,
         _OF_RANKS_IDLE,

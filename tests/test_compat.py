@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._compat import lightning_, torch_, transformers_  # fill NAMES
+from lightning_gputime._compat import lightning_, names, torch_, transformers_  # fill NAMES
 from lightning_gputime._compat.names import NAMES, Name
 
 transformers: Any = pytest.importorskip("transformers")
@@ -47,33 +47,40 @@ Losses = list[float]
 Training = Callable[[Any, Path], tuple[Any, Losses]]
 
 
-def plain(package: Any, _: Path, model: Any = None) -> tuple[Any, Losses]:
-    """Trains by a plain loop; `package` is None for no timer."""
+def plain(package: Any, _: Path, model: Any = None, *, by_hand: bool = False) -> tuple[Any, Losses]:
+    """Train in a plain loop, without a timer if `package` is None."""
     model, losses = model or net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(rows(), batch_size=2)
     timer = None
     if package is not None:
         timer = package.GPUPhaseHooks(model, optimizer, warmup_steps=0).attach()
-        loader = timer.steps(loader)
+        loader = loader if by_hand else timer.steps(loader)
     for x, y in loader:
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if timer is not None and by_hand:
+            timer.step()
     if timer is not None:
         timer.remove()
     return timer, losses
 
 
+def plain_by_hand(package: Any, folder: Path) -> tuple[Any, Losses]:
+    """Train in a plain loop that calls `step()`."""
+    return plain(package, folder, by_hand=True)
+
+
 def compiled(package: Any, _: Path) -> tuple[Any, Losses]:
-    """Trains a compiled model."""
+    """Train a compiled model."""
     return plain(package, _, torch.compile(net(), backend="eager"))
 
 
 def ranks(package: Any, _: Path) -> tuple[Any, Losses]:
-    """Trains as the first of two ranks, whose collectives do nothing."""
+    """Train as the first of two ranks, whose collectives do nothing."""
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         return plain(package, _)
@@ -98,9 +105,28 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def lightning(package: Any, _: Path) -> tuple[Any, Losses]:
-    """Trains by Lightning's Trainer, with a validation in the middle."""
-    model = Net()
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+def lightning_manual(package: Any, folder: Path) -> tuple[Any, Losses]:
+    """Train in Lightning's Trainer with manual optimization."""
+    return lightning(package, folder, Manual())
+
+
+def lightning(package: Any, _: Path, model: Any = None) -> tuple[Any, Losses]:
+    """Train in Lightning's Trainer, with a validation in the middle."""
+    model = model or Net()
     timers = [] if package is None else [package.GPUPhaseTimer(warmup_steps=0)]
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -129,7 +155,7 @@ class Row(nn.Module):
 
 
 def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
-    """Trains by transformers' Trainer, with an evaluation and a checkpoint in the middle."""
+    """Train in transformers' Trainer, with an evaluation and a checkpoint in the middle."""
     model, data = Row(), rows()
     timers = []
     if package is not None:
@@ -161,26 +187,43 @@ def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
     return (timers or [None])[0], model.losses
 
 
-TRAININGS = (plain, ranks, lightning, hugging_face)
+TRAININGS = (plain, plain_by_hand, ranks, lightning, lightning_manual, hugging_face)
 
-USES = {
+USES: dict[str, tuple[Training, ...]] = {
     "torch": TRAININGS,
-    "lightning": (lightning,),
+    "lightning": (lightning, lightning_manual),
     "transformers": (hugging_face,),
-    "trl": (),
     "torch._dynamo.utils.counters": (plain, ranks, compiled),
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": (compiled,),
     "torch.autograd.Variable._execution_engine": (ranks,),
+    "torch.distributed.ProcessGroup.allreduce": (ranks,),
+    "torch.distributed.Work.wait": (ranks,),
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": (ranks,),
     "torch.distributed.distributed_c10d._get_default_store": (ranks,),
-    "torch.autocast._enabled": (),  # see below
-    "transformers.PreTrainedModel._loss_function": (),  # see below
+    "torch.nn.parallel.DistributedDataParallel.will_sync_module_buffers": (ranks,),
 }
 """The trainings that need a name, by its path or by its library."""
 
+BROADCAST = (
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor"
+)
+REWARDS = "trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards"
+VLLM = "trl.trainer.grpo_trainer.GRPOTrainer.vllm_generation"
+TESTED_ALONE = {
+    BROADCAST,
+    REWARDS,
+    VLLM,
+    "torch.autocast._enabled",
+    "transformers.PreTrainedModel._loss_function",
+    "transformers.trainer.DEFAULT_CALLBACKS",
+}
+"""Names that none of these trainings needs."""
+
 
 def users_of(name: Name) -> tuple[Training, ...]:
-    return USES.get(name.path, USES[name.library]) if name.feature else ()
+    if name.path in TESTED_ALONE or not name.feature:
+        return ()
+    return USES.get(name.path, USES[name.library])
 
 
 CASES = [
@@ -191,19 +234,28 @@ CASES = [
 ]
 
 
+def is_of(library: str, owner: Any) -> bool:
+    """Return whether a module, a class or an object belongs to a library."""
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    homes = [getattr(owner, "__name__", ""), *(kind.__module__ for kind in kinds)]
+    return any(str(home).partition(".")[0] == library for home in homes)
+
+
 @contextmanager
 def package_without(name: Name) -> Iterator[Any]:
-    """Imports the package anew, with libraries that seem not to have a private name."""
+    """Import the package anew, with libraries that seem not to have a private name."""
 
     def is_own(module: str) -> bool:
         return module.partition(".")[0] == "lightning_gputime"
 
     before = {module: sys.modules.pop(module) for module in [*sys.modules] if is_own(module)}
     try:
-        names: Any = importlib.import_module("lightning_gputime._compat.names")
-        read = names.read
-        names.read = lambda owner, attribute: (
-            names.MISSING if attribute == name.attribute else read(owner, attribute)
+        anew: Any = importlib.import_module("lightning_gputime._compat.names")
+        read = anew.read
+        anew.read = lambda owner, attribute: (
+            anew.MISSING
+            if attribute == name.attribute and is_of(name.library, owner)
+            else read(owner, attribute)
         )
         yield importlib.import_module("lightning_gputime")
     finally:
@@ -216,7 +268,7 @@ LOSSES: dict[Training, Losses] = {}
 
 
 @pytest.mark.parametrize(("name", "train"), CASES)
-def test_training_goes_on_where_a_library_lacks_a_name(
+def test_training_continues_without_a_private_name(
     name: Name, train: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if train not in LOSSES:
@@ -226,21 +278,21 @@ def test_training_goes_on_where_a_library_lacks_a_name(
         summary = timer.summary()
     assert losses == LOSSES[train]
     assert summary.step.n == 12
-    said = [one.getMessage() for one in caplog.records if one.name == "lightning_gputime"]
-    assert not [text for text in said if "failed" in text]
-    told = [text for text in said if text.startswith("Not measured: ")]
+    records = [record for record in caplog.records if record.name == "lightning_gputime"]
+    warnings = [record.getMessage() for record in records]
+    assert not [text for text in warnings if "failed" in text]
+    gaps = [text for text in warnings if text.startswith("Not measured: ")]
     found = summary.to_dict()
     if train not in users_of(name):
-        assert not told
+        assert not gaps
         assert "not_measured" not in found
         return
-    assert len(told) == 1
+    assert len(gaps) == 1
     [text] = found["not_measured"]
     assert text.startswith(f"not measured: {name.feature}, because {name.library} ")
     assert text.endswith(f" has no {name.attribute}")
     assert text in str(summary)
-    named = [phase for phase in name.blurred if f"`{phase}`" in summary.verdict]
-    assert not named
+    assert not [phase for phase in name.blurred if f"`{phase}`" in summary.verdict]
 
 
 class WithLoss(nn.Module):
@@ -253,9 +305,7 @@ class WithLoss(nn.Module):
         self._loss_fn = nn.functional.mse_loss
 
 
-def test_a_loss_function_under_another_name_is_not_separated_from_forward() -> None:
-    from lightning_gputime._compat import names
-
+def test_loss_function_under_another_name_is_not_separated_from_forward() -> None:
     model = WithLoss()
     assert transformers_.has_inner_loss(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -265,9 +315,7 @@ def test_a_loss_function_under_another_name_is_not_separated_from_forward() -> N
     assert found.blurred == ("forward", "loss")
 
 
-def test_an_autocast_is_on_where_that_cannot_be_read() -> None:
-    from lightning_gputime._compat import names
-
+def test_autocast_counts_as_on_if_its_state_is_private() -> None:
     assert not torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(names, "_not_measured", {})
@@ -276,11 +324,11 @@ def test_an_autocast_is_on_where_that_cannot_be_read() -> None:
         assert len(names.not_measured(["torch"])) == 1
 
 
-def test_rewards_are_reported_as_missing_of_a_trainer_that_has_reward_functions() -> None:
-    from lightning_gputime._compat import names
-
+def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm() -> None:
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
         reward_funcs = ()
+        use_vllm = True
+        callback_handler = None
 
         def __init__(self) -> None:
             pass
@@ -288,7 +336,35 @@ def test_rewards_are_reported_as_missing_of_a_trainer_that_has_reward_functions(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(names, "_not_measured", {})
         transformers_.report_missing_names(Trainer())
-        assert [*names._not_measured] == ["trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards"]
+        assert [*names._not_measured] == [REWARDS, VLLM]
+
+
+@pytest.mark.parametrize(("lightning_version", "is_reported"), [("2.5.6", False), ("2.7.0", True)])
+def test_missing_broadcast_before_each_batch_is_reported_from_lightning_2_6_on(
+    lightning_version: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(names, "_not_measured", {})
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    monkeypatch.setattr(sys.modules["lightning"], "__version__", lightning_version)
+    has_it, hidden = names.read, BROADCAST.rpartition(".")[2]
+    monkeypatch.setattr(
+        names,
+        "read",
+        lambda owner, name: names.MISSING if name == hidden else has_it(owner, name),
+    )
+    lightning_.report_missing_names(trainer, Net())
+    assert (BROADCAST in names._not_measured) == is_reported
+    assert lightning_.sigterm_broadcast(trainer) is None
+
+
+def test_run_without_default_callbacks_reports_that_trainers_have_no_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(names, "_not_measured", {})
+    monkeypatch.setattr(names, "read", lambda owner, name: names.MISSING)
+    transformers_.default_callbacks().append(None)
+    assert [*names._not_measured] == ["transformers.trainer.DEFAULT_CALLBACKS"]
 
 
 # The self-check
@@ -301,7 +377,7 @@ def test_rewards_are_reported_as_missing_of_a_trainer_that_has_reward_functions(
         ("copy_action", "copies to the device apart from the fetch of batches", {"data"}),
     ],
 )
-def test_an_action_under_another_name_is_found_by_the_self_check(
+def test_self_check_finds_an_action_under_another_name(
     gpu: FakeGPU,
     action: str,
     feature: str,
@@ -336,17 +412,17 @@ def test_an_action_under_another_name_is_found_by_the_self_check(
     assert caplog.text.count(f"Not measured: {feature}") == 1
 
 
-def test_steps_that_the_trainer_does_not_count_are_found_by_the_self_check(
+def test_self_check_finds_steps_that_the_trainer_does_not_count(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lightning_, "step_counter", lambda trainer: lambda: 7)
     timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 6)
     text = "not measured: single steps, because the trainer counts 1, and 6 were seen"
     assert timer.summary().not_measured == (text,)
-    assert "The trainer counts 1 steps, and the timer has seen 6" in caplog.text
+    assert "The trainer counts 1 steps, and the timer has seen 6." in caplog.text
 
 
-def test_steps_that_end_inside_a_batch_are_found_by_the_self_check(
+def test_self_check_finds_steps_that_end_inside_a_batch(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(gpu)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, compare
-from lightning_gputime._boundaries.arguments import tell_devices
 from lightning_gputime._messages import HOMES
 
 NET = nn.Linear(2, 1)
@@ -182,20 +181,20 @@ def test_an_optimizer_of_another_model_is_told_and_timed(
     assert not caplog.records
     image = nn.Parameter(torch.zeros(2))
     GPUPhaseHooks(NET, torch.optim.LBFGS([image]), _clock=loop.gpu)
-    assert "None of the parameters that LBFGS updates is one of the model's" in caplog.text
+    assert "None of the parameters that LBFGS updates belongs to the model" in caplog.text
 
 
 def test_a_model_on_two_devices_is_told_with_the_one_that_is_timed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(3, 1, device="meta"))
-    tell_devices(model[0], torch.device("cpu"))
-    assert not caplog.records
+    GPUPhaseHooks(model[0]).attach().remove()
+    assert "several devices" not in caplog.text
     with GPUPhaseHooks(model):
         pass
     assert (
         "The model is on several devices: cpu (3 parameters), meta (4 parameters). Its phases are"
-        " timed on cpu; for another one give device=."
+        " timed on cpu; pass device= to choose another."
     ) in caplog.text
     caplog.clear()
     with GPUPhaseHooks(model, device="cpu"):

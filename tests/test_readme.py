@@ -412,7 +412,7 @@ def warnings_of_the_package() -> set[str]:
     all_of_them = {name: text for one in own.values() for name, text in one.items()}
     for path, tree in trees.items():
         constants = all_of_them | own[path]
-        if path.stem == "checkup":  # It makes a table of them.
+        if path.stem == "self_check":  # It makes a table of them.
             found |= {text for text in own[path].values() if " " in text}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):

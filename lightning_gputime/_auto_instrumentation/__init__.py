@@ -165,6 +165,8 @@ def _watch_loops() -> None:
 def _watch_trainers(wanted: dict[str, Any]) -> None:
     import transformers
 
+    from lightning_gputime._compat.transformers_ import default_callbacks
+
     class TrainerAdder(transformers.TrainerCallback):
         """A callback whose place a `TransformersPhaseTimer` takes when training begins."""
 
@@ -172,12 +174,13 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             # Not above: a script may be importing it now, which imports the Trainer.
             from lightning_gputime._auto_instrumentation import adding
+            from lightning_gputime._compat.transformers_ import callbacks_of
             from lightning_gputime.huggingface import TransformersPhaseTimer, find_trainer
 
             timer = TransformersPhaseTimer(**options_of_all(wanted))
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
-            if trainer and adding.take_place(self, trainer.callback_handler.callbacks, timer):
+            if trainer and adding.take_place(self, callbacks_of(trainer), timer):
                 saved = adding.show_at_exit(timer, wanted, prints=False)
 
                 def save_before(*event: Any, **known: Any) -> None:
@@ -191,5 +194,4 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
                 # Each training of a Trainer has a file of its own.
                 vars(timer)["on_train_begin"] = save_before
 
-    defaults: list[Any] = transformers.trainer.DEFAULT_CALLBACKS
-    defaults.append(TrainerAdder)
+    default_callbacks().append(TrainerAdder)

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from types import FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -48,13 +47,6 @@ _MAX_LOOPS = 20
 _MAX_SHORT_LOOPS = 3
 _MIN_PATIENCE = 3
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # The variable with the id of the first process.
-# Modules and functions in which a Trainer trains.
-_TRAINERS = (
-    "lightning.pytorch.trainer.trainer",
-    "pytorch_lightning.trainer.trainer",
-    "transformers.trainer",
-)
-_TRAIN = ("fit", "train")
 
 
 class PlainLoops:
@@ -269,14 +261,12 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _trainer_at_work() -> str:
-    """Return the package of the Trainer that runs the current loop; empty if there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module in _TRAINERS and frame.f_code.co_name in _TRAIN:
-            return str(module).rpartition(".trainer")[0].removesuffix(".trainer")
-        frame = frame.f_back
-    return ""
+    """Return the package of the Trainer that runs the current loop, or "" if there is none."""
+    from lightning_gputime._compat import lightning_, transformers_
+    from lightning_gputime._compat.python_ import running_module
+
+    module = running_module(lightning_.TRAINING | transformers_.TRAINING)
+    return module.rpartition(".trainer")[0].removesuffix(".trainer")
 
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
@@ -292,11 +282,13 @@ def _models_of(optimizer: Optimizer) -> list[nn.Module]:
 
 
 def _is_model(module: nn.Module) -> bool:
+    from lightning_gputime._compat.torch_ import is_compiled_graph
+
     try:
         next(nn.Module.children(module), None)
     except AttributeError:
         return False  # Its `__init__` has not run.
-    return "compile_subgraph_reason" not in vars(module)  # The graph of a compiled optimizer.
+    return not is_compiled_graph(module)
 
 
 def _instances_of(kind: type) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a user gives a timer of a plain loop, checked: a mistake is answered with the likely fix."""
+"""Arguments of a timer of a plain loop: an error names the likely fix."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gputime._boundaries.loop import is_engine
-from lightning_gputime._boundaries.optimizer import is_optimizer, parameters_of
-from lightning_gputime._messages import format_value, messages
+from lightning_gputime._boundaries.optimizer import is_optimizer
+from lightning_gputime._messages import format_value
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"
 
@@ -76,35 +76,3 @@ def check_loader(loader: Any) -> None:
     has_items = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, type) or not has_items:
         raise TypeError(f"{right}; got {format_value(loader)}, which has no items")
-
-
-def tell_what_is_odd(model: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Warn of optimizers that update nothing of the model."""
-    if is_engine(model):
-        return  # Its optimizer may update copies of parts of the parameters.
-    own = set(model.parameters())
-    # What is around one, as Megatron's, may update copies, too.
-    for optimizer in (one for one in optimizers if isinstance(one, torch.optim.Optimizer)):
-        updated = {*parameters_of(optimizer)}
-        if own and updated and own.isdisjoint(updated):
-            messages.warning(
-                "None of the parameters that %s updates is one of the model's: was it made for"
-                " another model, or before its parameters were replaced? Its updates are timed"
-                " all the same.",
-                type(optimizer).__name__,
-            )
-
-
-def tell_devices(model: nn.Module, timed: torch.device) -> None:
-    sizes: dict[torch.device, int] = {}
-    for parameter in model.parameters():
-        if not isinstance(parameter, nn.UninitializedParameter):
-            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.numel()
-    if len(sizes) > 1:
-        where = ", ".join(f"{device} ({size:,} parameters)" for device, size in sizes.items())
-        messages.warning(
-            "The model is on several devices: %s. Its phases are timed on %s; for another one give"
-            " device=.",
-            where,
-            timed,
-        )

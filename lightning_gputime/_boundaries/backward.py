@@ -1,13 +1,12 @@
 """The runs of the autograd engine, and the waits for other ranks at their ends, as marks."""
 
-import sys
 from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.comm import caller, is_sharded
+from lightning_gputime._boundaries.comm import is_sharded
 from lightning_gputime._boundaries.forward import ForwardBoundary
 from lightning_gputime._boundaries.loop import Loop, is_engine
 from lightning_gputime._boundaries.module_hooks import hook_before
@@ -15,10 +14,12 @@ from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._compat.torch_ import (
     CAN_QUEUE,
-    PIPELINE_BACKWARD,
     backward_entry,
     is_autograd_compiled,
     queue_after_backward,
+    runs_for_pipeline,
+    syncs_buffers,
+    syncs_gradients,
 )
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -87,12 +88,8 @@ class BackwardBoundary:
         if not self._batch.is_open:
             return False
         # A pipeline may take the gradients of its inputs first, and those of its weights later.
-        if not accumulate_grad:
-            is_of_pipeline = PIPELINE_BACKWARD in sys.modules and (
-                caller("torch.autograd") == PIPELINE_BACKWARD
-            )
-            if not is_of_pipeline:
-                return self._grad_begins()
+        if not accumulate_grad and not runs_for_pipeline():
+            return self._grad_begins()
         if not self._model.calls and self._is_anothers():
             return False
         if not self._model.has_trained:
@@ -135,7 +132,7 @@ class BackwardBoundary:
     def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
         self._is_sync_called = True
         # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
-        if module.will_sync_module_buffers():
+        if syncs_buffers(module):
             self._recorder.wait_begins()
 
     def _leave_sync(self, module: nn.Module, *_: Any) -> None:
@@ -146,7 +143,7 @@ class BackwardBoundary:
         self._recorder.wait_ends()
 
     def _hook_losses(self, tensors: Any) -> None:
-        if self._synced and not any(module.require_backward_grad_sync for module in self._synced):
+        if self._synced and not any(map(syncs_gradients, self._synced)):
             return  # a micro-batch inside `no_sync`
         if is_autograd_compiled():
             return  # It would trace the hook.

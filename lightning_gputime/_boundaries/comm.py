@@ -1,37 +1,25 @@
 """`comm`: the waits of the timed stream for other ranks, as marks."""
 
-import sys
 from collections.abc import Iterable, Iterator
-from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._compat.torch_ import async_tensor
+from lightning_gputime._compat.torch_ import (
+    BLOCKING,
+    TENSOR_WAITS,
+    WORK_WAITS,
+    async_tensor,
+    is_asynchronous,
+    is_complete,
+    launches,
+    waits_for_stage,
+    waits_in_torch,
+)
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
-
-_COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
-"""How the methods of a process group begin that launch a collective."""
-
-BLOCKS = ("monitored_barrier",)
-"""The methods that launch one, and wait on the host."""
-
-WORK_WAITS = ("wait", "synchronize", "block_current_stream")
-"""The methods by which a stream, or the host, waits for a collective."""
-
-_OWN = "lightning_gputime."
-_DISTRIBUTED = "torch.distributed"
-_OF_TORCH, _OF_MEGATRON = "torch.distributed.pipelining", "megatron.core.pipeline_parallel"
-"""The packages that pass on what the stages of a pipeline receive."""
-# Between the patch and whoever wants the collective, or the wait.
-_BETWEEN = (
-    "torch.distributed.distributed_c10d",
-    "torch.distributed.c10d_logger",
-    "torch.cuda.streams",
-)
 
 
 class WaitBoundary:
@@ -65,14 +53,12 @@ class WaitBoundary:
         # would break compiled code, which knows that function, and miss those who imported it by
         # name.
         yield ProcessGroup, launches(ProcessGroup), Calls(self._launch_begins, self._launch_ends)
-        yield ProcessGroup, BLOCKS, waits
+        yield ProcessGroup, BLOCKING, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
-        # Not the function that it calls: compiled code guards that one.
         if (tensor := async_tensor()) is not None:
-            # DTensors call the second one where they must not be asynchronous.
             used = Calls(self._tensor_wait_begins, self._wait_ends)
-            yield tensor, ("trigger_wait", "wait"), used
+            yield tensor, TENSOR_WAITS, used
         if self._streams is not None and self._streams.kind is not None:
             told = Calls(self._stream_wait_begins, self._wait_ends)
             yield self._streams.kind, ("wait_event", "wait_stream"), told
@@ -89,9 +75,7 @@ class WaitBoundary:
     # What the patched functions notify of
 
     def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
-        options = args[-1] if args else kwargs.get("opts")
-        if getattr(options, "asyncOp", True):
-            # It runs on another stream. So do all before torch 2.8.
+        if is_asynchronous(args, kwargs):
             self._is_beside()
             return False
         return self._begin()
@@ -104,25 +88,21 @@ class WaitBoundary:
             self._is_launched = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
-        # Most loops have no pipeline, and need not look who waits.
-        has_pipeline = _OF_TORCH in sys.modules or _OF_MEGATRON in sys.modules
-        if not (has_pipeline and caller(*_BETWEEN).startswith((_OF_TORCH, _OF_MEGATRON))):
-            return self._begin()
-        return self._begin(RECEIVES)
+        return self._begin(RECEIVES if waits_for_stage() else WAITS)
 
     def _wait_ends(self, result: Any = None) -> None:
         self._recorder.wait_ends()
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
         # The first use of what a collective computes waits.
-        return not tensor.completed and self._begin()
+        return not is_complete(tensor) and self._begin()
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         streams = self._streams
         if stream.stream_id not in self._timed or stream.stream_id != streams.current():
             return False
         # Of a loop's own streams it may be one for copies; an event does not tell of which it is.
-        is_of_ranks = caller(*_BETWEEN).startswith(_DISTRIBUTED) or (
+        is_of_ranks = waits_in_torch() or (
             isinstance(awaited, streams.kind) and awaited.stream_id in self._beside
         )
         return is_of_ranks and self._begin()
@@ -150,10 +130,6 @@ class WaitBoundary:
         return True
 
 
-def launches(group: type) -> tuple[str, ...]:
-    return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
-
-
 def is_distributed() -> bool:
     distributed = torch.distributed
     return (
@@ -177,13 +153,3 @@ def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
         sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
         for parameter in parameters
     )
-
-
-def caller(*between: str) -> str:
-    """Return the name of the module whose code calls, beyond this package and `between`.
-
-    `between` are first parts of the names of modules that only pass calls on.
-    """
-    frames = (frame for frame, _ in walk_stack(sys._getframe()))
-    names = (frame.f_globals.get("__name__", "") for frame in frames)
-    return next((one for one in names if not one.startswith((_OWN, *between))), "")

@@ -1,10 +1,8 @@
 """`forward`: the calls of models as marks, and what of them is `loss` or `generate`."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -17,7 +15,12 @@ from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
-from lightning_gputime._compat.torch_ import CALL_CODE, LOSSES, current_graph_task_id, is_compiled
+from lightning_gputime._compat.torch_ import (
+    LOSSES,
+    current_graph_task_id,
+    is_compiled,
+    modules_on_stack,
+)
 from lightning_gputime._compat.transformers_ import (
     GENERATES,
     INNER_LOSS,
@@ -345,10 +348,8 @@ class _EvaluationSearch:
 
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return those of some modules, by their ids, that are running while `module` is called."""
-    # By the frames of the stack: after a call that raised, some ids are of modules that run no
-    # more.
-    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is CALL_CODE)
-    called = [id(frame.f_locals.get("self")) for frame in frames]
+    # By the stack: after a call that raised, some ids are of modules that no longer run.
+    called = modules_on_stack()
     if id(module) not in called:
         return list(ids)  # It is not called as others are.
     outer = called[called.index(id(module)) + 1 :]

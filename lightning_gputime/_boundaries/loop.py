@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_gputime._compat.names import Expected
+
 
 @dataclass(slots=True)
 class Batch:
@@ -17,23 +19,6 @@ class Batch:
     is_open: bool = True
     is_fetched: bool = False
     """Whether the next one is fetched now: a call of the model without grad is a part of that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A label that the steps of a loop must have, as long as its trainer works as it did.
-
-    Attributes:
-        label: The label.
-        feature: What is not measured without it.
-        otherwise: What has happened then, as in "because the Trainer reported no fetch".
-        blurred: Phases whose times are not separated then.
-    """
-
-    label: str
-    feature: str
-    otherwise: str
-    blurred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +44,8 @@ class Loop:
     batch: Batch = field(default_factory=Batch)  # The loop keeps it up to date.
     needs_updates: bool = False  # Only updates of optimizers tell where steps end.
     expects: Sequence[Expected] = ()  # Checked in the first steps.
-    counts_steps: bool = False  # The numbers of steps are the trainer's, which counts updates.
+    counts_steps: bool = False  # Step numbers are the trainer's, which counts updates.
+    accumulate_grad_batches: int = 1  # Where `counts_steps` is set.
 
     @property
     def called(self) -> nn.Module:

@@ -7,16 +7,16 @@ from inspect import getattr_static
 from itertools import accumulate
 from threading import get_ident
 from typing import Any, TypeGuard
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compat.torch_ import (
-    WRAPPER_NAMES,
     current_graph_task_id,
+    is_wrapper,
     unwrapped,
 )
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
@@ -29,9 +29,6 @@ ALL = "all"
 
 MAX_MODULES = 100
 """How many modules a depth or patterns may mean: each has four boundaries and two logged means."""
-
-# What torch puts around a module is called with it, and adds nothing to its name.
-_WRAPPERS = re.compile(rf"(^|\.)({'|'.join(WRAPPER_NAMES)})(?=\.|$)")
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
@@ -63,8 +60,14 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
 def _called(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside a model that can be called, by their names without wrappers."""
     called: dict[str, nn.Module] = {}
+    plain_names = {"": ""}  # By full name, the outer modules first.
+    wrappers = set[str]()
     for name, module in model.named_modules():
-        plain = _WRAPPERS.sub("", name).strip(".")
+        outer, _, last = name.rpartition(".")
+        plain = plain_names[outer] if outer in wrappers else f"{plain_names[outer]}.{last}"
+        plain = plain_names[name] = plain.strip(".")
+        if is_wrapper(module):
+            wrappers.add(name)
         if plain and _is_callable(module) and not is_metric(module):
             called.setdefault(plain, module)
     return called
@@ -140,9 +143,10 @@ class SubmoduleBoundary:
             # Where the part is the model itself, `forward` begins before it, and ends after it.
             for one in around_calls(module, self._enter, self._exit, inside=True):
                 attachments.add(one)
-        # Of this step: hooks on tensors, and the tensors whose gradient begins a part, with that.
+        # Of this step: hooks on tensors, and by their ids the tensors whose gradient begins a part,
+        # with its label. An id may be used again.
         self._tensor_handles: list[Any] = []
-        self._outputs = WeakIdKeyDictionary()
+        self._outputs: dict[int, tuple[ref[Tensor], str]] = {}
 
     def step_ended(self) -> None:
         self._open.clear()
@@ -166,7 +170,7 @@ class SubmoduleBoundary:
         for tensor in inputs:
             # Where the input is the output of a part, that part's begin is this one's end; unless
             # it is this one's parent, as where a layer is called twice in a row.
-            begins = self._outputs.get(tensor)
+            begins = self._part_begun_by(tensor)
             if begins is None or own.startswith(f"{begins}/"):
                 self._at_gradient(tensor, lambda: self._end(own, _backward(outer)))
 
@@ -184,10 +188,15 @@ class SubmoduleBoundary:
             # An input that is returned as it is has no work behind it; and what a part inside this
             # one returned begins that, and so this one.
             is_own = inputs.get(id(tensor), self) is not tensor.grad_fn
-            if is_own and tensor not in self._outputs:
+            if is_own and self._part_begun_by(tensor) is None:
                 self._at_gradient(tensor, lambda: self._begin(label))
-                self._outputs[tensor] = label
+                self._outputs[id(tensor)] = ref(tensor), label
         self._recorder.mark(outer)
+
+    def _part_begun_by(self, tensor: Tensor) -> str | None:
+        """Return the label of the part whose output a tensor is, or None."""
+        known, label = self._outputs.get(id(tensor), (None, None))
+        return label if known is not None and known() is tensor else None
 
     def _labels_of(self, outer: str, module: nn.Module) -> tuple[str, str]:
         found = self.labels.get((outer, id(module)))

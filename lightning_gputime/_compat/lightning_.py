@@ -1,34 +1,86 @@
-"""Private names of Lightning. It imports none: there are two packages of that name."""
+"""Internals of Lightning, which `lightning` and `pytorch_lightning` both have: import neither."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from lightning_gputime._compat.names import Name, report_missing_of
+from lightning_gputime._compat.names import (
+    Expected,
+    Name,
+    report,
+    report_missing_of,
+    version_of,
+)
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, label_of_callback
 
+TRAINING = {
+    "lightning.pytorch.trainer.trainer": "fit",
+    "pytorch_lightning.trainer.trainer": "fit",
+}
+"""Modules, and their functions that train."""
+
+_EPOCH_LOOP = Name(
+    "lightning.pytorch.loops.fit_loop._FitLoop.epoch_loop",
+    "validations inside an epoch, and the step numbers of Lightning's loggers",
+)
 _LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _STEPS = Name(f"{_LOOP}._batches_that_stepped", "the step numbers of Lightning's loggers")
 _VALIDATION = Name(f"{_LOOP}.val_loop", "the start of a validation inside an epoch")
-# Before 2.6 there is none, and nothing to be measured.
-_BROADCAST = Name(f"{_LOOP}._broadcast_sigterm_tensor")
+_BROADCAST = Name(
+    f"{_LOOP}._broadcast_sigterm_tensor", "the wait for other ranks before each batch", (DATA,)
+)
 _COMPILED_STEP = Name(
     "lightning.pytorch.LightningModule._compiler_ctx", "a training_step that is compiled as a whole"
+)
+_LIVE_METRICS = Name(
+    "lightning.pytorch.Trainer.callback_metrics", "phase times that other callbacks find"
 )
 
 
 def report_missing_names(trainer: Any, model: Any) -> None:
     """Report what of a trainer cannot be measured."""
-    report_missing_of(trainer.fit_loop.epoch_loop, _STEPS, _VALIDATION)
+    loop = _epoch_loop(trainer)
+    if loop is None:
+        report(_EPOCH_LOOP, library=_package_of(trainer))
+    else:
+        report_missing_of(loop, _STEPS, _VALIDATION)
+        if trainer.world_size > 1 and _broadcasts(_package_of(trainer)):
+            report_missing_of(loop, _BROADCAST)
+    live = _LIVE_METRICS.of(trainer)
+    if not isinstance(live, dict) or _LIVE_METRICS.of(trainer) is not live:
+        report(_LIVE_METRICS, library=_package_of(trainer))
     report_missing_of(model, _COMPILED_STEP)
 
 
+def _epoch_loop(trainer: Any) -> Any:
+    return _EPOCH_LOOP.of(getattr(trainer, "fit_loop", None))
+
+
+def _package_of(trainer: Any) -> str:
+    """Return the name of the package that a trainer, or its base class, comes from."""
+    roots = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
+    return next((root for root in roots if root in _PACKAGES), _PACKAGES[0])
+
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+
+def _broadcasts(package: str) -> bool:
+    """Return whether this version waits for other ranks at each batch, as those since 2.6 do."""
+    numbers = version_of(package).split(".")[:2]
+    return all(map(str.isdigit, numbers)) and [*map(int, numbers)] >= [2, 6]
+
+
 def step_counter(trainer: Any) -> Callable[[], int]:
-    """Return a function that returns the number that Lightning logs the current step under."""
-    # Not `global_step`, which counts two in a batch with two optimizers, and none of an optimizer
-    # that Lightning does not wrap.
-    loop = trainer.fit_loop.epoch_loop
+    """Return a function that returns the number Lightning logs the current step under."""
+    # Not `global_step`: it counts each optimizer of a batch, and only those that Lightning wraps.
+    loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
-        return lambda: loop._batches_that_stepped
-    return lambda: loop.batch_progress.total.completed // trainer.accumulate_grad_batches
+        return partial(getattr, loop, _STEPS.attribute)
+    progress = getattr(loop, "batch_progress", None)
+    if progress is None:
+        return lambda: max(trainer.global_step - 1, 0)  # This step is counted already.
+    return lambda: int(progress.total.completed // trainer.accumulate_grad_batches)
 
 
 def is_step_compiled(model: Any) -> bool:
@@ -36,45 +88,53 @@ def is_step_compiled(model: Any) -> bool:
     return _COMPILED_STEP.of(model) is not None
 
 
-def is_placeholder(optimizer: object) -> bool:
-    """Return whether it is what Lightning has in place of no optimizer, and updates nothing."""
-    # By the module of its class, whose name is private.
-    package, _, module = type(optimizer).__module__.partition(".")
-    return package in ("lightning", "pytorch_lightning") and module.endswith("core.optimizer")
-
-
 def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
     """Return the object and its method by which a trainer waits for other ranks at each batch.
 
     Since 2.6 it broadcasts there whether it was asked to end, and reads the answer with `.item()`:
-    a collective, and a wait of the host, in every batch.
+    a collective, and a host wait, in every batch.
     """
-    owner, name = trainer.fit_loop.epoch_loop, _BROADCAST.attribute
-    return (owner, name) if trainer.world_size > 1 and _BROADCAST.is_in(owner) else None
+    loop = _epoch_loop(trainer)
+    is_there = trainer.world_size > 1 and _BROADCAST.is_in(loop)
+    return (loop, _BROADCAST.attribute) if is_there else None
 
 
 def validation_entry(trainer: Any) -> tuple[Any, str] | None:
     """Return the object and its method that runs a validation, or None."""
-    loop = _VALIDATION.of(trainer.fit_loop.epoch_loop)
+    loop = _VALIDATION.of(_epoch_loop(trainer))
     return (loop, "run") if hasattr(loop, "run") else None
 
 
+def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:
+    """Add metrics to `callback_metrics`, where other callbacks look for them."""
+    # In one call: Lightning gathers its metrics at each access.
+    live = _LIVE_METRICS.of(trainer)
+    if isinstance(live, dict):
+        live.update(metrics)
+
+
 def is_idle(profiler: object) -> bool:
-    """Return whether it is the profiler of a Trainer that was given none, and does nothing."""
+    """Return whether this is the profiler of a Trainer that was given none, and does nothing."""
     return type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
 
 
-# The names of actions, of which a Trainer notifies its profiler before it begins them
+# Names of actions. A Trainer passes them to its profiler when it starts them.
+
+_FETCH_ACTION = "train_dataloader_next"
+_COPY_ACTION = "batch_to_device"
+_PER_BATCH = ("on_train_batch_start", "on_train_batch_end")
 
 
 def fetch_action(trainer: Any) -> str:
     """Return the name of the action that fetches a batch."""
-    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+    loop = _epoch_loop(trainer)
+    name = _LOOP.rpartition(".")[2] if loop is None else type(loop).__name__
+    return f"[{name}].{_FETCH_ACTION}"
 
 
 def copy_action(trainer: Any) -> str:
     """Return the name of the action that takes a batch to the device."""
-    return f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
+    return f"[Strategy]{type(trainer.strategy).__name__}.{_COPY_ACTION}"
 
 
 def callback_action(callback: Any, hook: str) -> str:
@@ -89,7 +149,39 @@ def module_action(trainer: Any, module: Any, hook: str) -> str:
     return f"[{kind}]{type(module).__name__}.{hook}"
 
 
-def defines(one: object, hook: str) -> bool:
-    """Return whether a callback or module does something in a hook."""
-    module = getattr(getattr(one, hook, None), "__module__", None) or ""
-    return hasattr(one, hook) and not module.endswith((".callbacks.callback", ".core.hooks"))
+def defines(owner: object, hook: str) -> bool:
+    """Return whether a callback or module has its own code for a hook."""
+    module = getattr(getattr(owner, hook, None), "__module__", None) or ""
+    bases = (".callbacks.callback", ".core.hooks", ".core.module")
+    return hasattr(owner, hook) and not module.endswith(bases)
+
+
+def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
+    """Return the labels that the actions of a trainer, and of some callbacks, give each step."""
+    package = _package_of(trainer)
+    reports = f"{package} {version_of(package)} reported no"
+    found = [
+        Expected(
+            frozenset({FETCH}),
+            "the fetch of batches apart from callbacks",
+            f"{reports} `{_FETCH_ACTION}`",
+            (DATA, CALLBACKS),
+        ),
+        Expected(
+            frozenset({COPY}),
+            "copies to the device apart from the fetch of batches",
+            f"{reports} `{_COPY_ACTION}`",
+            (DATA,),
+        ),
+    ]
+    labels = frozenset(
+        label_of_callback(callback, hook)
+        for callback in callbacks
+        for hook in _PER_BATCH
+        if defines(callback, hook)
+    )
+    if labels:
+        feature = "callbacks apart from data and from each other"
+        reason = f"{reports} hook of a callback"
+        found.append(Expected(labels, feature, reason, (DATA, CALLBACKS)))
+    return found

@@ -14,14 +14,31 @@ MISSING: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class NotMeasured:
-    """Something that cannot be measured in this process, and why.
+    """Something that cannot be measured in this process.
 
     Attributes:
-        text: A sentence for users.
+        text: A sentence for users, with the reason.
         blurred: Phases whose times are not separated from each other. No verdict may rest on them.
     """
 
     text: str
+    blurred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Labels that the steps of a loop have while its trainer works as this package expects.
+
+    Attributes:
+        labels: The self-check looks for any of these.
+        feature: What is not measured without them.
+        otherwise: The reason, as in "lightning 2.7 reported no ...".
+        blurred: Phases whose times are not separated then.
+    """
+
+    labels: frozenset[str]
+    feature: str
+    otherwise: str
     blurred: tuple[str, ...] = ()
 
 
@@ -32,8 +49,8 @@ class Name:
     Attributes:
         path: The dotted name, module first, such as "torch._C._current_graph_task_id".
         feature: What cannot be measured without it. Empty if a public name does the same.
-        blurred: The phases that cannot be told apart without it.
-        sample: Returns an object that has the attribute, where its class does not have it.
+        blurred: The phases that cannot be separated without it.
+        sample: Returns an object that has the attribute, if its class does not.
     """
 
     path: str
@@ -53,7 +70,7 @@ class Name:
         return self.path.rpartition(".")[2]
 
     def find(self, default: Any = None) -> Any:
-        """Return what the path names, or `default` where this version does not have it."""
+        """Return the object at the path, or `default` if this version does not have it."""
         found = look_up(self.path) if self.sample is None else read(self.sample(), self.attribute)
         return default if found is MISSING else found
 
@@ -67,7 +84,7 @@ class Name:
 
 
 NAMES: dict[str, Name] = {}
-"""All private names that the package uses, by their paths."""
+"""All private names that the package uses, by path."""
 
 _not_measured: dict[str, NotMeasured] = {}
 
@@ -78,7 +95,7 @@ def read(owner: Any, attribute: str) -> Any:
 
 
 def look_up(path: str) -> Any:
-    """Return what a dotted path names, or `MISSING`. It imports modules as far as needed."""
+    """Return the object at a dotted path, or `MISSING`. Import modules as far as needed."""
     root, *attributes = path.split(".")
     try:
         found = importlib.import_module(root)
@@ -97,16 +114,20 @@ def look_up(path: str) -> Any:
     return found
 
 
+def version_of(library: str) -> str:
+    """Return the version of an imported library, or a phrase that stands for it."""
+    return str(getattr(sys.modules.get(library), "__version__", "of this version"))
+
+
 def report(name: Name, *, library: str = "") -> None:
     """Note that a name is missing, and warn once. `library` is the package that was looked at."""
     if name.path in _not_measured or not name.feature:
         return
     library = library or name.library
-    version = getattr(sys.modules.get(library), "__version__", "of this version")
-    found = name.feature, library, version, name.attribute
-    text = "not measured: {}, because {} {} has no {}".format(*found)
+    values = name.feature, library, version_of(library), name.attribute
+    text = "not measured: {}, because {} {} has no {}".format(*values)
     _not_measured[name.path] = NotMeasured(text, name.blurred)
-    messages.warning("Not measured: %s, because %s %s has no %s.", *found)
+    messages.warning("Not measured: %s, because %s %s has no %s.", *values)
 
 
 def report_missing(*names: Name) -> None:
@@ -117,8 +138,8 @@ def report_missing(*names: Name) -> None:
 
 
 def report_missing_of(owner: Any, *names: Name) -> None:
-    """Report those names that are no attributes of an object."""
-    # Lightning has two packages; and what a user derives from a class is of neither.
+    """Report the names that an object does not have."""
+    # Lightning is also a package of another name. A user's subclass is in neither.
     roots = {kind.__module__.partition(".")[0] for kind in type(owner).__mro__}
     for name in names:
         if not name.is_in(owner):
@@ -127,5 +148,6 @@ def report_missing_of(owner: Any, *names: Name) -> None:
 
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:
-    """Return what was reported as missing of some libraries."""
-    return [one for path, one in _not_measured.items() if path.partition(".")[0] in {*libraries}]
+    """Return what was reported as missing in some libraries."""
+    wanted = {*libraries}
+    return [gap for path, gap in _not_measured.items() if path.partition(".")[0] in wanted]

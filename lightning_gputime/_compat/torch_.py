@@ -1,18 +1,25 @@
-"""Private names of torch."""
+"""Internals of torch, and what it does not document."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from traceback import walk_stack
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gputime._compat.names import MISSING, Name, report, report_missing
-from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS
+from lightning_gputime._compat.names import (
+    MISSING,
+    Name,
+    look_up,
+    read,
+    report,
+    report_missing,
+)
+from lightning_gputime._compat.python_ import calling_module, calls_on_stack
+from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS, OTHER
 
 # Autograd
 
@@ -22,7 +29,7 @@ GRAPH_TASK = Name(
     (FORWARD, LOSS, BACKWARD),
 )
 current_graph_task_id: Callable[[], int] = GRAPH_TASK.find(lambda: -1)
-"""Return a number of 0 or more inside of a backward, else -1."""
+"""Return a number of 0 or more inside a backward, else -1."""
 
 _ENGINE = Name(
     "torch.autograd._engine_run_backward",
@@ -33,11 +40,17 @@ _ENGINE = Name(
 def backward_entry() -> tuple[Any, str]:
     """Return the module and the name of the function that runs the autograd engine.
 
-    It is a global of its module, and looked up at each call: so a patch sees all calls. In its
-    place `torch.autograd.backward` sees those of `Tensor.backward`.
+    It is a global of its module, looked up at each call, so a patch sees all calls. The fallback,
+    `torch.autograd.backward`, sees the calls of `Tensor.backward`.
     """
     name = _ENGINE.attribute if _ENGINE.is_in(torch.autograd) else "backward"
     return torch.autograd, name
+
+
+def runs_for_pipeline() -> bool:
+    """Return whether a pipeline schedule runs the engine, for its backward."""
+    schedule = "torch.distributed.pipelining._backward"
+    return schedule in sys.modules and calling_module("torch.autograd") == schedule
 
 
 _QUEUE = Name(
@@ -49,22 +62,27 @@ CAN_QUEUE = hasattr(_QUEUE.find(), "queue_callback")
 queue_after_backward: Callable[[Callable[[], object]], object] = getattr(
     _QUEUE.find(), "queue_callback", bool
 )
-"""Call a function when the running backward has done its own work; with `CAN_QUEUE` only."""
+"""Call a function when the running backward has done its own work. Needs `CAN_QUEUE`."""
 
 
 def is_autograd_compiled() -> bool:
-    """Return whether the autograd engine is being compiled: it would trace hooks on tensors."""
+    """Return whether the autograd engine is being compiled, which would trace hooks on tensors."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
 # Modules
 
-CALL_CODE = getattr(nn.Module.__call__, "__code__", None)
-"""The code of the function that every call of a module passes through."""
+_CALL_CODE = getattr(nn.Module.__call__, "__code__", None)
+
+
+def modules_on_stack() -> list[int]:
+    """Return the ids of the modules that are running, innermost first."""
+    return [id(variables.get("self")) for variables in calls_on_stack(_CALL_CODE)]
+
 
 LOSSES = tuple(
-    one for name, one in vars(nn.modules.loss).items() if name in nn.modules.loss.__all__
+    kind for name, kind in vars(nn).items() if isinstance(kind, type) and name.endswith("Loss")
 )
 """The classes of torch's losses."""
 
@@ -82,8 +100,17 @@ def hooks_of_calls(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
         yield name.attribute, f"{name.attribute}_with_kwargs", name.of(module)
 
 
-WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""The names of a module inside what torch puts around it, and calls with it."""
+# Packages whose modules wrap another: FSDP, checkpoint wrappers, what `torch.compile` returns.
+_WRAPPERS = ("torch.distributed.", "torch._dynamo.")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether torch put this module around its only child, and calls them together."""
+    # FSDP2 derives a class from the user's.
+    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+    is_of_torch = all(kind.__module__.startswith(_WRAPPERS) for kind in kinds[:-1])
+    return len(kinds) > 1 and is_of_torch and len([*module.children()]) == 1
+
 
 _COMPILED_MODULE = Name(
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the modules inside a compiled model"
@@ -95,12 +122,12 @@ COMPILED_CALL = _COMPILED_CALL.attribute
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what a module calls that was compiled in place; None of any other."""
+    """Return what a module calls if it was compiled in place, else None."""
     return _COMPILED_CALL.of(module)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside what `torch.compile` returned; None of any other."""
+    """Return the module inside if `torch.compile` returned this one, else None."""
     inner = _COMPILED_MODULE.of(module)
     if isinstance(inner, nn.Module):
         return inner
@@ -111,7 +138,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 # By name, because most of these packages may not be installed, and importing them is slow. A class
 # of the user's may have an attribute `module`, too, which is none of these.
-_WRAPPERS = {
+_USER_MODEL_WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel",
     "torch.nn.parallel.data_parallel.DataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
@@ -131,7 +158,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's model inside wrappers, such as those of DDP and of `torch.compile`."""
     while True:
         inner = compiled_module(module)
-        if inner is None and is_instance_of(module, *_WRAPPERS):
+        if inner is None and is_instance_of(module, *_USER_MODEL_WRAPPERS):
             inner = getattr(module, "module", None)
         if not isinstance(inner, nn.Module):
             return module
@@ -152,7 +179,7 @@ _STEP_WRAPPER = Name(
 
 
 def _code_of_step() -> CodeType | None:
-    # Torch puts this function around `step` of each class: every call passes through it.
+    # Torch wraps `step` of each class in this function, so every call passes through it.
     wrap = _STEP_WRAPPER.find()
     return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
 
@@ -164,11 +191,11 @@ def steps_on_stack() -> int | None:
     """Return how many calls of `step` of optimizers with hooks are running; None if unknown."""
     if _STEP_CODE is None:
         return None
-    return sum(frame.f_code is _STEP_CODE for frame, _ in walk_stack(sys._getframe()))
+    return sum(1 for _ in calls_on_stack(_STEP_CODE))
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Return whether an optimizer has hooks: one without `super().__init__()` has none."""
+    """Return whether an optimizer has hooks. Without `super().__init__()` it has none."""
     try:
         optimizer.register_step_post_hook(bool).remove()
     except (AttributeError, TypeError):
@@ -177,7 +204,7 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 
 def is_step_compiled(optimizer: Any) -> bool:
-    # What torch.compile returns is a function of dynamo's.
+    # `torch.compile` returns a function of dynamo.
     code = getattr(vars(optimizer).get("step"), "__code__", None)
     return "torch/_dynamo/" in getattr(code, "co_filename", "").replace("\\", "/")
 
@@ -199,12 +226,12 @@ def skip_in_compilation(files: set[Path]) -> None:
 
 
 _COUNTERS = Name(
-    "torch._dynamo.utils.counters", "untimed steps without hooks: they stay on, as in compiled code"
+    "torch._dynamo.utils.counters", "untimed steps without hooks, as compiled code may guard them"
 )
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process: its code guards hooks."""
+    """Return whether torch.compile has compiled anything in this process. Its code guards hooks."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False
@@ -221,9 +248,9 @@ _COMPILE_CALLBACKS = Name(
 
 
 def compile_callbacks() -> tuple[list[Any], list[Any]] | None:
-    """Return the lists of what is called when a compilation starts and ends; None without dynamo.
+    """Return the lists of callbacks of the start and end of a compilation; None without dynamo.
 
-    It does not import dynamo: until other code has, nothing is compiled.
+    Dynamo is not imported: until other code has done so, nothing is compiled.
     """
     module = sys.modules.get("torch._dynamo.callback")
     if module is None:
@@ -239,14 +266,20 @@ def compile_callbacks() -> tuple[list[Any], list[Any]] | None:
     return starts, ends
 
 
+def is_compiled_graph(module: nn.Module) -> bool:
+    """Return whether a module is the graph of a compiled optimizer."""
+    return "compile_subgraph_reason" in vars(module)
+
+
 _SCRIPT = Name(
     "torch.jit._recursive.create_script_module", "models that TorchScript compiles while timed"
 )
 
 
 def script_entry() -> tuple[Any, str] | None:
-    """Return the module and name of the function by which TorchScript makes its modules."""
-    return None if _SCRIPT.find() is None else (torch.jit._recursive, _SCRIPT.attribute)
+    """Return the module and the name of the function by which TorchScript makes its modules."""
+    owner = look_up(_SCRIPT.path.rpartition(".")[0])
+    return (owner, _SCRIPT.attribute) if _SCRIPT.is_in(owner) else None
 
 
 _AUTOCAST = Name(
@@ -265,15 +298,54 @@ def is_autocast_on(autocast: torch.autocast) -> bool:
 
 # Collectives
 
+_WAITS = tuple(f"{phase}/{COMM}" for phase in (FORWARD, BACKWARD, OTHER))
+_COLLECTIVE = Name(
+    "torch.distributed.ProcessGroup.allreduce",
+    "waits for other ranks in collectives",
+    (FORWARD, BACKWARD, OTHER, *_WAITS),
+)
+_WAIT = Name(
+    "torch.distributed.Work.wait",
+    "waits for collectives that run on another stream",
+    (FORWARD, BACKWARD, OTHER, *_WAITS),
+)
+
+_COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
+"""How the methods of a process group begin that launch a collective."""
+
+BLOCKING = ("monitored_barrier",)
+"""The methods that launch a collective, and wait on the host."""
+
+WORK_WAITS = ("wait", "synchronize", "block_current_stream")
+"""The methods by which a stream, or the host, waits for a collective."""
+
+
+def launches(group: type) -> tuple[str, ...]:
+    """Return the methods of a class of process groups that launch a collective."""
+    return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
+
+
+def is_asynchronous(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a collective runs on another stream, by the arguments of its launch.
+
+    Before torch 2.8 all of them do.
+    """
+    options = args[-1] if args else kwargs.get("opts")
+    return bool(getattr(options, "asyncOp", True))
+
 
 _ASYNC_TENSOR = Name(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    "waits for functional collectives, as of tensor parallelism",
+    "waits for functional collectives, as in tensor parallelism",
 )
+# DTensors call the second method if they must not be asynchronous. The function that these call is
+# guarded by compiled code.
+TENSOR_WAITS = ("trigger_wait", "wait")
+"""The methods by which the first use of an asynchronous tensor waits."""
 
 
 def async_tensor() -> Any:
-    """Return the class of what a functional collective returns, if that is imported; else None."""
+    """Return the class of what a functional collective returns, if it is imported, else None."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is None:
         return None
@@ -282,8 +354,49 @@ def async_tensor() -> Any:
     return _ASYNC_TENSOR.of(functional)
 
 
-PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
-"""The module that asks for gradients on behalf of a schedule."""
+def is_complete(tensor: Any) -> bool:
+    """Return whether an asynchronous tensor needs no wait."""
+    return bool(getattr(tensor, "completed", False))
+
+
+_PIPELINES = ("torch.distributed.pipelining", "megatron.core.pipeline_parallel")
+# Modules between a patch and the code that wants the collective, or the wait.
+_BETWEEN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "torch.cuda.streams",
+)
+
+
+def waits_for_stage() -> bool:
+    """Return whether the running wait is for what another stage of a pipeline sends."""
+    # Most loops have no pipeline: spare them the look at the stack.
+    has_pipeline = not sys.modules.keys().isdisjoint(_PIPELINES)
+    return has_pipeline and calling_module(*_BETWEEN).startswith(_PIPELINES)
+
+
+def waits_in_torch() -> bool:
+    """Return whether torch's distributed package makes a stream wait for another."""
+    return calling_module(*_BETWEEN).startswith("torch.distributed")
+
+
+_SYNCS_BUFFERS = Name(
+    "torch.nn.parallel.DistributedDataParallel.will_sync_module_buffers",
+    "waits for the buffers of DDP",
+    (FORWARD, OTHER),
+)
+_SYNCS_GRADS = Name("torch.nn.parallel.DistributedDataParallel.require_backward_grad_sync")
+
+
+def syncs_buffers(module: nn.Module) -> bool:
+    """Return whether DDP broadcasts its buffers in this call."""
+    will_sync = _SYNCS_BUFFERS.of(module)
+    return callable(will_sync) and bool(will_sync())
+
+
+def syncs_gradients(module: nn.Module) -> bool:
+    """Return whether the next backward of DDP waits for other ranks: not inside `no_sync`."""
+    return bool(_SYNCS_GRADS.of(module, True))
 
 
 _STORE = Name(
@@ -302,8 +415,8 @@ def default_store() -> Any:
 # Devices
 
 
-_RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # Else it takes longer to ask.
-_SLEEP = Name("torch.cuda._sleep")  # Else the reason is told that no step is probed.
+_RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # The public function takes longer.
+_SLEEP = Name("torch.cuda._sleep")  # Without it the summary says why no step is probed.
 
 
 def raw_stream() -> Callable[[int], int] | None:
@@ -318,16 +431,21 @@ def spin_function(module: Any) -> Callable[[int], object] | None:
     return found
 
 
+_STATS = Name("torch._C._accelerator_getDeviceStats")
+_RESET = Name("torch._C._accelerator_resetPeakStats")
+
+
 def memory_counters(kind: str) -> tuple[Callable[[int], Any], Callable[[int], Any]] | None:
     """Return functions that read and reset the counters of a device's memory, or None."""
-    # These take half as long as the public ones: 10 us the read, 2 us the reset.
+    # These take half as long as the public functions: 10 us to read, 2 us to reset.
+    core = look_up("torch._C")
     for names in (
-        ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
+        (_STATS.attribute, _RESET.attribute),
         (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats"),
     ):
-        found = [getattr(torch._C, name, None) for name in names]
-        if all(found):
-            return found[0], found[1]  # type: ignore[return-value]  # by `all`
+        stats, reset = (read(core, name) for name in names)
+        if MISSING not in (stats, reset):
+            return stats, reset
     return None
 
 
@@ -335,7 +453,7 @@ def memory_counters(kind: str) -> tuple[Callable[[int], Any], Callable[[int], An
 
 
 def report_missing_names(*, shared: bool) -> None:
-    """Report what cannot be measured; `shared` says that there are several ranks."""
+    """Report what cannot be measured; `shared` means that there are several ranks."""
     report_missing(GRAPH_TASK, _ENGINE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
     if shared:
-        report_missing(_QUEUE)
+        report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)

@@ -1,19 +1,41 @@
-"""Private names of transformers, and of trainers that are made from its Trainer."""
+"""Internals of transformers, and of trainers that derive from its Trainer."""
 
 import sys
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from lightning_gputime._compat.names import MISSING, Name, read, report, report_missing_of
-from lightning_gputime._phases import CALLBACKS, DATA, FORWARD, LOSS
+from lightning_gputime._compat.names import (
+    MISSING,
+    Expected,
+    Name,
+    read,
+    report,
+    report_missing,
+    report_missing_of,
+    version_of,
+)
+from lightning_gputime._phases import CALLBACKS, DATA, FETCH, FORWARD, LOSS
+
+MODULE = "transformers.trainer"
+TRAINING = {MODULE: "train"}
+"""The module of the Trainer, and its function that trains."""
 
 GENERATES = ("generate", "generate_batch")
 """The methods of a model that generate text."""
 
+_DEFAULTS = Name(f"{MODULE}.DEFAULT_CALLBACKS", "Trainers without a timer, under run")
+
+
+def default_callbacks() -> list[Any]:
+    """Return the list of the callbacks that every new Trainer gets."""
+    report_missing(_DEFAULTS)
+    found: list[Any] = _DEFAULTS.find([])
+    return found
+
 
 def generation_class() -> Any:
-    """Return the class whose methods generate text, if it is imported; else None."""
+    """Return the class whose methods generate text, if it is imported, else None."""
     module = sys.modules.get("transformers.generation.utils")
     return getattr(module, "GenerationMixin", None)
 
@@ -24,23 +46,23 @@ _INNER_LOSS = Name(
     (FORWARD, LOSS),
 )
 INNER_LOSS = _INNER_LOSS.attribute
-"""What the property `loss_function` of a model keeps."""
+"""The attribute behind the property `loss_function` of a model."""
 
 
 def has_inner_loss(model: Any) -> bool:
-    """Return whether a model computes its loss by a function that can be replaced."""
-    place = getattr(type(model), "loss_function", None)
-    return isinstance(place, property) and place.fset is not None
+    """Return whether a model computes its loss with a function that can be replaced."""
+    found = getattr(type(model), "loss_function", None)
+    return isinstance(found, property) and found.fset is not None
 
 
 def check_inner_loss(model: Any, called: object) -> None:
-    """Report it if the model calls another loss function than the one that was put there."""
+    """Report a model that calls another loss function than the one that was set."""
     if read(model, "loss_function") is not called:
         report(_INNER_LOSS)
 
 
 def lacks_inner_loss(model: Any) -> bool:
-    """Return whether the model has no such function: transformers would warn of the property."""
+    """Return whether the model has no loss function: reading the property would warn."""
     return getattr(model, "loss_type", "") is None and not hasattr(model, INNER_LOSS)
 
 
@@ -52,24 +74,67 @@ _FETCH = Name(
 )
 _LOOP = Name(f"{_TRAINER}.evaluation_loop", "the phases of evaluations")
 _PREDICT = Name(f"{_TRAINER}.prediction_step", "the batches of evaluations")
-# Before transformers 5 there are none, and an error in another callback stays unknown.
+# Transformers 4 has neither, so an error in another callback goes unnoticed.
 _EPOCH = Name(f"{_TRAINER}._run_epoch")
 _END = Name(f"{_TRAINER}._finalize_training")
-_REWARDS = Name("trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards", "rewards")
+_HANDLER = Name(
+    f"{_TRAINER}.callback_handler", "callbacks apart from the steps around them", (DATA, CALLBACKS)
+)
+_GRPO = "trl.trainer.grpo_trainer.GRPOTrainer"
+_REWARDS = Name(f"{_GRPO}._calculate_rewards", "rewards")
+_ENGINE = Name(f"{_GRPO}.vllm_generation", "generation with vLLM")
 
 
 def report_missing_names(trainer: Any) -> None:
     """Report what of a Trainer cannot be measured."""
-    report_missing_of(trainer, _SAVE, _EVALUATE, _FETCH, _LOOP, _PREDICT)
+    report_missing_of(trainer, _SAVE, _EVALUATE, _FETCH, _LOOP, _PREDICT, _HANDLER)
     if hasattr(trainer, "reward_funcs"):
         report_missing_of(trainer, _REWARDS)
+        if getattr(trainer, "use_vllm", False):
+            report_missing_of(trainer, _ENGINE)
+
+
+def expected_of(trainer: Any) -> list[Expected]:
+    """Return the labels that the methods of a Trainer give each step."""
+    if not _FETCH.is_in(trainer):
+        return []  # It is reported already.
+    reason = f"transformers {version_of('transformers')} did not call `{_FETCH.attribute}`"
+    return [Expected(frozenset({FETCH}), _FETCH.feature, reason, _FETCH.blurred)]
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """Return the list of the callbacks of a Trainer, which may be changed."""
+    found: list[Any] = getattr(_HANDLER.of(trainer), "callbacks", [])
+    return found
+
+
+def put_callback_after(trainer: Any, callback: object, before: object) -> None:
+    """Move a callback to its place after another one; if that is gone or None, to the start."""
+    handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
+    others = [one for one in callbacks if one is not callback]
+    if len(others) < len(callbacks):
+        place = 1 + next((i for i, one in enumerate(others) if one is before), -1)
+        # A new list: the Trainer may be iterating over the other.
+        handler.callbacks = [*others[:place], callback, *others[place:]]
+
+
+def epoch_start(trainer: Any) -> tuple[Any, str] | None:
+    """Return the object and its method that notifies callbacks of an epoch, or None."""
+    handler = _HANDLER.of(trainer)
+    return (handler, "on_epoch_begin") if hasattr(handler, "on_epoch_begin") else None
+
+
+def generation_engine(trainer: Any) -> tuple[Any, str] | None:
+    """Return the object and its method that generates text in other processes, or None."""
+    engine = _ENGINE.of(trainer)
+    return (engine, "generate") if hasattr(engine, "generate") else None
 
 
 def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[str, Any]]:
     """Yield the methods of a Trainer to listen to, with their listeners.
 
-    `run` listens to those after which a training may be over, `calls` are the others by what they
-    do: "fetch", "evaluate", "evaluation", "prediction", "log", "rewards".
+    `run` listens to those after which a training may be over. `calls` has the other listeners, by
+    what the methods do: "fetch", "evaluate", "evaluation", "prediction", "log", "rewards".
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
@@ -92,9 +157,9 @@ def save_method(trainer: Any) -> str | None:
 
 
 def evaluation_prefix(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return how the metrics of an evaluation begin, by the arguments of `evaluation_loop`."""
+    """Return the prefix of an evaluation's metrics, by the arguments of `evaluation_loop`."""
     try:
-        # Of the class: on the object it is the timer's.
+        # Of the class: the timer replaces it on the object.
         given = signature(type(trainer).evaluation_loop).bind_partial(trainer, *args, **kwargs)
         return str(given.arguments.get("metric_key_prefix", "eval"))
     except (AttributeError, TypeError, ValueError):

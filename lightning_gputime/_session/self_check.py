@@ -1,77 +1,316 @@
-"""The self-check: do the first steps have what each step of their loop must have?"""
+"""Self-check: compare the first steps with what their loop must have done in each of them."""
 
-from lightning_gputime._boundaries.loop import Loop
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._boundaries.loop import Loop, is_engine
+from lightning_gputime._boundaries.optimizer import parameters_of
 from lightning_gputime._compat.names import NotMeasured
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._messages import WarnOnce
+from lightning_gputime._messages import WarnOnce, messages
 from lightning_gputime._options import AUTO, Options
-from lightning_gputime._phases import BACKWARD, FORWARD
+from lightning_gputime._phases import (
+    BACKWARD,
+    DATA,
+    FETCH,
+    FORWARD,
+    GRAD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    StepRecord,
+)
+from lightning_gputime._record.recorder import Recorder
 
-_STEPS = 5  # Judged once so many steps were read; at the end of the training, after fewer.
-_MIN_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.
+_FIRST_STEPS = 5  # Warm-up included.
+_MIN_FIRST_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.
+_MEAN_STEPS = 20  # After the warm-up.
+
+# What the first steps show
 
 _NOT_SEEN = "Not measured: %s, because %s in the first %d steps."
 _WRONG_ORDER = (
     "In each of the first %d steps backward precedes forward: steps end inside a batch, so their"
-    " phases are those of two batches. Call step() last in the body of the loop."
+    " phases belong to two batches. Call step() at the end of the loop body."
 )
 _WRONG_COUNT = (
-    "The trainer counts %d steps, and the timer has seen %d: its steps are not the trainer's"
-    " updates, and times per step are wrong."
+    "The trainer counts %d steps, and the timer has seen %d. Times per step are wrong: a step of"
+    " the timer is not an update of the trainer."
 )
+
+# What the means of some steps show
+
+_NO_FORWARD = (
+    "No call of the model was seen, so its time is in `other`. Pass the module that the loop calls,"
+    ' such as what torch.compile returned, or wrap the call in `with phase("forward")`. Nothing'
+    " inside a compiled training step can be timed: compile the model alone."
+)
+_NO_BACKWARD = (
+    "No backward was seen, so its time is in `other`. Call loss.backward() in the thread of the"
+    ' loop and outside of compiled code, or wrap it in `with phase("backward")`.'
+)
+_NO_UPDATE = (
+    "No update of an optimizer was seen in %d steps, so its time is in `other`. If the optimizer is"
+    ' not a torch optimizer, wrap the update in `with phase("optimizer")`.'
+)
+_NO_MODULES = (
+    "None of the modules that `modules` selects was called inside `forward`, so they have no rows."
+    " Select modules that the model calls, not those of a copy or inside scripted code."
+)
+_TOO_EARLY = (
+    "The process group was created after the timer was attached: waits for other ranks are not"
+    " separated, and ranks are not compared. Attach the timer after init_process_group()."
+)
+_ELSEWHERE = (
+    "The model is called in another thread than the one that calls step() or iterates over"
+    " steps(). Only that thread is timed: do both in the same thread."
+)
+_TWICE = (
+    "%d of %d steps have no call of the model. Call step() once, at the end of the loop body, or"
+    " only iterate over steps(). Skip batches inside of it, as in"
+    " timer.steps(filter(is_good, loader)). If those steps train another model, give each model its"
+    " timer."
+)
+_EARLY = (
+    "The first %d timed steps have no backward. Call step() at the end of the loop body, skip"
+    " batches inside steps(), as in timer.steps(filter(is_good, loader)), and put an evaluation"
+    " before the training into `with timer.paused()`."
+)
+_UNSEEN = (
+    "Batches without a call of the model take %.3g ms of `other` a step. If they train in a way the"
+    " timer cannot see, such as by a graph that was captured before attach(), call step() at the"
+    " end of the loop body."
+)
+_METHOD = (
+    "`%s` is %.3g ms a step, and `forward` little compared with `backward`. If the loop calls a"
+    " method of a module, such as model.features(x), and not the module, wrap the call in"
+    ' `with phase("forward")`.'
+)
+_NO_OPTIMIZER = (
+    "The model was trained, and the timer has no optimizer: zero_grad counts for the phase before"
+    " it, and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+)
+_EVALUATED = (
+    "The model is also called in eval mode with gradients on. If that is an evaluation, it counts"
+    " for the steps: put it under `torch.no_grad()`."
+)
+_ACCUMULATED = (
+    "%d of %d steps have no update. If gradients accumulate, pass accumulate_grad_batches=%s, so"
+    " that a step is one update."
+)
+
+# Before the first step
+
+_OTHER_PARAMETERS = (
+    "None of the parameters that %s updates belongs to the model: it was made for another model, or"
+    " before the parameters were replaced. Its updates are timed all the same."
+)
+_SEVERAL_DEVICES = (
+    "The model is on several devices: %s. Its phases are timed on %s; pass device= to choose"
+    " another."
+)
+
+_NO_ROOM_FOR = {
+    _NO_FORWARD: ("forward, because no call of the model was seen", (FORWARD, OTHER)),
+    _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
+    _NO_BACKWARD: ("backward, because no backward was seen", (BACKWARD, OTHER)),
+    _NO_UPDATE: ("updates, because no optimizer was seen to run one", (OPTIMIZER, OTHER)),
+}
+"""What a mismatch means for the summary: what is not measured, and the phases it is lost in."""
 
 
 class SelfCheck:
-    """Compares the first timed steps with what their loop says that each of them has.
+    """Compares steps with what their loop must have done, and reports each mismatch once.
 
-    It reads the labels and numbers of steps that were read anyway, so no step takes longer.
+    It looks at the labels and numbers of the first steps, and at the sums of some later ones. Both
+    are there anyway, so no step takes longer.
     """
 
-    def __init__(self, results: Results, loop: Loop, options: Options) -> None:
-        self._results, self._expected = results, loop.expects
+    def __init__(
+        self,
+        results: Results,
+        boundaries: Boundaries,
+        recorder: Recorder,
+        loop: Loop,
+        options: Options,
+    ) -> None:
+        self._results, self._boundaries, self._recorder = results, boundaries, recorder
+        self._loop = loop
         # With "auto" the first steps are all timed.
         times_first = options.every_n_steps in (1, AUTO) and not options.probe_every_n_steps
         self._counts_steps = loop.counts_steps and times_first
+        self._is_own_loop = loop.pause_evaluation is not False
+        # An optimizer of the model may update that the user has not passed.
+        self._lacks_optimizer = loop.pause_evaluation is None
         self._warn_once = WarnOnce()
-        self._is_over = False
-        self._seen: list[tuple[int, tuple[str, ...]]] = []  # Numbers and labels.
+        self._first: list[StepRecord] | None = []  # None once they are checked.
+        self._has_checked_means = self._has_trained = False
+        # Time of batches without any work, which end no step; steps before the first backward.
+        self._idle_ms, self._early = 0.0, 0
 
     def steps_read(self, steps: ReadSteps) -> None:
-        if self._is_over:
+        """Take steps that were read. Check them once there are enough."""
+        if self._first is not None:
+            self._first += steps
+            if len(self._first) >= _FIRST_STEPS:
+                self._check_first_steps()
+        self._check_optimizer()
+        # Replays of a captured graph do not show what they run; the recorder has warned of that.
+        if self._has_checked_means or self._recorder.has_captured:
             return
-        self._seen += [(step.number, step.labels) for step in steps]
-        if len(self._seen) >= _STEPS:
-            self._judge()
+        for step in steps:
+            marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
+            self._idle_ms += sum(ms for *both, ms in marks if both == [OTHER, DATA])
+            self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
+            self._early += not self._has_trained
+        if self._results.sums.step.n >= _MEAN_STEPS:
+            self._has_checked_means = True
+            self._check_few_steps()
+            self._check_means()
 
     def end(self) -> None:
-        """Judge at the end of the training, if that has not been done."""
-        if not self._is_over and len(self._seen) >= _MIN_STEPS:
-            self._judge()
+        """Check what is left when the training ends: a short one by what is certain."""
+        if self._first is not None and len(self._first) >= _MIN_FIRST_STEPS:
+            self._check_first_steps()
+        ran = self._results.sums.phases
+        self._check_optimizer()
+        if self._recorder.has_captured:
+            return
+        if not self._has_checked_means:
+            self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
+        elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
+            # The first step may be another one than that without a backward.
+            n = self._results.sums.step.n
+            without = n - ran[FORWARD].n
+            self._report(20 * (without - self._early) >= n, _TWICE, without, n)
 
-    def _judge(self) -> None:
-        self._is_over, seen, self._seen = True, self._seen, []
-        n = len(seen)
-        for expected in self._expected:
-            # A fit may end with a step whose batch was fetched in the one before.
-            if 2 * sum(expected.label in labels for _, labels in seen) < n:
-                why = f"{expected.otherwise} in the first {n} steps"
-                self._note(f"{expected.feature}, because {why}", *expected.blurred)
+    def _check_first_steps(self) -> None:
+        """Compare each of the first steps with the trainer's actions, their order and its count."""
+        steps, self._first = self._first or [], None
+        n = len(steps)
+        for expected in self._loop.expects:
+            # A fit may end with a step whose batch was fetched in the step before.
+            if 2 * sum(not expected.labels.isdisjoint(step.labels) for step in steps) < n:
+                self._note(
+                    f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
+                    expected.blurred,
+                )
                 self._warn_once(_NOT_SEEN, expected.feature, expected.otherwise, n)
-        # The first one may have begun at any place.
-        if all(_is_reversed(labels) for _, labels in seen[1:]):
-            self._note("single batches, because backward precedes forward", FORWARD, BACKWARD)
-            self._warn_once(_WRONG_ORDER, n)
-        counted = seen[-1][0] - seen[0][0] + 1
-        if self._counts_steps and counted != n:
+        # The first step may begin anywhere.
+        if all(_ends_inside_batch(step.labels) for step in steps[1:]):
+            self._note("single batches, because backward precedes forward", (FORWARD, BACKWARD))
+            self._report(True, _WRONG_ORDER, n)
+        if self._counts_steps and (counted := self._steps_of_trainer(steps)) != n:
             self._note(f"single steps, because the trainer counts {counted}, and {n} were seen")
-            self._warn_once(_WRONG_COUNT, counted, n)
+            self._report(True, _WRONG_COUNT, counted, n)
 
-    def _note(self, text: str, *blurred: str) -> None:
+    def _steps_of_trainer(self, steps: Sequence[StepRecord]) -> int:
+        """Return how many steps the trainer counts. Batches that it leaves out do not count."""
+        counted = 1
+        for before, step in pairwise(steps):
+            more = step.number - before.number
+            # In a batch that was left out there is no backward.
+            is_missed = _trained_batches(step.labels) > self._loop.accumulate_grad_batches
+            counted += more if is_missed else min(more, 1)
+        return counted
+
+    def _check_optimizer(self) -> None:
+        self._report(
+            self._lacks_optimizer and self._boundaries.optimizer.has_any,
+            _NO_OPTIMIZER,
+        )
+
+    def _check_few_steps(self, *, trains: bool = True) -> None:
+        self._report(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
+        message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
+        self._report(trains and not self._boundaries.forward.was_ever_called, message)
+        is_early = self._is_own_loop and self._has_trained and self._early > 0
+        self._report(trains and is_early, _EARLY, self._early)
+
+    def _check_means(self) -> None:
+        sums, seen = self._results.sums, self._boundaries
+        ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
+        trains = seen.optimizer.has_any
+        with_forward = ran[FORWARD].n if FORWARD in ran else n
+        # The number of steps may be odd.
+        ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
+        # Backward takes twice as long as forward and loss, or three times with checkpointing.
+        is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
+        is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
+        place = OTHER if is_in_other else LOSS
+        is_twice = 2 * (with_forward - 1) <= n - 1
+        is_skipped = trains and not is_twice and 2 * skipped >= n - 1
+        ends = '"auto": a step ends with the update'
+        if not self._loop.needs_updates:
+            ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
+        is_idle = 10 * self._idle_ms > sums.step.device_ms
+        self._report(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
+        self._report(trains and BACKWARD not in ran, _NO_BACKWARD)
+        self._report(trains and (is_in_other or is_in_loss), _METHOD, place, ms[place] / n)
+        self._report(self._is_own_loop and is_idle, _UNSEEN, self._idle_ms / n)
+        self._report(self._is_own_loop and seen.forward.is_evaluated, _EVALUATED)
+        self._report(is_twice, _TWICE, n - with_forward, n)
+        self._report(is_skipped and skipped == n, _NO_UPDATE, n)
+        self._report(is_skipped and skipped < n, _ACCUMULATED, skipped, n, ends)
+
+    def _report(self, is_mismatch: bool, message: str, *values: float | str) -> None:
+        if is_mismatch:
+            self._warn_once(message, *values)
+            if message in _NO_ROOM_FOR:
+                self._note(*_NO_ROOM_FOR[message])
+
+    def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         self._results.mismatches.append(NotMeasured(f"not measured: {text}", blurred))
 
 
-def _is_reversed(labels: tuple[str, ...]) -> bool:
-    """Return whether the first backward of a step comes before its first forward."""
-    has_both = FORWARD in labels and BACKWARD in labels
-    return has_both and labels.index(BACKWARD) < labels.index(FORWARD)
+def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
+    """Return whether a step begins with the backward of a batch and ends with the next forward."""
+    if FORWARD not in labels or BACKWARD not in labels:
+        return False
+    backwards = labels[::-1]
+    return labels.index(BACKWARD) < labels.index(FORWARD) and backwards.index(
+        FORWARD
+    ) < backwards.index(BACKWARD)
+
+
+def _trained_batches(labels: tuple[str, ...]) -> int:
+    """Return how many batches of a step were fetched and had a backward."""
+    n, is_fetched = 0, True
+    for label in labels:
+        if label == FETCH:
+            is_fetched = True
+        elif label == BACKWARD:
+            n += is_fetched
+            is_fetched = False
+    return n
+
+
+def warn_of_other_parameters(model: nn.Module, optimizers: Iterable[object]) -> None:
+    """Warn of optimizers that update no parameter of the model."""
+    if is_engine(model):
+        return  # Its optimizer may update copies of parts of the parameters.
+    own = set(model.parameters())
+    # A wrapper, such as Megatron's, may also update copies.
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            updated = {*parameters_of(optimizer)}
+            if own and updated and own.isdisjoint(updated):
+                messages.warning(_OTHER_PARAMETERS, type(optimizer).__name__)
+
+
+def warn_of_several_devices(model: nn.Module, timed: torch.device) -> None:
+    """Warn that the phases of a model on several devices are timed on one of them."""
+    sizes: dict[torch.device, int] = {}
+    for parameter in model.parameters():
+        if not isinstance(parameter, nn.UninitializedParameter):
+            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.numel()
+    if len(sizes) > 1:
+        where = ", ".join(f"{device} ({size:,} parameters)" for device, size in sizes.items())
+        messages.warning(_SEVERAL_DEVICES, where, timed)

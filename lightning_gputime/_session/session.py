@@ -35,7 +35,6 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
-from lightning_gputime._session.checkup import LoopDiagnostics
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (
     LONGEST_STRETCH,
@@ -129,11 +128,9 @@ class Session:
         results.throughput = self.work.reference
         self._boundaries = Boundaries(self.recorder, loop, self.work.on_call)
         self._comparison = RankComparer(results, means, options)
-        self._checkup = LoopDiagnostics(results, self._boundaries, self.recorder, loop)
-        self._self_check = SelfCheck(results, loop, options)
+        self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
-        observers = [results, self._comparison, self.analyzer, users, means, self._checkup]
-        observers.append(self._self_check)
+        observers = [results, self._comparison, self.analyzer, users, means, self._self_check]
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
@@ -542,7 +539,7 @@ class Session:
                 self._results.ended_steps = self._index
                 self.is_attached = self.is_off = False
                 self._agreement = None
-                call_safely([self._means.log_means, self._checkup.end, self._self_check.end])
+                call_safely([self._means.log_means, self._self_check.end])
         finally:
             while self._to_remove:
                 call_safely(methods(self._to_remove[:1], "remove"))

@@ -55,7 +55,7 @@ def test_modules_of_which_the_model_calls_none_are_told(
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
     assert [message[:45] for message in told(caplog)] == [
-        "None of the modules that `modules` means was "
+        "None of the modules that `modules` selects wa"
     ] * unused
 
 
@@ -68,7 +68,7 @@ def test_a_model_that_is_not_called_is_told_before_the_end(
             loop.train(x)
         [odd, message] = told(caplog)
     assert odd.startswith("None of the parameters that Adder updates")
-    assert message.startswith("No call of the model was seen: is it the module")
+    assert message.startswith("No call of the model was seen, so its time is in `other`.")
     assert 'phase("forward")' in message
     assert len(told(caplog)) == 2
 
@@ -78,7 +78,7 @@ def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptu
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
     [message] = told(caplog)
-    assert message.startswith('No backward was seen: name its time, `with phase("backward")`')
+    assert message.startswith("No backward was seen, so its time is in `other`.")
 
 
 def test_updates_that_are_not_seen_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_updates_that_are_not_seen_are_told(loop: Loop, caplog: pytest.LogCaptur
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
     [message] = told(caplog)
-    assert message.startswith("No update of an optimizer was seen in 25 steps: where it is none of")
+    assert message.startswith("No update of an optimizer was seen in 25 steps, so its time is")
 
 
 @pytest.mark.parametrize("loss_ms", [0.5, 1.25])
@@ -102,7 +102,7 @@ def test_a_forward_that_runs_in_other_is_told_and_a_small_model_with_a_loss_is_n
             gpu.work(4.0)  # A method of another module, or what a Trainer does there.
             work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
             loop.update()
-    began = "`other` is 4 ms a step, and `forward` little beside `backward`"
+    began = "`other` is 4 ms a step, and `forward` little compared with `backward`"
     assert [message[: len(began)] for message in told(caplog)] == [began] * (loss_ms < 1)
 
 
@@ -116,7 +116,7 @@ def test_a_loop_that_accumulates_unsaid_is_told_what_to_pass(
             if number % n == 0:
                 loop.update()
     [message] = told(caplog)
-    assert f"have no update: if gradients accumulate, pass accumulate_grad_batches={n}" in message
+    assert f"have no update. If gradients accumulate, pass accumulate_grad_batches={n}" in message
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
@@ -140,7 +140,7 @@ def test_step_called_twice_a_batch_is_told(loop: Loop, caplog: pytest.LogCapture
             timer.step()
             timer.step()
     [message] = told(caplog)
-    assert "steps have no call of the model: is step() called more than once in a batch?" in message
+    assert "steps have no call of the model. Call step() once, at the end of the" in message
 
 
 def test_a_model_that_is_called_in_another_thread_is_told(
@@ -191,7 +191,7 @@ def test_an_evaluation_with_gradients_on_is_told(
             with torch.set_grad_enabled(grad):
                 loop.model(x)
             loop.model.train()
-    said = "The model is called in eval mode with gradients on, too: where that is an evaluation"
+    said = "The model is also called in eval mode with gradients on. If that is an evaluation"
     assert [message[: len(said)] for message in told(caplog)] == [said] * grad
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 
