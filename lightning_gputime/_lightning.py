@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.optimizer import is_optimizer
+from lightning_gputime._boundaries.optimizer import is_optimizer, parameters_of
 from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compat import lightning_
 from lightning_gputime._measurement.means import MeanLog
@@ -47,14 +47,17 @@ def loop_of(
 def _updates(optimizer: Any) -> bool:
     """Return whether an optimizer is a torch optimizer, or contains one, and has what to update.
 
-    Lightning's placeholder for no optimizer has one tensor without gradients. Optimizers in the
-    style of Lookahead are not torch optimizers, and may never update by one inside.
+    Lightning's placeholder for no optimizer has no groups, or one tensor without gradients.
+    Optimizers in the style of Lookahead are not torch optimizers, and may never update by one
+    inside.
     """
     if not is_optimizer(optimizer):
         return False
-    groups = getattr(optimizer, "param_groups", ())
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return not parameters or any(parameter.requires_grad for parameter in parameters)
+    groups = getattr(optimizer, "param_groups", None)
+    parameters = parameters_of(optimizer)
+    if not parameters:
+        return groups is None or len(groups) > 0
+    return any(getattr(parameter, "requires_grad", True) for parameter in parameters)
 
 
 def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:

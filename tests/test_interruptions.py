@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -192,7 +192,10 @@ def lightning(has_timer: bool, tmp_path: Path) -> Training:
     loop: Any = owner.fit_loop
     parts = [owner, loop, loop.epoch_loop, loop.epoch_loop.val_loop, owner.strategy]
     things = [*parts, owner.profiler]  # type: ignore[attr-defined]  # has no hint
-    loaders = DataLoader(DATA, batch_size=None), DataLoader(DATA[:2], batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    loaders: Any = (
+        DataLoader(cast("Any", DATA), batch_size=None),
+        DataLoader(cast("Any", DATA[:2]), batch_size=None),
+    )
     return Training(model, optimizer, lambda: owner.fit(model, *loaders), things=things)
 
 
