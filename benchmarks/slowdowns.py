@@ -33,11 +33,9 @@ PHASES = {"data": 0.3, "forward": 0.25, "backward": 0.35, "optimizer": 0.1}
 
 def noise(random: Random, n: int, size: float = 0.05, correlation: float = 0.0) -> Floats:
     """Returns AR(1) noise with this standard deviation."""
-    made = random.standard_normal(n) * size * math.sqrt(1 - correlation**2)
-    made[0] /= math.sqrt(1 - correlation**2)
-    for i in range(1, n):
-        made[i] += correlation * made[i - 1]
-    return made
+    kernel = correlation ** np.arange(200.0 if correlation else 1.0)
+    made = random.standard_normal(n + len(kernel) - 1) * size * math.sqrt(1 - correlation**2)
+    return np.convolve(made, kernel, mode="valid")
 
 
 def white(random: Random, n: int) -> Floats:
@@ -127,20 +125,20 @@ JUMPS = {
 }
 
 
-def run(make: Make, random: Random, n: int, grows: str = "data") -> StepSeries:
-    """Returns a run whose changes are in one phase, and whose phases are known from 5 in 50 steps.
+def run(make: Make, random: Random, n: int) -> StepSeries:
+    """Returns a run that changes in `data` alone. The phases are known from 5 steps in 50.
 
-    Of 10 windows one has no timed step.
+    1 of 10 windows has no timed step.
     """
-    series, base = StepSeries(), make(random, n)
-    for window, factor in enumerate(base):
-        phases = {}
-        for name, share in PHASES.items():
-            mean = share + (factor - 1 if name == grows else 0.0)
-            sampled = np.exp(random.normal(0.0, 0.2, TIMED)).mean()
-            phases[name] = STEP_MS * max(mean, 0.01) * sampled
-        timed = phases if random.random() < 0.9 else {}
-        series.add((window + 1) * STEPS - 1, STEPS, STEP_MS * STEPS * factor, timed)
+    series, factors = StepSeries(), make(random, n)
+    shares = np.tile([*PHASES.values()], (n, 1))
+    shares[:, 0] = np.maximum(shares[:, 0] + factors - 1, 0.01)
+    spread = np.exp(random.normal(0.0, 0.2, (n, len(PHASES), TIMED))).mean(axis=2)
+    rows = (STEP_MS * shares * spread).tolist()
+    is_timed = random.random(n) < 0.9
+    for i, (factor, row) in enumerate(zip(factors.tolist(), rows, strict=True)):
+        phases_ms = dict(zip(PHASES, row, strict=True)) if is_timed[i] else {}
+        series.add((i + 1) * STEPS - 1, STEPS, STEP_MS * STEPS * factor, phases_ms)
     return series
 
 

@@ -26,15 +26,21 @@ _WARMUP_FACTOR, _MAX_WARMUP = 1.25, 0.1
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
 _MIN_RISE_SHARE = 0.25  # A trend without a level at the start extends over this part of the run.
-_MIN_WINDOWS_OF_STRETCH = 20
-# Changes below this fraction are not reported. GPUs that warm up get a few percent slower or
-# faster, so a change in the first minutes must be larger.
+# A stretch is longer than the outliers that are clipped, and is looked for in this many windows.
+_MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
+# Smaller changes are not reported (logarithms of the ratio of step times). GPUs that warm up get a
+# few percent slower or faster, so a change in the first minutes must be larger. In n windows, noise
+# whose neighbors correlate drifts by up to 4.5 / n.
 _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
-_MIN_LIKELIHOOD_RATIO = 20.0  # Of noise with a change to noise alone; twice the logarithm.
+_MAX_DRIFT, _DRIFT = 0.19, 4.5
+# Likelihood of noise with a change, relative to noise alone (twice the logarithm). It is smaller in
+# short runs, where little can be more likely.
+_MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 2.0, 0.75
 _MIN_ORDERED = 0.85  # Fraction of pairs of a low and a high window that are in the right order.
 _JUMP_SHARE = 0.1  # A rise that takes a smaller fraction of the run is a jump.
-_TREND_RATIO = 10.0  # Prefer a jump unless a trend is more likely by this; twice the logarithm.
-_STRETCH_LEAVES = 0.5  # A stretch leaves less than this of the squares that a lasting change does.
+# By how much more likely a change is that may start (or end) anywhere, and a stretch for each window
+# of the run, before they are preferred to simpler changes; twice the logarithm.
+_POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Relative noise that any series has at least.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
@@ -230,7 +236,7 @@ class _Change(NamedTuple):
     full: int
     until: int
     shape: Floats  # How much of the change each window has, from 0 to 1.
-    left: float  # Sum of the weighted squares that it does not explain.
+    cost: float  # Minus twice the log likelihood, and something for each position.
 
     @property
     def kind(self) -> str:
@@ -244,6 +250,10 @@ class _Levels(NamedTuple):
     before_ms: float
     change_ms: float
     error: float  # Half the width of the 95 % interval of `change_ms / before_ms`.
+
+    @property
+    def after_ms(self) -> float:
+        return self.before_ms + self.change_ms
 
     def at(self, shape: Floats) -> Floats:
         return self.before_ms + self.change_ms * shape
@@ -272,27 +282,35 @@ def _clip_outliers(values: Floats) -> Floats:
 
 
 def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
-    """Return the jump, trend or stretch that explains most of the values, certain or not."""
+    """Return the jump, trend or stretch that explains the values best, certain or not."""
     steps = np.diff(edges)
     change = _search(edges, values, steps)
     # Noise grows with the step time: weigh windows by the level that the first fit finds.
     fitted = _fit_levels(values, change.shape, steps).at(change.shape)
     weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
     change = _search(edges, values, weights)
-    return change, _fit_levels(values, change.shape, weights)
+    # The start and the end of a trend are estimates, which makes its size less certain.
+    start, full, n = change.start, change.full, len(values)
+    moved = []
+    if full > start:
+        nearby = [(start + 1, full), (start, full - 1)]
+        is_free = [start > 0, full < n]
+        moved = [pair for pair, free in zip(nearby, is_free, strict=True) if free]
+    untils = np.full(len(moved), n)
+    pairs = np.array(moved, dtype=int).reshape(-1, 2)
+    shapes = _shapes(edges, pairs[:, 0], pairs[:, 1], untils) - change.shape
+    return change, _fit_levels(values, change.shape, weights, shapes)
 
 
 def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
     n = len(values)
     least_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
     least_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
-    weights = weights / weights.sum()
-    floor = _NOISE_FLOOR**2 * float(weights @ values**2)
 
     def best(starts: Ints, fulls: Ints, untils: Ints) -> _Change:
         return _best(edges, values, weights, (starts, fulls, untils))
 
-    def best_lasting(starts: Ints, fulls: Ints) -> _Change:
+    def best_trend(starts: Ints, fulls: Ints) -> _Change:
         rise = fulls - starts
         is_trend = (rise >= 2) & ((starts >= least_start) | (rise >= _MIN_RISE_SHARE * n))
         is_trend &= (starts + fulls <= 2 * (n - least_level)) & (fulls <= n)
@@ -300,7 +318,7 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
         return best(starts, fulls, np.full_like(starts, n))
 
     def best_stretch(starts: Ints, untils: Ints) -> _Change:
-        is_stretch = (untils - starts >= least_level) & (starts >= least_start)
+        is_stretch = (untils - starts >= max(least_level, _MIN_STRETCH)) & (starts >= least_start)
         is_stretch &= untils <= n - least_level
         starts, untils = starts[is_stretch], untils[is_stretch]
         return best(starts, starts, untils)
@@ -309,15 +327,14 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
     jump = best(jumps, jumps, np.full_like(jumps, n))
     grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
     near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
-    trend = best_lasting(*_pairs(grid, grid))
-    trend = best_lasting(*_pairs(trend.start + near, trend.full + near))
-    is_trend = n * math.log((jump.left + floor) / (trend.left + floor)) > _TREND_RATIO
-    lasting = trend if is_trend else jump
+    trend = best_trend(*_pairs(grid, grid))
+    trend = best_trend(*_pairs(trend.start + near, trend.full + near))
+    lasting = min(jump, trend, key=lambda change: change.cost)
     if n < _MIN_WINDOWS_OF_STRETCH:
         return lasting
     stretch = best_stretch(*_pairs(grid, grid))
     stretch = best_stretch(*_pairs(stretch.start + near, stretch.until + near))
-    return stretch if stretch.left + floor < _STRETCH_LEAVES * (lasting.left + floor) else lasting
+    return stretch if stretch.cost + n * _STRETCH_RATIO < lasting.cost else lasting
 
 
 def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
@@ -326,30 +343,49 @@ def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     return np.repeat(first, len(second)), np.tile(second, len(first))
 
 
-def _best(
-    edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
-) -> _Change:
-    """Return which of these changes explains most of the squares of the values."""
-    start, full, until = (edges[at][:, None] for at in changes)
+def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
+    """Return how much of each change each window has, from 0 to 1."""
+    start, full, until = (edges[at][:, None] for at in (starts, fulls, untils))
     # The integral of a change that grows from `start` to `full` and ends at `until`.
     rise = np.maximum(full - start, 1e-9)
     integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
     integral += np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
-    shapes = np.diff(integral, axis=1) / np.diff(edges)
+    shapes: Floats = np.diff(integral, axis=1) / np.diff(edges)
+    return shapes
+
+
+def _best(
+    edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
+) -> _Change:
+    """Return which of these changes, given by starts, fulls and untils, costs least."""
+    n, (starts, fulls, untils) = len(values), changes
+    shapes = _shapes(edges, *changes)
+    weights = weights / weights.sum()
     centered = shapes - (shapes @ weights)[:, None]
     about_mean = values - values @ weights
     explained = (centered @ (weights * about_mean)) ** 2 / (centered**2 @ weights)
-    best = int(np.argmax(explained))
-    left = max(float(weights @ about_mean**2 - explained[best]), 0.0)
-    starts, fulls, untils = changes
-    return _Change(int(starts[best]), int(fulls[best]), int(untils[best]), shapes[best], left)
+    left = np.maximum(weights @ about_mean**2 - explained, 0.0)
+    floor = _NOISE_FLOOR**2 * float(weights @ values**2)
+    positions = (starts > 0).astype(float) + ((fulls > starts) & (fulls < n))
+    cost = n * np.log(left + floor) + _POSITION_COST * positions
+    i = int(np.argmin(cost))
+    return _Change(int(starts[i]), int(fulls[i]), int(untils[i]), shapes[i], float(cost[i]))
 
 
-def _fit_levels(values: Floats, shape: Floats, weights: Floats) -> _Levels:
-    """Fit the level before a change and the change, with the error of their ratio."""
+def _fit_levels(
+    values: Floats, shape: Floats, weights: Floats, others: Floats | None = None
+) -> _Levels:
+    """Fit the level before a change and the change, with the error of their ratio.
+
+    Args:
+        values: Step time of each window.
+        shape: How much of the change each window has.
+        weights: Weight of each window.
+        others: How the shape differs if the change starts or ends elsewhere, one per row.
+    """
     design = np.stack([np.ones_like(shape), shape], axis=1)
-    inverse = np.linalg.inv(design.T * weights @ design)
-    before_ms, change_ms = inverse @ (design.T @ (weights * values))
+    covariance = np.linalg.inv(design.T * weights @ design)
+    before_ms, change_ms = covariance @ (design.T @ (weights * values))
     residuals = np.sqrt(weights) * (values - before_ms - change_ms * shape)
     squares = float(residuals @ residuals)
     n = len(values)
@@ -358,28 +394,31 @@ def _fit_levels(values: Floats, shape: Floats, weights: Floats) -> _Levels:
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
+    if others is not None and len(others):
+        design = np.append(design, others.T, axis=1)
+        covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
     gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
-    # The factor is for the position of the change, which is estimated, too.
-    error = math.sqrt(variance * float(gradient @ inverse @ gradient)) * (1.0 + 6.0 / n)
+    # The factor is for the position of a jump, which is an estimate, too.
+    error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
     return _Levels(float(before_ms), float(change_ms), 1.96 * error)
 
 
 def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
     """Return whether the change is large, and more likely than correlated noise."""
-    relative, shape = levels.change_ms / levels.before_ms, change.shape
-    ended_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
-    fitted = levels.at(shape)
-    if abs(relative) < (_MIN_EARLY_CHANGE if ended_ms < _EARLY_MS else _MIN_CHANGE):
+    n, shape, fitted = len(values), change.shape, levels.at(change.shape)
+    if min(levels.before_ms, levels.after_ms, fitted.min(), values.min()) <= 0.0:
         return False
-    if min(levels.before_ms, fitted.min(), values.min()) <= 0.0:
+    size = math.log(levels.after_ms / levels.before_ms)
+    full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
+    min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
+    if abs(size) < max(min_size, min(_MAX_DRIFT, _DRIFT / n)):
         return False
     low, high = values[shape <= 0.25], values[shape >= 0.75]
-    ordered = np.mean(np.sign(relative) * (high[:, None] - low) > 0.0)
-    if ordered < _MIN_ORDERED:
+    if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < _MIN_ORDERED:
         return False
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
-    return ratio >= _MIN_LIKELIHOOD_RATIO
+    return ratio >= min(_MIN_RATIO, _MIN_RATIO_OF_NONE + _MIN_RATIO_PER_WINDOW * n)
 
 
 def _autoregressive_cost(values: Floats) -> float:
