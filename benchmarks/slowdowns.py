@@ -10,8 +10,10 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ Make = Callable[[Random, int], Floats]
 
 STEPS = 50  # In a window.
 TIMED = 5  # Of them.
-LENGTHS = (10, 20, 40, 200, 1000)
+LENGTHS = (10, 20, 28, 40, 200, 1000)
 STEP_MS = 10.0
 PHASES = {"data": 0.3, "forward": 0.25, "backward": 0.35, "optimizer": 0.1}
 """The share of each phase of a step."""
@@ -39,10 +41,12 @@ def noise(random: Random, n: int, size: float = 0.05, correlation: float = 0.0) 
 
 
 def white(random: Random, n: int) -> Floats:
+    """Returns independent noise of 5 %."""
     return np.exp(noise(random, n))
 
 
 def correlated(correlation: float, size: float = 0.05) -> Make:
+    """Returns runs with AR(1) noise."""
     return lambda random, n: np.exp(noise(random, n, size, correlation))
 
 
@@ -89,39 +93,38 @@ STEADY: dict[str, Make] = {
 }
 
 
-def jump(size: float, at: float, noisy: Make = white) -> Make:
-    """Returns runs that change by `size` after this part of the windows."""
+@dataclass(frozen=True)
+class Planted:
+    """A change by `size` that grows between two parts of the run, and may end."""
 
-    def make(random: Random, n: int) -> Floats:
-        return noisy(random, n) * np.where(np.arange(n) >= round(at * n), 1 + size, 1.0)
+    size: float
+    start: float
+    full: float
+    end: float = 1.0
+    noise: Make = white
 
-    return make
-
-
-def trend(size: float, start: float = 0.0, end: float = 1.0, noisy: Make = white) -> Make:
-    """Returns runs that grow by `size` between these parts of the run."""
-
-    def make(random: Random, n: int) -> Floats:
-        at = (np.arange(n) + 0.5) / n
-        return noisy(random, n) * (1 + size * np.clip((at - start) / (end - start), 0, 1))
-
-    return make
-
-
-def stretch(size: float, start: float, end: float) -> Make:
-    def make(random: Random, n: int) -> Floats:
-        at = (np.arange(n) + 0.5) / n
-        return white(random, n) * np.where((at > start) & (at < end), 1 + size, 1.0)
-
-    return make
+    def make(self, random: Random, n: int) -> Floats:
+        edges = np.arange(n + 1) / n
+        start, full = (round(at * n) / n for at in (self.start, self.full))
+        # The integral of the change.
+        rise = max(full - start, 1e-9)
+        grown = np.clip(edges - start, 0, rise) ** 2 / (2 * rise) + np.maximum(edges - full, 0)
+        shape = np.diff(grown) * n * (edges[1:] <= round(self.end * n) / n)
+        return self.noise(random, n) * (1 + self.size * shape)
 
 
-NOISES = {"white": white, "AR(0.5)": correlated(0.5), "AR(0.9)": correlated(0.9)}
-JUMPS = {
-    f"{size:+.0%} at {at:.0%}, {name}": jump(size, at, noisy)
+NOISES = {"white noise": white, "AR(0.5) noise": correlated(0.5), "AR(0.9) noise": correlated(0.9)}
+PLANTED = {
+    f"{size:+.0%} at {at:.0%}, {name}": Planted(size, at, at, noise=noisy)
     for name, noisy in NOISES.items()
     for size in (0.33, -0.33)
     for at in (0.2, 0.3, 0.5)
+} | {
+    "3 to 15 ms": Planted(4.0, 0.0, 1.0),
+    "3 to 15 ms, AR(0.5) noise": Planted(4.0, 0.0, 1.0, noise=correlated(0.5)),
+    "late growth, +100 % from 40 %": Planted(1.0, 0.4, 1.0),
+    "growth that saturates at 60 %": Planted(1.0, 0.0, 0.6),
+    "stretch, +33 % from 40 to 70 %": Planted(0.33, 0.4, 0.4, 0.7),
 }
 
 
@@ -148,23 +151,51 @@ def find(make: Make, runs: int, n: int, seed: int = 1) -> list[Slowdown | None]:
     return [run(make, random, n).find() for _ in range(runs)]
 
 
+def check(planted: Planted, found: list[Slowdown | None], n: int) -> dict[str, float]:
+    """Returns the percentage of runs in which a change was found, and of these how many are right.
+
+    Size and start are right to within 10 % (of the size, and of the run).
+    """
+    reported = [one for one in found if one is not None]
+    size = np.array([one.change for one in reported]) / planted.size - 1
+    error = np.array([one.error for one in reported]) / abs(planted.size)
+    start = np.array([one.since_step for one in reported]) / STEPS / n - planted.start
+    right = {
+        "size": np.abs(size) <= 0.1,
+        "start": np.abs(start) <= 0.1,
+        "interval": np.abs(size) <= error,
+        "phase": [one.phase == "data" for one in reported],
+    }
+    shares = {name: round(100 * float(np.mean(of)), 1) for name, of in right.items() if reported}
+    return {"found": round(100 * len(reported) / len(found), 1), **shares}
+
+
 def main() -> None:
     """Simulates, prints, and writes a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    record = {}
-    for title, cases in (("steady", STEADY), ("jumps", JUMPS)):
-        print(f"{title:32}", *(f"{n:>7}" for n in options.lengths))
-        for name, make in cases.items():
-            counts, right = [], []
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    command = " ".join(["python", "benchmarks/slowdowns.py", *sys.argv[1:]])
+    record: dict[str, Any] = {"command": command, "runs": options.runs, **versions}
+    for title, cases in (("steady", STEADY), ("planted", PLANTED)):
+        record[title] = {}
+        print(f"{title:32}", *(f"{n:>32}" for n in options.lengths), "windows")
+        for name, case in cases.items():
+            row = record[title][name] = {}
             for n in options.lengths:
-                found = [one for one in find(make, options.runs, n) if one is not None]
-                counts.append(len(found))
-                right.append(sum(one.phase == "data" for one in found))
-            print(f"{name:32}", *(f"{one:7}" for one in counts), "|", *(f"{one:7}" for one in right), flush=True)
+                if isinstance(case, Planted):
+                    row[n] = check(case, find(case.make, options.runs, n), n)
+                else:
+                    row[n] = sum(one is not None for one in find(case, options.runs, n))
+            cells = (
+                " ".join(map(str, c.values())) if title == "planted" else c for c in row.values()
+            )
+            print(f"{name:32}", *(f"{cell:>32}" for cell in cells), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 MIN_STEPS = 25  # Fewer steps wait for more, and make a window together.
 _MIN_WINDOWS = 10
-_MAX_WINDOWS = 512  # When there are more, neighbors are merged.
+_MAX_WINDOWS = 256  # When there are more, neighbors are merged.
 _MAX_PHASES = 64  # With more, the parts of phases are dropped.
 _FIND_GROWTH = 1.25  # `add` asks for a search each time the run has grown by this factor.
 # The first windows are warm-up while each takes longer than the next by this factor, up to this
@@ -35,16 +35,16 @@ _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
 _MAX_DRIFT, _DRIFT = 0.19, 4.5
 # Likelihood of noise with a change, relative to noise alone (twice the logarithm). It is smaller in
 # short runs, where little can be more likely.
-_MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 2.0, 0.75
+_MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
 _MIN_ORDERED = 0.85  # Fraction of pairs of a low and a high window that are in the right order.
 _JUMP_SHARE = 0.1  # A rise that takes a smaller fraction of the run is a jump.
-# By how much more likely a change is that may start (or end) anywhere, and a stretch for each window
-# of the run, before they are preferred to simpler changes; twice the logarithm.
+# Cost of each free position of a change, and of a stretch per window, relative to simpler changes:
+# twice the logarithm of the likelihood.
 _POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Relative noise that any series has at least.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
-_MIN_TIMED_WINDOWS = 4  # With steps timed; fewer name no phase.
+_MIN_TIMED_WINDOWS = 5  # With steps timed; fewer name no phase.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,7 @@ class StepSeries:
         """Record that an epoch starts with the step of this number, which may be still to come."""
         self._later_epochs.append((first_step, epoch))
 
-    def add(
-        self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]
-    ) -> bool:
+    def add(self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]) -> bool:
         """Add the next window of steps.
 
         Args:
@@ -207,7 +205,7 @@ class StepSeries:
         windows = windows[_count_warmup(windows) :]
         steps = np.array([window.steps for window in windows], dtype=float)
         step_ms = np.array([window.wall_ms for window in windows]) / steps
-        values_ms = _clip_outliers(step_ms)
+        values_ms = _clip_outliers(step_ms, _local_medians(step_ms))
         edges = np.append(0.0, np.cumsum(steps))
         change, levels = _fit(edges, values_ms)
         if not _is_certain(edges, values_ms, change, levels):
@@ -262,22 +260,27 @@ class _Levels(NamedTuple):
 def _count_warmup(windows: Sequence[_Window]) -> int:
     """Return how many of the first windows are warm-up, such as compilation."""
     means_ms = [window.wall_ms / window.steps for window in windows]
-    most = max(1, int(_MAX_WARMUP * len(windows)))
-    for n, (mean_ms, next_ms) in enumerate(zip(means_ms[:most], means_ms[1:], strict=False)):
-        if mean_ms <= _WARMUP_FACTOR * next_ms:
-            return n
-    return most
+    most, n = max(1, int(_MAX_WARMUP * len(windows))), 0
+    while n < most and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
+        n += 1
+    return n
 
 
-def _clip_outliers(values: Floats) -> Floats:
-    """Return values at most four standard deviations away from the median of their neighbors."""
-    # The first and last value count as their own neighbors, so that a level of two keeps.
-    padded = np.pad(values, 2, mode="edge")
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
-    away = values - medians
+def _local_medians(values: Floats) -> Floats:
+    """Return the medians of five neighbors."""
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
+    # The median of three keeps a first level of two windows.
+    first, last = np.median(values[:3]), np.median(values[-3:])
+    rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
+    return np.concatenate([[first - rise, first], medians, [last, last + last_rise]])
+
+
+def _clip_outliers(values: Floats, expected: Floats) -> Floats:
+    """Return values at most four standard deviations away from the expected ones."""
+    away = values - expected
     # The quantile gives the deviation also if most windows are alike.
     most = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
-    clipped: Floats = medians + np.clip(away, -most, most)
+    clipped: Floats = expected + np.clip(away, -most, most)
     return clipped
 
 
@@ -408,12 +411,12 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
     n, shape, fitted = len(values), change.shape, levels.at(change.shape)
     if min(levels.before_ms, levels.after_ms, fitted.min(), values.min()) <= 0.0:
         return False
-    size = math.log(levels.after_ms / levels.before_ms)
+    low, high = values[shape <= 0.25], values[shape >= 0.75]
+    size = math.log(high.mean() / low.mean())
     full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
     min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
     if abs(size) < max(min_size, min(_MAX_DRIFT, _DRIFT / n)):
         return False
-    low, high = values[shape <= 0.25], values[shape >= 0.75]
     if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < _MIN_ORDERED:
         return False
     logs = np.log(values)
@@ -445,7 +448,8 @@ def _largest_phase(
     changes_ms = {}
     for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
         values = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
-        levels = _fit_levels(_clip_outliers(values), shape, weights)
+        expected = _fit_levels(values, shape, weights).at(shape)
+        levels = _fit_levels(_clip_outliers(values, expected), shape, weights)
         changes_ms[name] = levels.change_ms
     phase = largest_part(changes_ms, sign=change_ms)
     return phase, changes_ms.get(phase, 0.0)
