@@ -10,7 +10,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,16 @@ def noise(random: Random, n: int, size: float = 0.05, correlation: float = 0.0) 
 
 def white(random: Random, n: int) -> Floats:
     """Returns independent noise of 5 %."""
-    return np.exp(noise(random, n))
+    return correlated(0.0)(random, n)
 
 
 def correlated(correlation: float, size: float = 0.05) -> Make:
     """Returns runs with AR(1) noise."""
-    return lambda random, n: np.exp(noise(random, n, size, correlation))
+    def make(random: Random, n: int) -> Floats:
+        made: Floats = np.exp(noise(random, n, size, correlation))
+        return made
+
+    return make
 
 
 def warming(random: Random, n: int) -> Floats:
@@ -164,7 +168,7 @@ def check(planted: Planted, found: list[Slowdown | None], n: int) -> dict[str, f
         "size": np.abs(size) <= 0.1,
         "start": np.abs(start) <= 0.1,
         "interval": np.abs(size) <= error,
-        "phase": [one.phase == "data" for one in reported],
+        "phase": np.array([one.phase == "data" for one in reported]),
     }
     shares = {name: round(100 * float(np.mean(of)), 1) for name, of in right.items() if reported}
     return {"found": round(100 * len(reported) / len(found), 1), **shares}
@@ -180,19 +184,20 @@ def main() -> None:
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     command = " ".join(["python", "benchmarks/slowdowns.py", *sys.argv[1:]])
     record: dict[str, Any] = {"command": command, "runs": options.runs, **versions}
-    for title, cases in (("steady", STEADY), ("planted", PLANTED)):
+    titles: dict[str, Mapping[str, Make | Planted]] = {"steady": STEADY, "planted": PLANTED}
+    for title, cases in titles.items():
         record[title] = {}
         print(f"{title:32}", *(f"{n:>32}" for n in options.lengths), "windows")
         for name, case in cases.items():
+            make = case.make if isinstance(case, Planted) else case
             row = record[title][name] = {}
             for n in options.lengths:
+                found = find(make, options.runs, n)
                 if isinstance(case, Planted):
-                    row[n] = check(case, find(case.make, options.runs, n), n)
+                    row[n] = check(case, found, n)
                 else:
-                    row[n] = sum(one is not None for one in find(case, options.runs, n))
-            cells = (
-                " ".join(map(str, c.values())) if title == "planted" else c for c in row.values()
-            )
+                    row[n] = {"reported": sum(one is not None for one in found)}
+            cells = (" ".join(map(str, cell.values())) for cell in row.values())
             print(f"{name:32}", *(f"{cell:>32}" for cell in cells), flush=True)
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -205,6 +205,8 @@ class StepSeries:
         windows = windows[_count_warmup(windows) :]
         steps = np.array([window.steps for window in windows], dtype=float)
         step_ms = np.array([window.wall_ms for window in windows]) / steps
+        if step_ms.min() <= 0.0:
+            return None
         values_ms = _clip_outliers(step_ms, _local_medians(step_ms))
         edges = np.append(0.0, np.cumsum(steps))
         change, levels = _fit(edges, values_ms)
@@ -400,6 +402,8 @@ def _fit_levels(
     if others is not None and len(others):
         design = np.append(design, others.T, axis=1)
         covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
+    if not before_ms:
+        return _Levels(0.0, float(change_ms), math.inf)
     gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
     # The factor is for the position of a jump, which is an estimate, too.
     error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
