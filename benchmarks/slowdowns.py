@@ -47,6 +47,7 @@ def white(random: Random, n: int) -> Floats:
 
 def correlated(correlation: float, size: float = 0.05) -> Make:
     """Returns runs with AR(1) noise."""
+
     def make(random: Random, n: int) -> Floats:
         made: Floats = np.exp(noise(random, n, size, correlation))
         return made

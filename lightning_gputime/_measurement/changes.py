@@ -318,7 +318,7 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
     def best_trend(starts: Ints, fulls: Ints) -> _Change:
         rise = fulls - starts
         is_trend = (rise >= 2) & ((starts >= least_start) | (rise >= _MIN_RISE_SHARE * n))
-        is_trend &= (starts + fulls <= 2 * (n - least_level)) & (fulls <= n)
+        is_trend &= (starts + fulls <= 2 * (n - _MIN_LEVEL)) & (fulls <= n)
         starts, fulls = starts[is_trend], fulls[is_trend]
         return best(starts, fulls, np.full_like(starts, n))
 
@@ -328,7 +328,8 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
         starts, untils = starts[is_stretch], untils[is_stretch]
         return best(starts, starts, untils)
 
-    jumps = np.arange(least_start, n - least_level + 1)
+    # A change that is too recent to be reported is found, so that no earlier one is in its place.
+    jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
     jump = best(jumps, jumps, np.full_like(jumps, n))
     grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
     near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
@@ -413,6 +414,8 @@ def _fit_levels(
 def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
     """Return whether the change is large, and more likely than correlated noise."""
     n, shape, fitted = len(values), change.shape, levels.at(change.shape)
+    if change.start + change.full > 2.0 * n * (1.0 - _MIN_LEVEL_SHARE):
+        return False
     if min(levels.before_ms, levels.after_ms, fitted.min(), values.min()) <= 0.0:
         return False
     low, high = values[shape <= 0.25], values[shape >= 0.75]
