@@ -60,7 +60,8 @@ def warming(random: Random, n: int) -> Floats:
     minutes = np.arange(n) * STEPS * random.choice([0.01, 0.1, 0.5]) / 60
     change = random.uniform(-0.06, 0.06)
     settled = 1 - np.exp(-minutes / random.uniform(0.5, 3.0))
-    return (1 + change * settled) * np.exp(noise(random, n, 0.01, 0.5))
+    steps: Floats = (1 + change * settled) * np.exp(noise(random, n, 0.01, 0.5))
+    return steps
 
 
 def periodic(every: int) -> Make:
@@ -69,7 +70,8 @@ def periodic(every: int) -> Make:
     def make(random: Random, n: int) -> Floats:
         each = np.exp(noise(random, n * STEPS, 0.1, 0.5))
         each[random.integers(every) :: every] *= random.uniform(2.0, 20.0)
-        return each.reshape(n, STEPS).mean(axis=1)
+        means: Floats = each.reshape(n, STEPS).mean(axis=1)
+        return means
 
     return make
 

@@ -337,7 +337,7 @@ SLOW = SlowSummary(
     unexplained_share=0.003,
     worst=SlowStep(50, 48.0, 30.4, "callbacks", (), 0.0),
 )
-JUMP = Slowdown("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
+JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=3)
 
 
 @pytest.mark.parametrize(
