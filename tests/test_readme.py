@@ -32,7 +32,7 @@ from lightning_gputime import (
 from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._measurement import advice, verdict
 from lightning_gputime._measurement.advice import TrainingSetup
-from lightning_gputime._measurement.changes import LastingChange
+from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.means import GROUPS
 from lightning_gputime._measurement.slow import CauseKind, SlowSummary
 from lightning_gputime._measurement.verdict import judge
@@ -337,7 +337,7 @@ SLOW = SlowSummary(
     unexplained_share=0.003,
     worst=SlowStep(50, 48.0, 30.4, "callbacks", (), 0.0),
 )
-JUMP = LastingChange("jump", 2_500, 0.342, 0.0, 30.0, "forward", 10.0)
+JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=3)
 
 
 @pytest.mark.parametrize(

@@ -1,56 +1,70 @@
-"""Lasting changes: since when steps take longer, or shorter, than at the start."""
+"""Slowdowns: since when steps take longer, or shorter, than at the start of a run."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._measurement.table import duration
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
-_BLOCK_STEPS = 25
-_MOST_BLOCKS = 256
-_FEWEST_BLOCKS = 24
-_FIND_EVERY = 32  # Blocks: to find a change takes milliseconds.
-_MOST_PHASES = 64  # Of more, only whole phases are kept.
-# What is left out of a run: GPUs and loaders settle in the first minutes, at most in a third of it.
-_SETTLING_MS, _SETTLING_SHARE = 180e3, 1 / 3
-# A level that fewer blocks have, or a smaller part of the run, is no lasting one.
-_SHORTEST_LEVEL, _LEAST_PART = 7, 1 / 6
-# A change is larger than as many of its standard errors, and than this fraction of the step. As
-# many pairs of blocks, one from before and one from after it, differ in its direction.
-_LEAST_ERRORS, _LEAST_CHANGE, _LEAST_ORDERED = 5.0, 0.02, 0.85
-# Long steps take longer than as many medians. Of the distances between them, of which there are at
-# least as many, this fraction are multiples of one.
-_LONG, _FEWEST_LONG, _REGULAR = 1.2, 10, 0.9
-# What a stretch leaves unexplained, as a fraction of what the best jump or trend leaves, is less.
-_LEFT_BY_STRETCH = 0.5
+MIN_STEPS = 25  # Fewer steps wait for more, and make a window together.
+_MIN_WINDOWS = 10
+_MAX_WINDOWS = 256  # When there are more, neighbors are merged.
+_MAX_PHASES = 64  # With more, the parts of phases are dropped.
+_FIND_GROWTH = 1.25  # `add` asks for a search each time the run has grown by this factor.
+# The first windows are warm-up while each takes longer than the next by this factor, up to this
+# fraction of the run.
+_WARMUP_FACTOR, _MAX_WARMUP = 1.25, 0.1
+# Fewest windows, and smallest fraction of the run, of the level at the start and of a later level.
+_MIN_START, _MIN_START_SHARE = 2, 0.05
+_MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
+_MIN_RISE_SHARE = 0.25  # A trend without a level at the start extends over this part of the run.
+# A stretch is longer than the outliers that are clipped, and is looked for in this many windows.
+_MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
+# Smaller changes are not reported (logarithms of the ratio of step times). GPUs that warm up get a
+# few percent slower or faster, so a change in the first minutes must be larger. In n windows, noise
+# whose neighbors correlate drifts by up to 4.5 / n.
+_MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
+_MAX_DRIFT, _DRIFT = 0.19, 4.5
+# Likelihood of noise with a change, relative to noise alone (twice the logarithm). It is smaller in
+# short runs, where little can be more likely.
+_MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
+_MIN_ORDERED = 0.85  # Fraction of pairs of a low and a high window that are in the right order.
+_JUMP_SHARE = 0.1  # A rise that takes a smaller fraction of the run is a jump.
+# Cost of each free position of a change, and of a stretch per window, relative to simpler changes:
+# twice the logarithm of the likelihood.
+_POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
+_GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
+_NOISE_FLOOR = 1e-3  # Relative noise that any series has at least.
+_CORRELATIONS = np.linspace(0.0, 0.95, 20)
+_MIN_TIMED_WINDOWS = 5  # With steps timed; fewer name no phase.
 
 
 @dataclass(frozen=True, slots=True)
-class LastingChange:
-    """A change of the step's length that lasted for long, or until the end of the run.
+class Slowdown:
+    """A lasting change of the step time against the start of the run.
 
     Attributes:
-        kind: "jump" where the length has two levels, "trend" where it grows or shrinks steadily,
-            "stretch" where it was another in the middle of the run.
-        since_step: The number of the first step after the jump, or of the trend or stretch.
-        until_step: The number of the first step after the stretch; else None.
-        since_epoch: The epoch of `since_step`, as the trainer counts; None where none is known.
-        change: By how much steps are longer then, as a fraction of those before.
+        kind: "jump" between two levels, "trend" if the step time grows or shrinks gradually,
+            "stretch" if it changed and came back.
+        since_step: Number of the first step of the change.
+        change: Relative change of the step time, such as 0.5 for +50 %. It is negative if steps got
+            faster.
         error: Half the width of the 95 % interval of `change`.
-        before_ms: The mean step before (in milliseconds).
-        phase: The phase that changed most in the same direction.
-        phase_change_ms: By how much that phase changed (in milliseconds a step).
+        before_ms: Mean step time at the start, after the warm-up (in milliseconds).
+        phase: Phase with the largest part of the change; empty if the sampled steps show none.
+        phase_change_ms: Change of that phase (in milliseconds per step).
+        until_step: Number of the first step after a stretch; else None.
+        since_epoch: Epoch of `since_step`, as the trainer counts; None if unknown.
+        lost_share: Fraction of the time of all steps that is above the level at the start, from 0
+            to 1.
     """
 
     kind: str
@@ -58,242 +72,391 @@ class LastingChange:
     change: float
     error: float
     before_ms: float
-    phase: str
-    phase_change_ms: float
+    phase: str = ""
+    phase_change_ms: float = 0.0
     until_step: int | None = None
     since_epoch: int | None = None
+    lost_share: float = 0.0
+
+    @property
+    def after_ms(self) -> float:
+        """Mean step time after a jump, in a stretch, or at the end of a trend (in milliseconds)."""
+        return self.before_ms * (1.0 + self.change)
 
     def __str__(self) -> str:
-        longer = "longer" if self.change > 0 else "shorter"
-        size = f"{100 * abs(self.change):.1f} % ± {100 * self.error:.1f} %"
-        where = f"most of it in `{self.phase}`"
+        slower = "slower" if self.change > 0 else "faster"
+        before, after = duration(self.before_ms), duration(self.after_ms)
+        digits = 0 if self.error >= 0.01 else 1
+        size = f"({100 * self.change:+.{digits}f} % ± {100 * self.error:.{digits}f} %)"
         since = f"step {self.since_step:,}"
         if self.since_epoch is not None:
             since += f" (epoch {self.since_epoch:,})"
         if self.until_step is not None:
-            return f"steps were {size} {longer} from {since} to {self.until_step:,}, {where}"
-        if self.kind == "jump":
-            return f"since {since} steps are {size} {longer} than before, {where}"
-        return f"from {since} on steps get {longer}, {size} until the end, {where}"
+            found = (
+                f"steps were {slower} from {since} to {self.until_step:,}: {after} instead of"
+                f" {before} {size}"
+            )
+        else:
+            gradually = "gradually " if self.kind == "trend" else ""
+            found = (
+                f"steps got {slower}: from {before} at the start to {after} {size},"
+                f" {gradually}since {since}"
+            )
+        if not self.phase:
+            return found
+        is_most = abs(self.phase_change_ms) >= 0.5 * abs(self.change * self.before_ms)
+        return f"{found}, {'most' if is_most else 'part'} of it in `{self.phase}`"
 
 
-@dataclass(frozen=True, slots=True)
-class SlowPeriod:
-    """Steps at regular distances that take longer than those between them.
+class _Window(NamedTuple):
+    """Some steps in a row."""
 
-    Attributes:
-        every: Every how many steps.
-        excess_ms: By how much they are longer, the mean (in milliseconds).
-        phase: The phase that is longer in them by most.
-        workers: How many workers the loader has; None where that is not known.
-    """
+    first_step: int
+    epoch: int | None  # Epoch of the first step.
+    steps: int
+    wall_ms: float
+    phases_ms: Mapping[str, float]  # Mean per step; empty if none of the steps was timed.
 
-    every: int
-    excess_ms: float
-    phase: str
-    workers: int | None = None
+    def merge(self, later: "_Window") -> "_Window":
+        phases_ms = {**later.phases_ms, **self.phases_ms}
+        if self.phases_ms and later.phases_ms:
+            share = self.steps / (self.steps + later.steps)
+            phases_ms = {
+                name: share * self.phases_ms.get(name, 0.0)
+                + (1.0 - share) * later.phases_ms.get(name, 0.0)
+                for name in phases_ms
+            }
+        steps, wall_ms = self.steps + later.steps, self.wall_ms + later.wall_ms
+        return self._replace(steps=steps, wall_ms=wall_ms, phases_ms=phases_ms)
 
-    def __str__(self) -> str:
-        longer = f"{duration(self.excess_ms)} longer, most of it in `{self.phase}`"
-        workers = ": as many as the loader has workers" * (self.every == self.workers)
-        return f"1 in {self.every} steps, at regular intervals, takes {longer}{workers}"
 
-
-class LevelRecorder:
-    """Keep the sums of a run after every block of steps, in bounded memory."""
+class StepSeries:
+    """Step times of a run as a series of windows, in bounded memory."""
 
     def __init__(self) -> None:
-        self._every = _BLOCK_STEPS
-        self._next = 0
-        # The number of the newest step, how many there were, and the device time of each phase;
-        # that of the step is named "".
-        self._totals: list[tuple[int, int, dict[str, float]]] = []
-        # The first step and the number of each epoch in which a block starts, or may start yet.
-        self._epochs: list[tuple[float, int]] = []
+        self._windows: list[_Window] = []
+        self._open: _Window | None = None  # It has too few steps yet.
+        self._min_steps = MIN_STEPS
+        self._next_step: int | None = None
+        self._epoch: int | None = None  # Epoch of the next step.
+        self._later_epochs: list[tuple[int, int]] = []  # First step and number of each.
+        self._steps = 0
+        self._find_at = 0
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
-        self._epochs.append((first_step, epoch))
+        """Record that an epoch starts with the step of this number, which may be still to come."""
+        self._later_epochs.append((first_step, epoch))
 
-    def note(self, number: int, sums: Sums) -> bool:
-        """Note the sums over all steps, the newest of this number; return whether to `find`."""
-        n = sums.step.n
-        if n < self._next:
-            return False
-        names: Collection[str] = sums.phases
-        if len(names) > _MOST_PHASES:
-            names = [name for name in names if "/" not in name]
-        totals = {name: sums.phases[name].device_ms for name in names}
-        totals[""] = sums.step.device_ms
-        # Of the epochs that have begun inside the block, the next block starts in the last.
-        before = self._totals[-1][0] if self._totals else -1
-        inside = bisect_right(self._epochs, (before + 1, math.inf))
-        del self._epochs[inside : bisect_right(self._epochs, (number + 1, math.inf)) - 1]
-        self._totals.append((number, n, totals))
-        self._next = n + self._every
-        if len(self._totals) > 2 * _MOST_BLOCKS:
-            del self._totals[1::2]
-            self._every *= 2
-        return len(self._totals) % _FIND_EVERY == 0
+    def add(self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]) -> bool:
+        """Add the next window of steps.
 
-    def find(self) -> LastingChange | None:
-        """Return the change of the step's length that lasts; None if there is none.
+        Args:
+            number: Number of its last step.
+            steps: How many steps it has, timed or not.
+            wall_ms: Time of all these steps (in milliseconds).
+            phases_ms: Mean time of each phase per step, as estimated from the timed steps (in
+                milliseconds). Empty if none was timed.
 
-        Any thread may ask, while another one notes.
+        Returns:
+            True if the run has grown enough for another call of `find`, which takes milliseconds.
         """
-        totals, epochs = [*self._totals], [*self._epochs]
-        if len(totals) <= _FEWEST_BLOCKS:
+        if steps <= 0:
+            return False
+        first_step = number - steps + 1 if self._next_step is None else self._next_step
+        self._next_step = number + 1
+        self._advance_epoch(first_step)
+        if len(phases_ms) > _MAX_PHASES:
+            phases_ms = {name: ms for name, ms in phases_ms.items() if "/" not in name}
+        window = _Window(first_step, self._epoch, steps, wall_ms, dict(phases_ms))
+        self._advance_epoch(number + 1)
+        if self._open is not None:
+            window = self._open.merge(window)
+        if window.steps < self._min_steps:
+            self._open = window
+            return False
+        self._open = None
+        self._windows.append(window)
+        if len(self._windows) > _MAX_WINDOWS:
+            # A new list: another thread may be reading this one.
+            pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
+            last = self._windows[-1]
+            self._windows = [first.merge(second) for first, second in pairs]
+            self._min_steps = sum(one.steps for one in self._windows) // len(self._windows)
+            self._open = last  # It has no partner.
+        self._steps += window.steps
+        if len(self._windows) < _MIN_WINDOWS or self._steps < self._find_at:
+            return False
+        self._find_at = int(self._steps * _FIND_GROWTH)
+        return True
+
+    def _advance_epoch(self, step: int) -> None:
+        while self._later_epochs and self._later_epochs[0][0] <= step:
+            self._epoch = self._later_epochs.pop(0)[1]
+
+    def find(self) -> Slowdown | None:
+        """Return the lasting change of the step time, or None.
+
+        Any thread may call it while another one adds windows.
+        """
+        windows = [*self._windows]
+        if len(windows) < _MIN_WINDOWS:
             return None
-        n = np.array([n for _, n, _ in totals], dtype=float)
-        step_ms = _means(totals, n, "")
-        ended_ms = np.cumsum(step_ms * np.diff(n))
-        settling = int(np.searchsorted(ended_ms, _SETTLING_MS))
-        first = min(settling, int(len(step_ms) * _SETTLING_SHARE))
-        fitted = _fit(step_ms, first)
-        if fitted is None:
+        all_ms = sum(window.wall_ms for window in windows)
+        windows = windows[_count_warmup(windows) :]
+        steps = np.array([window.steps for window in windows], dtype=float)
+        step_ms = np.array([window.wall_ms for window in windows]) / steps
+        if step_ms.min() <= 0.0:
             return None
-        first, shape, before_ms, change_ms, error_ms = fitted
-        start, end = _span(shape)
-        parts = {
-            name: _slope(_without_outliers(_means(totals, n, name)[first:]), shape)
-            for name in totals[-1][2]
-            if name
-        }
-        phase = largest_part(parts, sign=change_ms)
-        since_step = totals[first + start][0] + 1
-        epochs_until = epochs[: bisect_right(epochs, (since_step, math.inf))]
-        return LastingChange(
-            kind="trend" if _is_trend(shape) else "stretch" if end < len(shape) else "jump",
-            since_step=since_step,
-            change=change_ms / before_ms,
-            error=1.96 * error_ms / before_ms,
-            before_ms=before_ms,
+        values_ms = _clip_outliers(step_ms, _local_medians(step_ms))
+        edges = np.append(0.0, np.cumsum(steps))
+        change, levels = _fit(edges, values_ms)
+        if not _is_certain(edges, values_ms, change, levels):
+            return None
+        phase, phase_change_ms = _largest_phase(windows, change.shape, levels.change_ms)
+        lost_ms = levels.change_ms * float(change.shape @ steps)
+        start = windows[change.start]
+        return Slowdown(
+            kind=change.kind,
+            since_step=start.first_step,
+            change=levels.change_ms / levels.before_ms,
+            error=levels.error,
+            before_ms=levels.before_ms,
             phase=phase,
-            phase_change_ms=parts.get(phase, 0.0),
-            until_step=totals[first + end][0] + 1 if end < len(shape) else None,
-            since_epoch=epochs_until[-1][1] if epochs_until else None,
+            phase_change_ms=phase_change_ms,
+            until_step=windows[change.until].first_step if change.kind == "stretch" else None,
+            since_epoch=start.epoch,
+            lost_share=max(lost_ms / all_ms, 0.0),
         )
 
 
-def find_period(times: npt.NDArray[Any], workers: int | None = None) -> SlowPeriod | None:
-    """Return the regular distance of the long steps in a history; None if there is none."""
-    step_ms = times["step_ms"]
-    is_long = step_ms > _LONG * np.median(step_ms) if len(step_ms) else np.zeros(0, bool)
-    if is_long.sum() < _FEWEST_LONG:
-        return None
-    distances, counts = np.unique(np.diff(times["step"][is_long]), return_counts=True)
-    every = int(distances[np.argmax(counts)])
-    is_regular = counts[distances % every == 0].sum() >= _REGULAR * counts.sum()
-    if every < 2 or not is_regular or 2 * counts.max() < counts.sum():
-        return None
-    excess_ms = {
-        name: float(np.mean(ms[is_long]) - np.mean(ms[~is_long]))
-        for name in list_phases(times)
-        for ms in [np.nan_to_num(times[f"{name}_ms"])]
-    }
-    all_ms = float(np.mean(step_ms[is_long]) - np.mean(step_ms[~is_long]))
-    return SlowPeriod(every, all_ms, largest_part(excess_ms), workers)
+class _Change(NamedTuple):
+    """A change starts with the window `start`, is complete at `full`, and is over at `until`."""
+
+    start: int
+    full: int
+    until: int
+    shape: Floats  # How much of the change each window has, from 0 to 1.
+    cost: float  # Minus twice the log likelihood, and something for each position.
+
+    @property
+    def kind(self) -> str:
+        n = len(self.shape)
+        if self.until < n:
+            return "stretch"
+        return "jump" if self.full - self.start <= max(3, _JUMP_SHARE * n) else "trend"
 
 
-def _means(totals: Sequence[tuple[int, int, Mapping[str, float]]], n: Floats, name: str) -> Floats:
-    """Return the means of a phase over the steps of each block."""
-    return np.diff([sums.get(name, 0.0) for _, _, sums in totals]) / np.diff(n)
+class _Levels(NamedTuple):
+    before_ms: float
+    change_ms: float
+    error: float  # Half the width of the 95 % interval of `change_ms / before_ms`.
+
+    @property
+    def after_ms(self) -> float:
+        return self.before_ms + self.change_ms
+
+    def at(self, shape: Floats) -> Floats:
+        return self.before_ms + self.change_ms * shape
 
 
-def _slope(values: Floats, shape: Floats) -> float:
-    """Return by how much values change where the shape goes from 0 to 1, by least squares."""
-    centered = shape - shape.mean()
-    return float(centered @ values / (centered @ centered))
+def _count_warmup(windows: Sequence[_Window]) -> int:
+    """Return how many of the first windows are warm-up, such as compilation."""
+    means_ms = [window.wall_ms / window.steps for window in windows]
+    most, n = max(1, int(_MAX_WARMUP * len(windows))), 0
+    while n < most and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
+        n += 1
+    return n
 
 
-def _fit(blocks_ms: Floats, settled: int) -> tuple[int, Floats, float, float, float] | None:
-    """Fit jumps, trends and stretches to the means of blocks; return the best if it is certain.
-
-    Returns:
-        The first block that it is fitted to, its shape from there on (1 where all of the change
-        is), the level before, the change and its standard error (in milliseconds).
-    """
-    values, later = _without_outliers(blocks_ms), _without_outliers(blocks_ms[settled:])
-    n, block = len(values), np.arange(len(values))
-    fewest = _fewest(n)
-    shape, _ = _best(later, _shapes(len(later)))
-    # A stretch in the middle starts or ends where the best jump is, and may start early.
-    jumps = block[fewest : n - fewest + 1]
-    jump = _best(values, (block >= jumps[:, None]).astype(float))[0].argmax()
-    pairs = np.array([*((one, jump) for one in block), *((jump, one) for one in jumps)])
-    is_one = (pairs[:, 0] >= _SHORTEST_LEVEL) & (pairs[:, 1] - pairs[:, 0] >= fewest)
-    if is_one.any():
-        starts, ends = pairs[is_one].T[..., None]
-        stretch, left_ms2 = _best(values, ((block >= starts) & (block < ends)).astype(float))
-        _, left_by_shape_ms2 = _best(values, np.append(np.zeros(settled), shape)[None])
-        certain = _if_certain(values, stretch)
-        if left_ms2 < _LEFT_BY_STRETCH * left_by_shape_ms2 and certain is not None:
-            return 0, stretch, *certain
-    certain = _if_certain(later, shape)
-    return None if certain is None else (settled, shape, *certain)
+def _local_medians(values: Floats) -> Floats:
+    """Return the medians of five neighbors."""
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
+    # The median of three keeps a first level of two windows.
+    first, last = np.median(values[:3]), np.median(values[-3:])
+    rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
+    return np.concatenate([[first - rise, first], medians, [last, last + last_rise]])
 
 
-def _best(values: Floats, shapes: Floats) -> tuple[Floats, float]:
-    """Return the shape that explains most of the squares of values, and what it leaves of them."""
-    centered, all_ms2 = shapes - shapes.mean(axis=1, keepdims=True), ((values - values.mean()) ** 2)
-    explained = (centered @ values) ** 2 / (centered * centered).sum(axis=1)
-    best = int(np.argmax(explained))
-    return shapes[best], float(all_ms2.sum() - explained[best])
-
-
-def _if_certain(values: Floats, shape: Floats) -> tuple[float, float, float] | None:
-    """Return the level before, the change and its error; None where the change is not certain."""
-    n, change = len(values), _slope(values, shape)
-    if change == 0.0:
-        return None
-    before = float(values.mean()) - change * float(shape.mean())
-    left = values - before - change * shape
-    of_left = float(left @ left)
-    # Steps in a row are alike: of noise with this correlation the mean varies by more. The second
-    # term is its bias in short runs.
-    correlation = float(left[1:] @ left[:-1]) / of_left if of_left else 0.0
-    correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
-    variance = of_left / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
-    # The start was chosen, too.
-    error = math.sqrt(variance / n) / float(shape.std()) * (1.0 + 6.0 / n)
-    earlier, later = values[shape == 0.0], values[shape == 1.0]
-    if _is_trend(shape):
-        earlier, later = values[: max(_span(shape)[0], n // 3)], values[-(n // 3) :]
-    ordered = np.mean(np.sign(change) * (later[:, None] - earlier) > 0.0)
-    least = max(_LEAST_ERRORS * error, _LEAST_CHANGE * before)
-    is_certain = abs(change) >= least and ordered >= _LEAST_ORDERED
-    return (before, change, error) if is_certain else None
-
-
-def _fewest(n: int) -> int:
-    return max(_SHORTEST_LEVEL, int(n * _LEAST_PART))
-
-
-def _is_trend(shape: Floats) -> bool:
-    return bool(((shape > 0.0) & (shape < 1.0)).any())
-
-
-def _span(shape: Floats) -> tuple[int, int]:
-    """Return the first block of a change, and the one after the last."""
-    changed = np.flatnonzero(shape)
-    # A trend starts where it is still zero.
-    return int(changed[0]) - _is_trend(shape), int(changed[-1]) + 1
-
-
-@lru_cache(maxsize=4)
-def _shapes(n: int) -> Floats:
-    """Return the shapes of all jumps and trends that `n` blocks may have."""
-    fewest, block = _fewest(n), np.arange(n)
-    jumps = np.arange(fewest, n - fewest + 1)
-    trends = np.array([0, *range(fewest, n - 2 * fewest + 1)])
-    risen = np.clip(block - trends[:, None], 0, None) / (n - 1 - trends[:, None])
-    return np.vstack([(block >= jumps[:, None]).astype(float), risen])
-
-
-def _without_outliers(values: Floats) -> Floats:
-    """Return values that are at most four deviations away from the median of those around."""
-    around = np.lib.stride_tricks.sliding_window_view(np.pad(values, 3, mode="reflect"), 7)
-    medians = np.median(around, axis=1)
-    away = values - medians
-    # The quantile tells a deviation also where most blocks are alike.
+def _clip_outliers(values: Floats, expected: Floats) -> Floats:
+    """Return values at most four standard deviations away from the expected ones."""
+    away = values - expected
+    # The quantile gives the deviation also if most windows are alike.
     most = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
-    return medians + np.clip(away, -most, most)
+    clipped: Floats = expected + np.clip(away, -most, most)
+    return clipped
+
+
+def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
+    """Return the jump, trend or stretch that explains the values best, certain or not."""
+    steps = np.diff(edges)
+    change = _search(edges, values, steps)
+    # Noise grows with the step time: weigh windows by the level that the first fit finds.
+    fitted = _fit_levels(values, change.shape, steps).at(change.shape)
+    weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
+    change = _search(edges, values, weights)
+    # The start and the end of a trend are estimates, which makes its size less certain.
+    start, full, n = change.start, change.full, len(values)
+    moved = []
+    if full > start:
+        nearby = [(start + 1, full), (start, full - 1)]
+        is_free = [start > 0, full < n]
+        moved = [pair for pair, free in zip(nearby, is_free, strict=True) if free]
+    untils = np.full(len(moved), n)
+    pairs = np.array(moved, dtype=int).reshape(-1, 2)
+    shapes = _shapes(edges, pairs[:, 0], pairs[:, 1], untils) - change.shape
+    return change, _fit_levels(values, change.shape, weights, shapes)
+
+
+def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
+    n = len(values)
+    least_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
+    least_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
+
+    def best(starts: Ints, fulls: Ints, untils: Ints) -> _Change:
+        return _best(edges, values, weights, (starts, fulls, untils))
+
+    def best_trend(starts: Ints, fulls: Ints) -> _Change:
+        rise = fulls - starts
+        is_trend = (rise >= 2) & ((starts >= least_start) | (rise >= _MIN_RISE_SHARE * n))
+        is_trend &= (starts + fulls <= 2 * (n - _MIN_LEVEL)) & (fulls <= n)
+        starts, fulls = starts[is_trend], fulls[is_trend]
+        return best(starts, fulls, np.full_like(starts, n))
+
+    def best_stretch(starts: Ints, untils: Ints) -> _Change:
+        is_stretch = (untils - starts >= max(least_level, _MIN_STRETCH)) & (starts >= least_start)
+        is_stretch &= untils <= n - least_level
+        starts, untils = starts[is_stretch], untils[is_stretch]
+        return best(starts, starts, untils)
+
+    # A change that is too recent to be reported is found, so that no earlier one is in its place.
+    jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
+    jump = best(jumps, jumps, np.full_like(jumps, n))
+    grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
+    near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
+    trend = best_trend(*_pairs(grid, grid))
+    trend = best_trend(*_pairs(trend.start + near, trend.full + near))
+    lasting = min(jump, trend, key=lambda change: change.cost)
+    if n < _MIN_WINDOWS_OF_STRETCH:
+        return lasting
+    stretch = best_stretch(*_pairs(grid, grid))
+    stretch = best_stretch(*_pairs(stretch.start + near, stretch.until + near))
+    return stretch if stretch.cost + n * _STRETCH_RATIO < lasting.cost else lasting
+
+
+def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Return all pairs of positions."""
+    first, second = first[first >= 0], second[second >= 0]
+    return np.repeat(first, len(second)), np.tile(second, len(first))
+
+
+def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
+    """Return how much of each change each window has, from 0 to 1."""
+    start, full, until = (edges[at][:, None] for at in (starts, fulls, untils))
+    # The integral of a change that grows from `start` to `full` and ends at `until`.
+    rise = np.maximum(full - start, 1e-9)
+    integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
+    integral += np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
+    shapes: Floats = np.diff(integral, axis=1) / np.diff(edges)
+    return shapes
+
+
+def _best(
+    edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
+) -> _Change:
+    """Return which of these changes, given by starts, fulls and untils, costs least."""
+    n, (starts, fulls, untils) = len(values), changes
+    shapes = _shapes(edges, *changes)
+    weights = weights / weights.sum()
+    centered = shapes - (shapes @ weights)[:, None]
+    about_mean = values - values @ weights
+    explained = (centered @ (weights * about_mean)) ** 2 / (centered**2 @ weights)
+    left = np.maximum(weights @ about_mean**2 - explained, 0.0)
+    floor = _NOISE_FLOOR**2 * float(weights @ values**2)
+    positions = (starts > 0).astype(float) + ((fulls > starts) & (fulls < n))
+    cost = n * np.log(left + floor) + _POSITION_COST * positions
+    i = int(np.argmin(cost))
+    return _Change(int(starts[i]), int(fulls[i]), int(untils[i]), shapes[i], float(cost[i]))
+
+
+def _fit_levels(
+    values: Floats, shape: Floats, weights: Floats, others: Floats | None = None
+) -> _Levels:
+    """Fit the level before a change and the change, with the error of their ratio.
+
+    Args:
+        values: Step time of each window.
+        shape: How much of the change each window has.
+        weights: Weight of each window.
+        others: How the shape differs if the change starts or ends elsewhere, one per row.
+    """
+    design = np.stack([np.ones_like(shape), shape], axis=1)
+    covariance = np.linalg.inv(design.T * weights @ design)
+    before_ms, change_ms = covariance @ (design.T @ (weights * values))
+    residuals = np.sqrt(weights) * (values - before_ms - change_ms * shape)
+    squares = float(residuals @ residuals)
+    n = len(values)
+    # Neighbors are alike, so the mean of the windows is less certain. The second term is the bias
+    # of the estimate in short runs.
+    correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
+    correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
+    variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
+    if others is not None and len(others):
+        design = np.append(design, others.T, axis=1)
+        covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
+    if not before_ms:
+        return _Levels(0.0, float(change_ms), math.inf)
+    gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
+    # The factor is for the position of a jump, which is an estimate, too.
+    error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
+    return _Levels(float(before_ms), float(change_ms), 1.96 * error)
+
+
+def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
+    """Return whether the change is large, and more likely than correlated noise."""
+    n, shape, fitted = len(values), change.shape, levels.at(change.shape)
+    if change.start + change.full > 2.0 * n * (1.0 - _MIN_LEVEL_SHARE):
+        return False
+    if min(levels.before_ms, levels.after_ms, fitted.min(), values.min()) <= 0.0:
+        return False
+    low, high = values[shape <= 0.25], values[shape >= 0.75]
+    size = math.log(high.mean() / low.mean())
+    full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
+    min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
+    if abs(size) < max(min_size, min(_MAX_DRIFT, _DRIFT / n)):
+        return False
+    if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < _MIN_ORDERED:
+        return False
+    logs = np.log(values)
+    ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
+    return ratio >= min(_MIN_RATIO, _MIN_RATIO_OF_NONE + _MIN_RATIO_PER_WINDOW * n)
+
+
+def _autoregressive_cost(values: Floats) -> float:
+    """Return minus twice the log likelihood of values that are a mean and AR(1) noise."""
+    n, rho = len(values), _CORRELATIONS[:, None]
+    first = np.sqrt(1.0 - rho**2)
+    # Independent noise, and how much of the mean is in it.
+    noise = np.concatenate([first * values[0], values[1:] - rho * values[:-1]], axis=1)
+    mean = np.concatenate([first, np.repeat(1.0 - rho, n - 1, axis=1)], axis=1)
+    noise -= mean * ((noise * mean).sum(axis=1) / (mean**2).sum(axis=1))[:, None]
+    variance = np.maximum((noise**2).mean(axis=1), _NOISE_FLOOR**2)
+    return float((n * np.log(variance) - np.log(1.0 - _CORRELATIONS**2)).min())
+
+
+def _largest_phase(
+    windows: Sequence[_Window], shape: Floats, change_ms: float
+) -> tuple[str, float]:
+    """Return the phase with the largest part of the change, and how much it changed."""
+    timed = [i for i, window in enumerate(windows) if window.phases_ms]
+    shape = shape[timed]
+    if len(timed) < _MIN_TIMED_WINDOWS or np.ptp(shape) < 0.5:
+        return "", 0.0
+    weights = np.array([windows[i].steps for i in timed], dtype=float)
+    changes_ms = {}
+    for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
+        values = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
+        expected = _fit_levels(values, shape, weights).at(shape)
+        levels = _fit_levels(_clip_outliers(values, expected), shape, weights)
+        changes_ms[name] = levels.change_ms
+    phase = largest_part(changes_ms, sign=change_ms)
+    return phase, changes_ms.get(phase, 0.0)

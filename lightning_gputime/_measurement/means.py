@@ -150,7 +150,7 @@ class MeanLog:
                     means |= _busy_means(means, results.newest_probed.times())
                 if results.slow.is_followed:
                     means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
-                if (change := results.lasting_change) is not None:
+                if (change := results.slowdown) is not None:
                     means["lasting_change"] = change.change * change.before_ms
                 beside = results.throughput.metrics(sums)
                 if results.peaks is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from lightning_gputime._measurement.changes import LastingChange
+from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._measurement.table import Section
@@ -60,8 +60,8 @@ class StepObserver(Protocol):
     def on_slow_step(self, step: SlowStep) -> None:
         """Take a step that took much longer than those before it, with its causes."""
 
-    def on_lasting_change(self, change: LastingChange) -> None:
-        """Take the change of the steps' length, once it has lasted for a sixth of the run."""
+    def on_slowdown(self, change: Slowdown) -> None:
+        """Take the first slowdown that was found, once it has lasted for a tenth of the run."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return what is logged beside the means since the last log, by name without prefix.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._measurement.advice import TrainingSetup, find_losses
-from lightning_gputime._measurement.changes import LastingChange, LevelRecorder, find_period
+from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
 from lightning_gputime._measurement.ranks import STEP, RankSummary
@@ -50,9 +50,10 @@ class Results:
         self._seen = 0
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
-        self.levels = LevelRecorder()
+        self.step_series = StepSeries()
+        self._window = Sums()  # Since the newest window of the series.
         self.finds_changes = False  # Also while training goes on, not in the summary alone.
-        self.lasting_change: LastingChange | None = None  # As it was last found.
+        self.slowdown: Slowdown | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
         self.slow = SlowLog()
         self.ranks: RankSummary | None = None  # As they were last compared.
@@ -100,10 +101,10 @@ class Results:
     def steps_read(self, steps: ReadSteps) -> None:
         # It takes milliseconds: only where somebody listens.
         if self.add(steps.records, steps.sums) and self.finds_changes:
-            before, self.lasting_change = self.lasting_change, self.levels.find()
-            if before is None and self.lasting_change is not None:
-                calls = methods(self.observers, "on_lasting_change")
-                call_safely(calls, self.lasting_change)
+            before, self.slowdown = self.slowdown, self.step_series.find()
+            if before is None and self.slowdown is not None:
+                calls = methods(self.observers, "on_slowdown")
+                call_safely(calls, self.slowdown)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Take the next steps, with their sums if known. Return whether to look for a change."""
@@ -115,7 +116,17 @@ class Results:
             if warmup:
                 self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
-            return self.levels.note(self._newest[-1].number, self.sums)
+            return self._add_window(self._newest[-1].number, steps[warmup:])
+
+    def _add_window(self, number: int, steps: Sequence[StepRecord]) -> bool:
+        """Add the next steps to the series. Return True if it is time to look for a slowdown."""
+        self._window.merge(Sums(steps))
+        n, step_ms = self._window.step.n, self._window.step.device_ms
+        if n < MIN_STEPS:
+            return False
+        phases_ms = {name: phase.device_ms / n for name, phase in self._window.phases.items()}
+        self._window = Sums()
+        return self.step_series.add(number, n, step_ms, phases_ms)
 
     def add_probed(self, step: StepRecord) -> None:
         """Take the work alone of a step that was probed; it is in no other statistics."""
@@ -142,7 +153,7 @@ class Results:
         all_ms = self.books.steps_ms if self.books is not None and later else 0.0
         summary = replace(
             self._summary_of(steps[warmup:], sums, busy),
-            lasting_change=self.levels.find(),
+            slowdown=self.step_series.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
             all_steps_mean_ms=all_ms / later if all_ms else math.nan,
@@ -174,7 +185,6 @@ class Results:
             timing_share=self.timing_share,
             each_timed_for=self.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms),
-            slow_period=find_period(times, self.setup.num_workers),
             wall_time=self.books.summary() if self.books is not None else None,
             memory=memory,
             is_uneven=not self.setup.has_loader and DATA in rows and rows[DATA].is_uneven,

@@ -28,6 +28,9 @@ class PhaseStats:
         peak_mib: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
             not measured, see `PhaseSummary.memory`.
         tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
+        error_ms: Half the width of the 95 % interval of `mean_ms`, as only a sample of the steps was
+            timed (in milliseconds); 0.0 where every step was timed.
+        share_error: The same for `share`, from 0 to 1.
     """
 
     n: int
@@ -40,6 +43,8 @@ class PhaseStats:
     gpu_busy_mean_ms: float | None = None
     peak_mib: float | None = None
     tflops: float | None = None
+    error_ms: float = 0.0
+    share_error: float = 0.0
 
     @property
     def is_uneven(self) -> bool:

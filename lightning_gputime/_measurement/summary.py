@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_gputime._measurement.changes import LastingChange, SlowPeriod
+from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats, table_rows
@@ -61,8 +61,7 @@ class PhaseSummary(Tabular):
         is_warmup: Whether these are the steps of the warm-up, where there are no others.
         hint: What to do where no step was timed.
         slow: What slow steps cost; None where none was slow.
-        lasting_change: Since when steps take longer, or shorter, than before; None if they do not.
-        slow_period: Of the history: at which regular distance steps are longer; None if at none.
+        slowdown: Since when steps take longer, or shorter, than at the start; None if they do not.
         wall_time: What the wall clock of a fit went to: `entries_s` (in seconds); else None.
         memory: The most memory that was allocated in each phase; None where it was not measured.
         stage: What the steps are of, where not of training: "validation", "test" or "prediction".
@@ -93,8 +92,7 @@ class PhaseSummary(Tabular):
     is_warmup: bool = False
     hint: str = ""
     slow: SlowSummary | None = None
-    lasting_change: LastingChange | None = None
-    slow_period: SlowPeriod | None = None
+    slowdown: Slowdown | None = None
     wall_time: WallTimeBreakdown | None = None
     memory: MemorySummary | None = None
     stage: str = ""
@@ -167,7 +165,7 @@ class PhaseSummary(Tabular):
         found: dict[str, Any] = plain({**asdict(self), **derived})
         rare = ("sections", "untimed_steps", "all_steps_mean_ms", "is_uneven", "each_timed_for")
         gaps = ("not_measured", "blurred")
-        for name in (*rare, *gaps, "lasting_change", "slow_period"):
+        for name in (*rare, *gaps, "slowdown"):
             if not found[name]:
                 del found[name]
         return found
@@ -280,7 +278,7 @@ class PhaseSummary(Tabular):
                 f"every step is timed because of {self.each_timed_for}: this takes the CPU about"
                 f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
-        yield from map(str, filter(None, (self.lasting_change, self.slow_period)))
+        yield str(self.slowdown or "")
         yield from self.slow.sentences if self.slow is not None else ()
         yield self.ranks.sentence if self.ranks is not None else ""
         for section in self.sections:

@@ -140,7 +140,7 @@ class Session:
         results.observers = options.observers
         takers = [methods(options.observers, name) for name in ("on_slow_step", "metrics")]
         results.slow.is_followed = any(takers) or "slow" in options.logged_groups
-        listeners = methods(options.observers, "on_lasting_change")
+        listeners = methods(options.observers, "on_slowdown")
         results.finds_changes = bool(listeners) or "slow" in options.logged_groups
 
     def attach(self) -> None:
@@ -301,7 +301,7 @@ class Session:
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Note that an epoch starts with the step of this number, which has not ended."""
-        self._results.levels.start_epoch(first_step, epoch)
+        self._results.step_series.start_epoch(first_step, epoch)
 
     def loop_ends(self, *, accumulates: bool) -> None:
         """Note that a loop over batches has ended, perhaps with gradients that are not used yet."""

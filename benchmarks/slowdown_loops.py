@@ -1,7 +1,7 @@
-"""What is said of real loops that get slower, and of one that does not.
+"""Slowdowns reported in real loops: three that get slower, and a steady one.
 
-    python benchmarks/lasting_loops.py --rounds 5 --out benchmarks/results/lasting_loops.json
-    python benchmarks/lasting_loops.py --device cpu
+    python benchmarks/slowdown_loops.py --rounds 5 --out benchmarks/results/slowdown_loops.json
+    python benchmarks/slowdown_loops.py --device cpu
 
 Each loop trains a small net for 3,000 steps of 1.5 to 3 ms, every one of them timed. The host sets
 the pace: what it does beside the net grows, or gets longer at once.
@@ -16,7 +16,7 @@ from record import environment, new_parser, save
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._measurement.changes import LastingChange
+from lightning_gputime._measurement.changes import Slowdown
 
 STEPS = 3000
 JUMP_STEP = 1800
@@ -37,8 +37,8 @@ def batches(kind: str) -> Iterator[Tensor]:
         yield torch.randn(16, 64)
 
 
-def train(kind: str, device: torch.device) -> tuple[LastingChange | None, float]:
-    """Returns what is said of the loop, and by how much its last 300 steps were longer."""
+def train(kind: str, device: torch.device) -> tuple[Slowdown | None, float]:
+    """Returns the slowdown that is reported, and by how much the last 300 steps were longer."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     optimizer = torch.optim.SGD(net.parameters(), 1e-4)
     # To read one off a GPU takes some ten times as long.
@@ -58,7 +58,7 @@ def train(kind: str, device: torch.device) -> tuple[LastingChange | None, float]
                 time.sleep(4e-4)
     step_ms = timer.history()["step_ms"]
     first, last = (statistics.median(part) for part in (step_ms[300:600], step_ms[-300:]))
-    return timer.summary().lasting_change, last / first - 1
+    return timer.summary().slowdown, last / first - 1
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
         )
         phases = [one.phase for one in said if one is not None]
         found[kind] = {
-            "said": len(phases),
+            "reported": len(phases),
             "in the right phase": phases.count(PHASES.get(kind, "")),
             "last 300 steps by the first": [round(float(one), 4) for one in longer],
             "sentences": [str(one) for one in said],
