@@ -156,9 +156,7 @@ class RunComparison(Tabular):
         about = "at least" if max(self.runs) == 1 else "about"
         suffice = f"{about} {needed} runs per side would suffice"
         if needed is None:
-            suffice = (
-                f"the change is so close to it that {MAX_RUNS} runs per side would not suffice"
-            )
+            suffice = f"more than {MAX_RUNS} runs per side would be needed"
         are = "is" if len(names) == 1 else "are"
         found = f"Cannot tell whether {', '.join(names)} {are} slower by more than {percent}"
         return [f"{found}: {suffice}."]
