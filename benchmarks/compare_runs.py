@@ -269,7 +269,7 @@ def benched(noise: str, more: str, rng: np.random.Generator) -> tuple[RunCompari
             sides[i].append(slower(run, more) if i and more else run)
         if turn in looks:
             found = compare_groups(sides, looks=len(looks))
-            if found.is_above(0.0, "step") or found.is_below(0.0, "step"):
+            if found.outcome(0.0, "step") != "cannot tell":
                 break
     return found, turn
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning_gputime as package  # Imports torch where a name is asked for.
 from lightning_gputime._auto_instrumentation import command
 
-GOOD, ABOVE, BAD = 0, 1, 2  # The exit codes of a command.
+PASSED, REGRESSION, FAILED, CANNOT_TELL = 0, 1, 2, 3  # The exit codes of a command.
 
 _ABOUT = """\
 Run a script with a timer. Show, compare and report runs that were saved by
@@ -27,9 +27,9 @@ timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.js
 """
 _SHOW = "Print the table of a run again."
 _COMPARE = """\
-Show whether the step and its phases take longer after a change, and by how much. The times are
-those of a typical step (the mean over the middle half of the steps), without the warm-up. An error
-is half of an interval, and all intervals hold together with 95 % confidence.
+Show whether the step and its phases take longer after a change, and by how much, without the
+warm-up. The times are those of a typical step (the mean over the middle half of the steps), or of
+the mean of all steps if steps were sampled. All intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
   compare folder_before folder_after folder_other
@@ -43,8 +43,9 @@ Make one page of a run, or of two side by side, to send to others: it needs no n
 file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
-exit code: 0; 1 if --fail-above is given and the whole interval of a change lies above it; 2 if a
-file cannot be read, or the runs cannot be compared.
+exit code: 0, passed: nothing is slower by more than the bound of --fail-above, or none was given;
+1, regression: something certainly is; 2, error: a file cannot be read, the runs cannot be compared,
+or the arguments are wrong; 3, cannot tell: the intervals contain the bound.
 """
 
 _WIDTH = 120  # Of the table of slow steps.
@@ -65,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         why = str(error)
     except Exception as error:
-        # Never 1, which means that the step is slower.
+        # Exit codes 1 and 3 are outcomes of a comparison.
         what = " ".join(f"{type(error).__name__}: {error}".split())
         why = f"the runs cannot be read or compared: {what}"
     print(f"{parser.prog}: {why}", file=sys.stderr)
-    return BAD
+    return FAILED
 
 
 def _new_parser() -> argparse.ArgumentParser:
@@ -92,16 +93,16 @@ def _new_parser() -> argparse.ArgumentParser:
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
     versus.set_defaults(command=_compare)
     versus.epilog = _CODES
-    one, others = "the run before, or the folder of several", "what came after"
-    versus.add_argument("before", metavar="BEFORE", help=one)
-    versus.add_argument("after", nargs="+", metavar="AFTER", help=others)
-    _add_judgement(versus)
+    before, after = "the run before, or a folder of runs", "the run, or folders of runs, after"
+    versus.add_argument("before", metavar="BEFORE", help=before)
+    versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
+    _add_bounds(versus)
 
     turns = new("bench", help="run two commands in turns", description=command.ABOUT_BENCH)
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
-    turns.epilog = f"{_CODES}The code of a command that fails is that of the bench (2 for 1)."
+    turns.epilog = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     command.add_bench_arguments(turns)
-    _add_judgement(turns)
+    _add_bounds(turns)
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
@@ -111,16 +112,16 @@ def _new_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_judgement(parser: argparse.ArgumentParser) -> None:
+def _add_bounds(parser: argparse.ArgumentParser) -> None:
     above = (
-        "exit with 1 if the whole interval of a change lies above this: of the typical step, of the"
-        " mean step, or of a phase that takes 1 %% of the step; PHASE:5%% is for one phase,"
-        " step:2%% for the step alone; may be repeated"
+        "exit with 1 if the step, or a phase that takes 1 %% of it, is slower by more than this,"
+        " and with 3 if that is uncertain; PHASE:5%% is for one phase, step:2%% for the step alone,"
+        " validation:20%% for an entry of the wall clock; may be repeated"
     )
     parser.add_argument(
         "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above
     )
-    allow_mismatch = "also compare runs of another GPU, world size or batch"
+    allow_mismatch = "also compare runs of another GPU, world size or batch size"
     parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -138,11 +139,11 @@ def _bound(text: str) -> tuple[float, str]:
 def _show(args: argparse.Namespace) -> int:
     run = package.load(args.run)
     if args.json:
-        _print(_json(run.summary()))
-        return GOOD
+        _print(json.dumps(run.summary().to_dict(), indent=2, allow_nan=False))
+        return PASSED
     slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
     _print(run.summary(), f"\n{run.about}", *slow)
-    return GOOD
+    return PASSED
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -152,25 +153,23 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
-    """Print a comparison, and what lies above a bound; return the exit code."""
-    told, above = [], []
-    for one in (found, *found.others):
-        about = f"{one.names[1]}: " if found.others else ""
-        if args.fail_above and min(one.runs) < 2:
-            told.append(
-                f"warning: {about}--fail-above has one run on a side: equal runs may differ as"
-                " much, and fail. Save three or more per side, or use bench."
-            )
+    """Print a comparison, and its outcome by each bound; return the exit code."""
+    lines, outcomes = [], {"passed"}
+    for group in (found, *found.others):
+        name = f"{group.names[1]}: " if found.others else ""
         for bound, phase in args.fail_above:
-            for name in [phase] if phase else ["step", *one.judged]:
-                if one.is_above(bound, name):  # Raises where there is no such phase.
-                    is_mean = name == "step" and not one.step.is_above(bound)
-                    what = "the mean of all steps" if is_mean else name
-                    above.append(f"{about}{what} is slower by more than {100 * bound:g} %.")
-    _print(_json(found) if args.json else found)
-    for line in (*told, *above):
+            outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
+            lines += [f"{name}{line}" for line in group.explain(bound, phase)]
+    worst = next(o for o in ("regression", "cannot tell", "passed") if o in outcomes)
+    if args.json:
+        # Without a bound, nothing is judged.
+        outcome = {"outcome": worst} if args.fail_above else {}
+        _print(json.dumps({**outcome, **found.to_dict()}, indent=2, allow_nan=False))
+    else:
+        _print(found)
+    for line in lines:
         print(line, file=sys.stderr)
-    return ABOVE if above else GOOD
+    return {"passed": PASSED, "regression": REGRESSION, "cannot tell": CANNOT_TELL}[worst]
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -185,7 +184,7 @@ def _report(args: argparse.Namespace) -> int:
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
     write(args.out, text)
     _print(args.out)
-    return GOOD
+    return PASSED
 
 
 def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
@@ -193,19 +192,15 @@ def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None
     from lightning_gputime._measurement.table import show
 
     try:
-        for one in parts:
-            if isinstance(one, str):
-                print(one)
+        for part in parts:
+            if isinstance(part, str):
+                print(part)
             else:
-                show(one)
+                show(part)
         print(end="", flush=True)
     except BrokenPipeError:
         # Python flushes once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _json(found: "package.PhaseSummary | package.RunComparison") -> str:
-    return json.dumps(found.to_dict(), indent=2, allow_nan=False)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from lightning_gputime._measurement.table import Section as Section
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._phases import StepTimes as StepTimes
-from lightning_gputime._saved_runs.compare import Difference as Difference
 from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
 from lightning_gputime._saved_runs.compare import compare as compare
 from lightning_gputime._saved_runs.environment import Environment as Environment
+from lightning_gputime._saved_runs.estimates import Difference as Difference
 from lightning_gputime._saved_runs.saved import Run as Run
 from lightning_gputime._saved_runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks

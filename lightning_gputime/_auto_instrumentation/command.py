@@ -35,16 +35,16 @@ Options stand before the script. The manual describes them: docs/reference/optio
 """
 ABOUT_BENCH = """\
 Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
-5, 8, ... turns it ends if the answer is certain: if the intervals of the step and of each phase lie
-below the bound of --fail-above, or one above it; without a bound, if that of the step lies above or
-below zero. It ends after --turns runs of each. The intervals are wider than those of compare, to
-allow for several looks. The scripts have no timer of their own.
+5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of --fail-above
+(or one regression); without a bound, if the step is certainly slower or faster. It ends after
+--turns runs of each. The intervals are wider than those of compare, to allow for several looks. The
+scripts have no timer of their own.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
 _FAILED = 2
-_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the chance is split by them.
+_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the looks share the chance.
 
 SWITCHES = ("annotate", "memory")
 VALUES = (
@@ -123,8 +123,8 @@ def _value(text: str) -> Any:
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", help="a command, with options as behind run")
-    parser.add_argument("after", help="the other")
+    parser.add_argument("before", help="a command, with the options of run in front")
+    parser.add_argument("after", help="the command to compare with it")
     parser.add_argument("--turns", type=int, default=12, help="maximum number of runs of each (12)")
     parser.add_argument("-o", "--out", help="a new folder for the runs (a temporary one)")
 
@@ -137,7 +137,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
         if not command.strip():
             raise ValueError(f"{side} must be a command such as train.py, got {command!r}")
     if args.turns < 2:
-        raise ValueError(f"--turns must be 2 or more, got {args.turns}: one shows no noise")
+        raise ValueError(f"--turns must be 2 or more, got {args.turns}: one turn shows no noise")
     folder = Path(args.out or tempfile.mkdtemp(prefix="bench-")).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out must be a new folder: {folder} has files. Give it another name")
@@ -149,35 +149,37 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             groups[i].append(folder / side / f"{turn:03}.json.gz")
             _save_run(commands[side], groups[i][-1])
             if turn == 1 and i == 0:
-                alone = compare_groups([groups[0], groups[0]])
+                # Raise before a long bench if there is no such phase.
+                with_itself = compare_groups([groups[0], groups[0]])
                 for bound in args.fail_above:
-                    alone.is_above(*bound)  # Raises where there is no such phase.
+                    with_itself.outcome(*bound)
         found = compare_groups(groups, allow_mismatch=args.allow_mismatch, looks=len(looks))
         _tell(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]
-        is_below = all(found.is_below(*bound) for bound in bounds)
-        if turn in looks and (is_below or any(found.is_above(*bound) for bound in bounds)):
+        outcomes = {found.outcome(*bound) for bound in bounds}
+        if turn in looks and ("regression" in outcomes or "cannot tell" not in outcomes):
             break
     _tell(f"the runs are in {folder}")
     return found
 
 
 def _save_run(command: str, path: Path) -> None:
-    """Run a command whose training is saved. End the process with its exit code if it fails."""
+    """Run a command whose training is saved. End the process if it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
-    # Its output goes where errors go: that of the bench is the comparison.
+    # Standard output is for the comparison alone.
     process = subprocess.Popen([*run, *shlex.split(command)], stdout=2)
     interrupted = 0
     while True:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # The command has it, too, and may take its time to end.
+        except KeyboardInterrupt:  # The command got the signal, too, and may need time to end.
             interrupted = 130
     if code := interrupted or (code if code >= 0 else 128 - code):
-        _tell(f"`{command}` ended with exit code {code}, and the bench with it")
-        raise SystemExit(_FAILED if code == 1 else code)  # 1 means slower.
+        _tell(f"`{command}` failed with exit code {code}, so the bench stopped")
+        # Exit codes 1 and 3 are outcomes of a comparison. Above 128 is a signal.
+        raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train, and have no timer of its own")
 

@@ -1,112 +1,83 @@
-"""The comparison of runs: by how much their steps differ, in which phase, and whether by chance."""
+"""Comparison of runs: how much longer steps take, in which phase, and whether that is certain."""
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.summary import plain
+from lightning_gputime._measurement.summary import PhaseSummary, plain
 from lightning_gputime._measurement.table import Table, Tabular, Unit, duration, unit_of
 from lightning_gputime._measurement.wall_time import STEPS
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._saved_runs.estimates import (
+    MAX_RUNS,
+    MIN_STEPS,
+    RESOLUTION_MS,
+    Difference,
+    Estimate,
+    Floats,
+    Outcome,
+    differences,
+    mean_of_all_steps,
+    mean_step,
+    runs_needed,
+    typical_step,
+)
 from lightning_gputime._saved_runs.saved import Run, load
 
-# Fields of the environment in which runs must agree: else their steps are not the same work.
+# Fields of the environment that decide what work a step does: runs must agree in them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
-_OWN = ("started", "rank", "options")  # Fields that differ from run to run, and mean nothing.
-# By chance a comparison of equal runs may show any change at all in 5 %: the chance is split.
+_NOT_COMPARED = ("started", "rank", "options")
+# Equal runs may differ in 5 % of comparisons: the intervals share that chance.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
-_MIN_SHARE = 0.01  # The fraction of the step from which on a phase is judged.
-_NOISY = 0.1  # An interval of more than this fraction of the step tells little.
-_MIN_OUTSIDE = 0.05  # From this fraction of the wall clock on a change outside of steps is told.
-_MIN_PAIRS = 5  # With fewer, what pairs gain is less than what it costs to know them so badly.
-_MIN_STEPS = 24  # With fewer steps the error of an estimate is not known.
-# The fraction of the steps left out at each end: what is left is the interquartile mean.
-_TRIMMED = 0.25
-_MOST_FACTOR = 2.0
-_BLOCKS = 12  # The number of blocks of neighbouring steps that a run is cut into.
-_DROPS = ("change", "95 %")  # What goes first where the table is too wide.
+_MIN_PHASE_SHARE = 0.01  # Shorter phases are judged only by name.
+_MAX_CLEAR_ERROR = 0.1  # An interval wider than this fraction of the step tells little.
+_MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not mentioned.
+_MIN_NOT_SAMPLED_SHARE = 0.01
+_MIN_PAIRS = 5  # With fewer pairs, their spread is known too badly.
+_DROPPED_COLUMNS = ("change", "95 %")  # In a narrow terminal, in this order.
+MEAN = "the mean of all steps"
+_ONE_RUN = "One run per side: the difference may be noise between runs."
 
-Floats = npt.NDArray[np.float64]
-_PATHS = (str, os.PathLike)
-Given = Run | str | os.PathLike[str]
+Source = Run | str | os.PathLike[str]
 Side = tuple[str, Sequence[Run]]  # The name of a group, and its runs.
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The difference of one phase, or of the step, between two sides.
-
-    Attributes:
-        before_ms: The time before (in milliseconds).
-        after_ms: The time after (in milliseconds).
-        error_ms: Half the width of the interval of their difference (in milliseconds).
-        relative_error: The same as a fraction of the time before. For a time that has more than
-            doubled it is that of twice the time before.
-    """
-
-    before_ms: float
-    after_ms: float
-    error_ms: float
-    relative_error: float
-
-    @property
-    def change_ms(self) -> float:
-        """How much longer it takes after than before (in milliseconds)."""
-        return self.after_ms - self.before_ms
-
-    @property
-    def relative_change(self) -> float:
-        """The same as a fraction of the time before; NaN where that is zero."""
-        return self.change_ms / self.before_ms if self.before_ms else math.nan
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the change is significant: zero lies outside of its interval."""
-        return abs(self.change_ms) > self.error_ms
-
-    @property
-    def verdict(self) -> str:
-        """Is "slower" or "faster" where the change is significant, else "alike"."""
-        if not self.is_significant:
-            return "alike"
-        return "slower" if self.change_ms > 0 else "faster"
-
-    def is_above(self, bound: float) -> bool:
-        """Return whether all of its interval lies above a fraction of the time before."""
-        # What is new lies above any.
-        is_more = not self.before_ms or self.relative_change - self.relative_error > bound
-        return is_more and self.is_significant
+_PATHS = (str, os.PathLike)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunComparison(Tabular):
-    """What differs between two sides of one run or several each; `print` shows it as a table.
+    """Differences between two sides of one or more runs; `print` shows them as a table.
 
-    The times of `step` and `rows` are those of a typical step, the mean over the middle half of the
-    steps by their length. The phases add up to the step, and their changes to its change. The
-    intervals of `step`, `mean` and the phases hold together with 95 % confidence.
+    If every step of all runs was timed, `step` and `rows` are those of a typical step: the mean
+    over the middle half of the steps by length. If steps were sampled, they are estimates for the
+    mean of all steps, timed or not. The phases add up to the step.
+
+    The intervals of `step`, `mean` and the phases hold together with 95 % confidence. With several
+    runs per side they cover the spread between runs; with one run per side only the noise within
+    the two runs.
 
     Attributes:
         rows: Each phase, in the order of a step; a phase that did not run takes 0 ms.
-        step: The typical step.
+        step: The typical step, or the mean step if steps were sampled.
         mean: The mean over all steps, slow ones included.
-        runs: How many runs the sides have, before and after.
-        steps: How many steps they have.
+        runs: Number of runs of the sides, before and after.
+        steps: Number of their steps, timed or not.
         notes: What else differs, such as the version of torch.
-        outside: How the time outside of the steps differs, which is not judged; else empty.
-        names: What the sides are called.
-        in_turns: Whether the runs took turns, and each is compared with its neighbour.
-        others: The comparisons of further groups with the same runs before.
+        outside: How the time outside of the steps differs; empty if it hardly does.
+        names: Names of the sides.
+        in_turns: True if the runs took turns, and each is compared with its neighbor.
+        others: Comparisons of further groups with the same runs before.
+        is_sampled: True if steps of a run were not timed.
+        wall_clock: Total time of each entry of the wall clock that both sides have, such as
+            "validation". They are judged only by name, and only with several runs.
     """
 
     rows: Mapping[str, Difference]
@@ -119,91 +90,152 @@ class RunComparison(Tabular):
     names: tuple[str, str] = ("before", "after")
     in_turns: bool = False
     others: tuple["RunComparison", ...] = ()
+    is_sampled: bool = False
+    wall_clock: Mapping[str, Difference] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
-        """Is "slower" or "faster" where that is significant of the step, else "alike"."""
+        """Either "slower" or "faster" if the step is so significantly, else "alike"."""
         return self.step.verdict
 
     @property
     def judged(self) -> list[str]:
-        """The phases that take 1 % of the step or more, before or after, without sub-phases."""
+        """Phases of at least 1 % of the step, before or after, without sub-phases."""
         return [
             name
             for name, row in self.rows.items()
             if "/" not in name
-            and max(row.before_ms, row.after_ms) >= _MIN_SHARE * self.step.before_ms
+            and max(row.before_ms, row.after_ms) >= _MIN_PHASE_SHARE * self.step.before_ms
         ]
+
+    def outcome(self, bound: float, phase: str = "") -> Outcome:
+        """Return whether the step, or a phase, takes longer by more than a fraction.
+
+        Args:
+            bound: The fraction of the time before, such as 0.02 for 2 %.
+            phase: A phase, "step" (typical and mean), or an entry of `wall_clock`; if empty, the
+                step and all phases that are `judged`.
+
+        Returns:
+            "regression" if one of them certainly exceeds the bound, "passed" if certainly none
+            does, else "cannot tell". Without a name, a phase also passes if it certainly adds no
+            more than the bound to the step. The mean of all steps passes by its estimate.
+        """
+        found = self.outcomes(bound, phase).values()
+        if "regression" in found:
+            return "regression"
+        return "cannot tell" if "cannot tell" in found else "passed"
+
+    def outcomes(self, bound: float, phase: str = "") -> dict[str, Outcome]:
+        """Return the outcome of each quantity that `outcome` judges, by name.
+
+        The mean of all steps is among them only if its outcome is worse than that of the step.
+        """
+        tolerances_ms = {} if phase else dict.fromkeys(self.judged, bound * self.step.before_ms)
+        chosen = self._chosen(phase)
+        found = {
+            name: row.outcome(bound, tolerances_ms.get(name, 0.0)) for name, row in chosen.items()
+        }
+        if "step" in chosen and not self.is_sampled:
+            outcome = self.mean.outcome(bound)
+            # Single slow steps make the mean uncertain in most runs: its estimate may pass.
+            is_worse = outcome == "regression" or self.mean.relative_change > bound
+            if is_worse and outcome not in ("passed", found["step"]):
+                found[MEAN] = outcome
+        return found
+
+    def explain(self, bound: float, phase: str = "") -> list[str]:
+        """Return sentences on what `outcome` found: each regression, or what is uncertain."""
+        outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
+        if outcome == "passed":
+            return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
+        names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
+        if outcome == "regression":
+            return [f"Regression: {name} is slower by more than {percent}." for name in names]
+        needed = self.runs_needed(bound, phase)
+        about = "at least" if max(self.runs) == 1 else "about"
+        suffice = f"{about} {needed} runs per side would suffice"
+        if needed is None:
+            suffice = f"more than {MAX_RUNS} runs per side would be needed"
+        are = "is" if len(names) == 1 else "are"
+        found = f"Cannot tell whether {', '.join(names)} {are} slower by more than {percent}"
+        return [f"{found}: {suffice}."]
+
+    def runs_needed(self, bound: float, phase: str = "") -> int | None:
+        """Return how many runs per side would decide an outcome that is "cannot tell".
+
+        They would decide it in four of five cases, if their spread stays as observed. At least 3;
+        None if more than 100 would be needed, or if nothing has to be decided.
+        """
+        chosen = {MEAN: self.mean, **self._chosen(phase)}
+        confidence = 1 - _CHANCES["step"]
+        needed = [
+            runs_needed(chosen[name], bound, self.runs, confidence, self.in_turns)
+            for name, outcome in self.outcomes(bound, phase).items()
+            if outcome == "cannot tell"
+        ]
+        return max((n for n in needed if n is not None), default=None) if all(needed) else None
+
+    def _chosen(self, phase: str) -> dict[str, Difference]:
+        known = {"step": self.step, **self.rows}
+        known |= {**self.wall_clock, **known}  # A phase of the same name comes first.
+        if phase and phase not in known:
+            raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
+        names = [phase] if phase else ["step", *self.judged]
+        return {name: known[name] for name in names}
 
     @property
     def sentence(self) -> str:
-        """Which changes are significant, of the step and of its phases; what changed outside."""
-        found = [self._claim, self.outside]
-        # First what is known to differ.
-        return "; ".join(filter(None, found if self.step.is_significant else reversed(found)))
+        """Significant changes of the step, its phases and outside; a caution with one run each."""
+        return " ".join(filter(None, (self._caution, self._finding)))
+
+    @property
+    def _caution(self) -> str:
+        return _ONE_RUN if max(self.runs) == 1 else ""
+
+    @property
+    def _finding(self) -> str:
+        parts = [self._claim, self.outside]
+        # The certain difference comes first.
+        return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
 
     @property
     def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
-        changed = [(self._most(one), self.rows[one]) for one in self.judged]
-        # What slow steps add.
-        differs = abs(self.mean.relative_change - self.step.relative_change)
-        if not self.step.is_significant or differs > self.mean.relative_error:
-            changed.append(("the mean of all steps", self.mean))
-        told = ", ".join(
+        changed = [(self._with_largest_part(name), self.rows[name]) for name in self.judged]
+        slow_steps_share = abs(self.mean.relative_change - self.step.relative_change)
+        if not self.step.is_significant or slow_steps_share > self.mean.relative_error:
+            changed.append((MEAN, self.mean))
+        phases = ", ".join(
             f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
-            for name, row in sorted(changed, key=lambda one: -abs(one[1].change_ms))
+            for name, row in sorted(changed, key=lambda item: -abs(item[1].change_ms))
             if row.is_significant
         )
         if self.step.is_significant:
-            percent = _percent(self.step).removeprefix("+").removeprefix("-")
-            claim = f"{percent} {self.verdict}: {told or 'no single phase significantly'}"
-        elif told:
-            claim = f"{told}; a typical step: no significant change ({_percent(self.step)})"
-        elif self.step.error_ms > _NOISY * self.step.before_ms:
-            return (
-                f"too noisy to tell ({_percent(self.step)}): compare longer runs, or more of each"
-            )
-        else:
-            claim = f"no significant change of the step: {_percent(self.step)}"
-        if min(self.runs) > 1:
-            return claim
-        return f"{claim}; with one run a side this may be chance: save three or more of each"
+            percent = format_change(self.step).lstrip("+-")
+            return f"{percent} {self.verdict}: {phases or 'no single phase significantly'}"
+        if phases:
+            step = "mean step" if self.is_sampled else "typical step"
+            return f"{phases}; {step}: no significant change ({format_change(self.step)})"
+        if self.step.error_ms > _MAX_CLEAR_ERROR * self.step.before_ms:
+            change = format_change(self.step)
+            return f"too noisy to tell ({change}): record longer runs, or more runs per side"
+        return f"no significant change of the step: {format_change(self.step)}"
 
-    def _most(self, name: str) -> str:
-        """Return the name of a phase, with the part that is most of its change."""
-        parts = {part: row.change_ms for part, row in self.rows.items()}
-        part = largest_part(parts, name, sign=parts[name])
+    def _with_largest_part(self, name: str) -> str:
+        changes_ms = {part: row.change_ms for part, row in self.rows.items()}
+        part = largest_part(changes_ms, name, sign=changes_ms[name])
         return name if part == name else f"{name} ({part})"
-
-    def is_above(self, bound: float, phase: str = "") -> bool:
-        """Return whether it is significantly slower by more than a fraction of the time before.
-
-        Args:
-            bound: Such as 0.02 for 2 %. The whole interval must lie above it.
-            phase: Of what: a phase, or the "step", typical or mean; if empty, the step or any of
-                the phases that are `judged`. What did not run before lies above any bound.
-        """
-        asked = self._asked(phase)
-        asked += [self.mean] if phase in ("", "step") else []
-        return any(one.is_above(bound) for one in asked)
-
-    def is_below(self, bound: float, phase: str = "") -> bool:
-        """Return whether all that `is_above` asks of, but the mean, lies significantly below."""
-        return all(one.relative_change + one.relative_error < bound for one in self._asked(phase))
-
-    def _asked(self, phase: str) -> list[Difference]:
-        known = {"step": self.step, **self.rows}
-        if phase and phase not in known:
-            raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
-        return [known[name] for name in ([phase] if phase else ["step", *self.judged])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
-        told = {"verdict": self.verdict, "sentence": self.sentence}
-        others = [one.to_dict() for one in self.others]
-        found: dict[str, Any] = plain({**asdict(self), **told, "others": others})
-        return found
+        derived = {"verdict": self.verdict, "sentence": self.sentence}
+        others = [other.to_dict() for other in self.others]
+        result: dict[str, Any] = plain({**asdict(self), **derived, "others": others})
+        return result
+
+    def __repr__(self) -> str:
+        return f"<RunComparison: {self.sentence}>"
 
     def _table(self) -> Table:
         unit = unit_of(self.step.before_ms)
@@ -211,25 +243,29 @@ class RunComparison(Tabular):
         for name, row in {**self.rows, "step": self.step}.items():
             _, slash, part = name.partition("/")
             lines.append([f"  {part}" if slash else name, unit.cell(row.before_ms)])
-        counts, sentences = [self._count(0)], []
-        for one in (self, *self.others):
-            for line, cells in zip(lines, one._cells(unit), strict=True):
+        both = (self, *self.others)
+        counts = [self._count(0)]
+        sentences = [next(filter(None, (comparison._caution for comparison in both)), "")]
+        for comparison in both:
+            for line, cells in zip(lines, comparison._cells(unit), strict=True):
                 line += cells
-            counts.append(one._count(1))
-            about = f"{one.names[1]}: " if self.others else ""
-            sentences += [f"{about}{sentence}" for sentence in (one.sentence, *one.notes)]
-        title = f"A typical step in {unit.name}: {', '.join(counts)}"
-        drops = [name for name in _DROPS for _ in counts[1:]]
+            counts.append(comparison._count(1))
+            name = f"{comparison.names[1]}: " if self.others else ""
+            found = (comparison._finding, *comparison.notes)
+            sentences += [f"{name}{sentence}" for sentence in found]
+        step = "Mean of all steps" if self.is_sampled else "A typical step"
+        title = f"{step} in {unit.name}: {', '.join(counts)}"
+        drops = [name for name in _DROPPED_COLUMNS for _ in both]
         return Table(title, [tuple(line) for line in lines], sentences, drops=drops)
 
     def _cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
-        """Yield the columns of what comes after, from the header down."""
+        """Yield the columns of the side after, from the header down."""
         yield self.names[1], "change", "95 %", "change in %", ""
         for name, row in [*self.rows.items(), ("", self.step)]:
             word = row.verdict if row.is_significant and (not name or name in self.judged) else ""
             percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
             if "/" in name and not (row.before_ms and row.after_ms):
-                # It may not have been timed: other `modules`.
+                # The other side may have run it untimed, as with other `modules`.
                 word, percent = f"only {self.names[not row.before_ms]}", ""
             yield (
                 unit.cell(row.after_ms),
@@ -245,36 +281,36 @@ class RunComparison(Tabular):
         return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
 
 
-def _percent(one: Difference) -> str:
-    # The interval that tells whether it is significant, and not that of `is_above`.
-    error = one.error_ms / one.before_ms
+def format_change(row: Difference) -> str:
+    """Return a change in percent, with the error that decides whether it is significant."""
+    error = row.error_ms / row.before_ms
     digits = 1 if error >= 0.001 else 2
-    return f"{100 * one.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
+    return f"{100 * row.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
 
 
 def compare(
-    before: Given | Sequence[Given],
-    after: Given | Sequence[Given],
-    *more: Given | Sequence[Given],
+    before: Source | Sequence[Source],
+    after: Source | Sequence[Source],
+    *more: Source | Sequence[Source],
     allow_mismatch: bool = False,
 ) -> RunComparison:
     """Compare the steps of two runs, or of groups of runs, without their warm-up.
 
-    An interval allows for the noise within the runs, where neighbouring steps are not independent;
-    with several runs on a side also for the spread between runs. With one run a side that is not
-    seen, and the comparison holds for these runs only. Where the sides took turns at least five
-    times, as in `bench`, each run is compared with its neighbour.
+    With several runs per side, the intervals cover the spread between runs. With one run per side
+    that spread is unknown: the intervals cover only the noise within the runs, and may be too
+    narrow. If the sides took turns at least five times, as in `bench`, each run is compared with
+    its neighbor.
 
     Args:
-        before: A run, or several: as `load` returns them, their files, or their folder.
-        after: The others.
-        more: Further groups, each compared with the first one, too.
-        allow_mismatch: Whether to compare runs that differ in device, world size or batch, too.
+        before: One or more runs: as `load` returns them, their files, or their folder.
+        after: The runs to compare with them.
+        more: Further groups, each compared with the first one.
+        allow_mismatch: Also compare runs that differ in device, world size or batch size.
 
     Raises:
         OSError: If a file cannot be read.
         TypeError: If something else is given.
-        ValueError: If a file is none of a run, or the runs cannot be compared.
+        ValueError: If a file is not a saved run, or the runs cannot be compared.
 
     Examples:
         >>> print(compare(["b1.json.gz", "b2.json.gz"], ["a1.json.gz", "a2.json.gz"]).sentence)
@@ -284,253 +320,214 @@ def compare(
 
 
 def compare_groups(
-    groups: Sequence[Given | Sequence[Given]], *, allow_mismatch: bool = False, looks: int = 1
+    groups: Sequence[Source | Sequence[Source]], *, allow_mismatch: bool = False, looks: int = 1
 ) -> RunComparison:
-    """Compare each group with the first; runs are added, and this is done, `looks` times in all."""
+    """Compare each group with the first. `looks`: how often that is done while runs are added."""
     names = ["before", "after"]
     if len(groups) > 2:
-        names = [str(g) if isinstance(g, _PATHS) else f"group {i}" for i, g in enumerate(groups, 1)]
+        names = [
+            str(group) if isinstance(group, _PATHS) else f"group {i}"
+            for i, group in enumerate(groups, 1)
+        ]
     base, *others = zip(names, map(_runs_of, names, groups), strict=True)
     runs = [run for _, side in (base, *others) for run in side]
     for run in runs:
-        if len(run.measured) < _MIN_STEPS:
+        if len(run.measured) < MIN_STEPS:
             raise ValueError(
-                f"{run.name or 'a run'} has {len(run.measured)} steps after its warm-up; at least"
-                f" {_MIN_STEPS} are needed to separate a difference from noise"
+                f"{run.name or 'a run'} has {len(run.measured)} timed steps after its warm-up; at"
+                f" least {MIN_STEPS} are needed to separate a difference from noise"
             )
         if not np.median(run.measured["step_ms"]):
             raise ValueError(
-                f"most steps of {run.name or 'a run'} take 0 ms, and no change can be given in"
-                " percent of that: save a run whose steps were timed"
+                f"most steps of {run.name or 'a run'} take 0 ms, so a change in percent is"
+                " undefined: save a run whose steps were timed"
             )
-    # In the order of the files: the user's own phases have no other.
+    # In the order of the files, which is the only one of phases that a user named.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
     tries = looks * len(others)
-    first, *more = (_compare_two((base, one), phases, tries, allow_mismatch) for one in others)
+    first, *more = (_compare_two((base, side), phases, tries, allow_mismatch) for side in others)
     return replace(first, others=tuple(more))
 
 
 def _compare_two(
-    sides: Sequence[Side], phases: Sequence[str], tries: int, allow_mismatch: bool
+    sides: tuple[Side, Side], phases: Sequence[str], tries: int, allow_mismatch: bool
 ) -> RunComparison:
-    notes = _notes(sides)
+    notes = _environment_notes(sides)
     refused = [note for name, note in notes.items() if name in MUST_AGREE]
     if refused and not allow_mismatch:
         raise ValueError(
-            f"the runs cannot be compared: {'; '.join(refused)}. Pass"
-            " allow_mismatch=True (--allow-mismatch) to compare them all the same"
+            f"the runs cannot be compared: {'; '.join(refused)}. Pass allow_mismatch=True"
+            " (--allow-mismatch) to compare them anyway"
         )
-    (first, before), (second, after) = sides
-    times = [[_times(run, phases) for run in side] for side in (before, after)]
-    of_phase = _CHANCES["phases"] / max(sum("/" not in name for name in phases), 1)
-    chances = np.array([_CHANCES["step"], *[of_phase] * len(phases)]) / tries
-    in_turns = _took_turns(before, after)
-    step, *rows = differences(*times, how=typical, confidence=1 - chances, in_turns=in_turns)
-    chance = _CHANCES["mean"] / tries
-    wholes = [[one[:, :1] for one in side] for side in times]
-    [mean] = differences(*wholes, how=mean_of_all, confidence=1 - chance, in_turns=in_turns)
+    runs = [side for _, side in sides]
+    in_turns = _took_turns(*runs)
+    is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
+    top_phases = sum("/" not in name for name in phases)
+    chances = [_CHANCES["step"], *[_CHANCES["phases"] / max(top_phases, 1)] * len(phases)]
+    estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
+    step, *rows = differences(
+        *estimates,
+        confidence=1 - np.array(chances) / tries,
+        in_turns=in_turns,
+        resolution_ms=[RESOLUTION_MS * n for n in _boundaries(phases)],
+    )
+    mean = step
+    if not is_sampled:
+        means = [[mean_step(_times(run, ())) for run in side] for side in runs]
+        [mean] = differences(
+            *means,
+            confidence=1 - _CHANCES["mean"] / tries,
+            in_turns=in_turns,
+            resolution_ms=[step.resolution_ms],
+        )
+    for name, side in zip((name for name, _ in sides), estimates, strict=True):
+        share = np.mean([run.not_sampled_ms / run.values[0] for run in side])
+        if share > _MIN_NOT_SAMPLED_SHARE:
+            notes[f"not sampled {name}"] = f"{share:.0%} of the time was not sampled ({name})"
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
         mean=mean,
-        runs=(len(before), len(after)),
-        steps=(sum(map(len, times[0])), sum(map(len, times[1]))),
+        runs=(len(runs[0]), len(runs[1])),
+        steps=(sum(map(_count_steps, runs[0])), sum(map(_count_steps, runs[1]))),
         notes=tuple(notes.values()),
         outside=_outside(sides),
-        names=(first, second),
+        names=(sides[0][0], sides[1][0]),
         in_turns=in_turns,
+        is_sampled=is_sampled,
+        wall_clock=_compare_wall_clocks(runs, tries, in_turns),
     )
+
+
+def _boundaries(phases: Sequence[str]) -> list[int]:
+    """Return the number of boundaries that the clock reads in a step, and in each phase."""
+    parts = [
+        sum(name == phase or name.startswith(f"{phase}/") for name in phases) for phase in phases
+    ]
+    return [n + 1 for n in (len(phases), *parts)]
+
+
+def _estimate(run: Run, phases: Sequence[str], is_sampled: bool) -> Estimate:
+    times = _times(run, phases)
+    summary = run.summary()
+    if not is_sampled:
+        return typical_step(times)
+    if not _is_sampled(summary):
+        return mean_step(times)
+    # Shares are of all steps; `mean_ms` of a phase is of the steps in which it ran.
+    step, rows = summary.step, [summary.rows.get(name) for name in phases]
+    shares = np.nan_to_num([1.0, *(row.share if row else 0.0 for row in rows)])
+    share_errors = np.array([0.0, *(row.share_error if row else 0.0 for row in rows)])
+    top_shares = [share for name, share in zip(phases, shares[1:], strict=True) if "/" not in name]
+    return mean_of_all_steps(
+        run.measured["step"],
+        times,
+        means=step.mean_ms * shares,
+        errors=np.hypot(step.mean_ms * share_errors, step.error_ms * shares),
+        all_steps=_count_steps(run),
+        max_ms=step.max_ms,
+        not_sampled_ms=step.mean_ms * max(1.0 - sum(top_shares), 0.0),
+    )
+
+
+def _is_sampled(summary: PhaseSummary) -> bool:
+    return summary.untimed_steps > 0 or summary.timed_every_n_steps > 1
+
+
+def _count_steps(run: Run) -> int:
+    summary = run.summary()
+    if not _is_sampled(summary):
+        return len(run.measured)
+    return summary.steps + summary.untimed_steps
+
+
+def _times(run: Run, phases: Sequence[str]) -> Floats:
+    """Return the times of the step and of phases, of shape (steps, columns)."""
+    measured, known = run.measured, list_phases(run.history)
+    absent = np.zeros(len(measured))
+    columns = [measured[f"{name}_ms"] if name in known else absent for name in phases]
+    return np.asarray(np.nan_to_num(np.stack([measured["step_ms"], *columns], axis=1)))
+
+
+def _wall_clock_s(run: Run) -> Mapping[str, float]:
+    """Return the wall time of each entry (in seconds); empty if it is unknown."""
+    wall_clock = run.summary().wall_time
+    return {} if wall_clock is None else wall_clock.entries_s
+
+
+def _compare_wall_clocks(
+    sides: Sequence[Sequence[Run]], tries: int, in_turns: bool
+) -> dict[str, Difference]:
+    entries = [[_wall_clock_s(run) for run in side] for side in sides]
+    names = [name for name in entries[0][0] if all(name in run for side in entries for run in side)]
+    if not names:
+        return {}
+    none = np.zeros(len(names))
+    totals = [
+        [Estimate(np.array([1e3 * run[name] for name in names]), none) for run in side]
+        for side in entries
+    ]
+    rows = differences(*totals, confidence=1 - _CHANCES["step"] / tries, in_turns=in_turns)
+    if max(map(len, sides)) == 1:
+        # One total per side shows no noise.
+        rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
+    return Named(zip(names, rows, strict=True))
+
+
+def _outside(sides: Sequence[Side]) -> str:
+    """Return a sentence on the time outside of the steps if it differs, else an empty one."""
+    outside_s, wall_s = [], []
+    for _, runs in sides:
+        entries = [_wall_clock_s(run) for run in runs]
+        if not all(entries):
+            return ""
+        wall_s.append(sum(sum(run.values()) for run in entries) / len(runs))
+        outside_s.append(wall_s[-1] - sum(run.get(STEPS, 0.0) for run in entries) / len(runs))
+    if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE_SHARE * max(wall_s):
+        return ""
+    before, after = (
+        f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
+        for (name, _), outside, wall in zip(sides, outside_s, wall_s, strict=True)
+    )
+    return f"outside of the steps {before} and {after}, not judged"
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
     """Return whether the runs, in the order in which they started, are pairs of both sides."""
     pairs = zip(before, after, strict=False)
-    started = [one for pair in pairs for one in sorted(run.environment.started for run in pair)]
+    started = [time for pair in pairs for time in sorted(run.environment.started for run in pair)]
     return len(before) == len(after) >= _MIN_PAIRS and started == sorted(set(started))
 
 
-def _runs_of(name: str, given: Given | Sequence[Given]) -> list[Run]:
+def _runs_of(name: str, given: Source | Sequence[Source]) -> list[Run]:
     """Return the runs of a side, in the order in which they started."""
-    several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    sources: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if isinstance(given, _PATHS) and os.path.isdir(given):
-        several = sorted(Path(given).glob("*.json*"))
-    if not several:
-        raise ValueError(f"{name} must be a run or several, got none in {given}")
-    for one in several:
-        if not isinstance(one, (Run, *_PATHS)):
-            what = "a run as load() returns it, its file, or a list of these"
-            raise TypeError(f"{name} must be {what}, got {format_value(one)}")
-    runs = [one if isinstance(one, Run) else load(one) for one in several]
+        sources = sorted(Path(given).glob("*.json*"))
+    if not sources:
+        raise ValueError(f"{name} must be one or more runs, got none in {given}")
+    for source in sources:
+        if not isinstance(source, (Run, *_PATHS)):
+            expected = "a run as load() returns it, its file, or a list of these"
+            raise TypeError(f"{name} must be {expected}, got {format_value(source)}")
+    runs = [source if isinstance(source, Run) else load(source) for source in sources]
     return sorted(runs, key=lambda run: run.environment.started)
 
 
-def _notes(sides: Sequence[Side]) -> dict[str, str]:
-    """Return a sentence on each field in which the environments differ."""
-    found = {}
-    for name in (field.name for field in fields(Environment) if field.name not in _OWN):
-        # What is not known of one run is no difference.
-        of_sides = {
+def _environment_notes(sides: Sequence[Side]) -> dict[str, str]:
+    """Return a sentence on each field in which the environments differ, by field."""
+    notes = {}
+    for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
+        # An unknown value is no difference.
+        values = {
             side: {getattr(run.environment, name) for run in runs} - {"", None}
             for side, runs in sides
         }
-        if len(set().union(*of_sides.values())) > 1:
-            told = (
-                f"{' or '.join(sorted(map(str, values))) or 'unknown'} ({side})"
-                for side, values in of_sides.items()
+        if len(set().union(*values.values())) > 1:
+            parts = (
+                f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
+                for side, known in values.items()
             )
-            found[name] = f"{name} is {' and '.join(told)}"
-    return found
-
-
-def _outside(sides: Sequence[Side]) -> str:
-    """Return a sentence on the time outside of the steps, where it differs."""
-    outside_s, wall_s = [], []
-    for _, runs in sides:
-        spent = [one for run in runs if (one := run.summary().wall_time) is not None]
-        if len(spent) < len(runs):
-            return ""
-        in_steps = [one.entries_s.get(STEPS, 0.0) for one in spent]
-        wall_s.append(sum(one.wall_s for one in spent) / len(runs))
-        outside_s.append(wall_s[-1] - sum(in_steps) / len(runs))
-    if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE * max(wall_s):
-        return ""
-    told = (
-        f"{duration(1e3 * one)} of {duration(1e3 * whole)} ({side})"
-        for (side, _), one, whole in zip(sides, outside_s, wall_s, strict=True)
-    )
-    return f"outside of the steps {' and '.join(told)}, not judged"
-
-
-def _times(run: Run, names: Sequence[str]) -> Floats:
-    """Return the times of the steps, and of their phases, as columns."""
-    measured, known = run.measured, list_phases(run.history)
-    # A phase that did not run takes no time of the step.
-    absent = np.zeros(len(measured))
-    phases = [measured[f"{name}_ms"] if name in known else absent for name in names]
-    return np.asarray(np.nan_to_num(np.stack([measured["step_ms"], *phases], axis=1)))
-
-
-# How long a step typically takes, and how sure that is: steps are not independent
-
-# The estimate of each column of one run; and for each step and column its influence: how far the
-# estimate would move by it, times the number of steps. The mean of that is zero, and the error of
-# that mean is the estimate's.
-Estimate = tuple[Floats, Floats]
-
-
-def mean_of_all(times: Floats) -> Estimate:
-    """Return the mean of each column of times, of shape (steps, columns)."""
-    values = times.mean(axis=0)
-    return values, times - values
-
-
-def typical(times: Floats) -> Estimate:
-    """Return the mean of each column over the middle half of the steps.
-
-    The first column, the whole step, decides which steps these are: so the others add up to it as
-    they do in each step. A step of a second moves it no more than one that is a little slow.
-    """
-    n = len(times)
-    cut = int(n * _TRIMMED)
-    order = np.argsort(times[:, 0], kind="stable")
-    kept = order[cut : n - cut]
-    influence = np.empty_like(times)
-    influence[kept] = times[kept]
-    # Where a step that is cut lies does not matter, but on which side does: it moves the border,
-    # as far as the columns are long there. On both sides of it: where steps have two speeds, the
-    # gap may lie on either side of the border by chance.
-    near = max(cut // 5, 1)
-    influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
-    influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
-    influence -= influence.mean(axis=0)
-    return times[kept].mean(axis=0), influence * n / len(kept)
-
-
-def variance(influence: Floats) -> Floats:
-    """Return the variance of the mean of each column, by the moving-block bootstrap.
-
-    It draws blocks of neighbouring steps, so that what is alike stays together. The variance of
-    the mean of drawn blocks is that of all blocks, divided by their number: nothing must be drawn.
-    The blocks are as long as they can be, because what slows steps down may last for hundreds of
-    them; the interval is wider for their small number, see `quantile_of_t`.
-    """
-    block = len(influence) // _BLOCKS
-    whole, half = _variance_of(influence, block), _variance_of(influence, block // 2)
-    # Where slow steps recur at a fixed distance, blocks have all the same number of them: it is
-    # never less than one more, or one fewer, of the longest steps makes.
-    one = (np.abs(influence).max(axis=0) / len(influence)) ** 2
-    # What longer blocks show more than shorter ones, still longer ones would show again.
-    return np.asarray(np.maximum(whole + np.maximum(whole - half, 0), one))
-
-
-def _variance_of(influence: Floats, block: int) -> Floats:
-    sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
-    means = (sums[block:] - sums[:-block]) / block
-    # As with a sample, one is lost: the mean of the blocks is known only as well as they are.
-    return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
-
-
-def differences(
-    before: Sequence[Floats],
-    after: Sequence[Floats],
-    *,
-    how: Callable[[Floats], Estimate],
-    confidence: float | Floats,
-    in_turns: bool = False,
-) -> list[Difference]:
-    """Return by how much the steps of two sides differ, in each column of their times.
-
-    The times of each run have shape (steps, columns). The interval is the wider one of two: by the
-    noise within the runs, and by the spread between them, if a side has several.
-
-    Args:
-        before: The times of each run of one side.
-        after: Those of the other.
-        how: `typical` or `mean_of_all`.
-        confidence: That of the intervals, or of the interval of each column.
-        in_turns: Whether the runs of the two sides are pairs, one after the other.
-    """
-    values, noise = [], []
-    for runs in (before, after):
-        found, influences = zip(*map(how, runs), strict=True)
-        values.append(np.array(found))
-        noise.append(np.sum([variance(one) for one in influences], axis=0) / len(runs) ** 2)
-    before_ms, after_ms = (one.mean(axis=0) for one in values)
-    is_there = before_ms > 0
-    ratio = np.divide(after_ms, before_ms, out=np.zeros_like(before_ms), where=is_there)
-    n, m = len(before), len(after)
-
-    def error_of(factor: Floats | float) -> Floats:
-        """Return half the interval of the time after minus a multiple of that before."""
-        within = quantile_of_t((_BLOCKS - 1) * min(n, m), confidence) * np.sqrt(
-            noise[1] + factor**2 * noise[0]
-        )
-        if n + m == 2:
-            return np.asarray(within)
-        if in_turns:
-            freedom, square = n - 1, (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
-        else:
-            freedom = n + m - 2
-            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / freedom
-            square = pooled * (factor**2 / n + 1 / m)
-        return np.asarray(np.maximum(within, quantile_of_t(freedom, confidence) * np.sqrt(square)))
-
-    # The noise of the time before counts as often as the bound that it is held against, which is no
-    # more than twice that time; and not as often as a short phase has grown.
-    factor = np.minimum(ratio, _MOST_FACTOR)
-    relative_error = np.divide(
-        error_of(factor), before_ms, out=np.full_like(before_ms, np.nan), where=is_there
-    )
-    rows = np.stack((before_ms, after_ms, error_of(1.0), relative_error), axis=1)
-    return [Difference(*row) for row in rows.tolist()]
-
-
-def quantile_of_t(freedom: int, confidence: float | Floats) -> Floats:
-    """Return how many standard errors half an interval of Student's t is wide."""
-    # Of t = sqrt(freedom) tan(angle) the angle has this density, without its constant.
-    angles = np.linspace(0, np.pi / 2, 4_001)
-    density = np.cos(angles) ** (freedom - 1)
-    below = np.cumsum(density[1:] + density[:-1])
-    angle = np.interp(confidence, np.append(0, below) / below[-1], angles)
-    return np.asarray(math.sqrt(freedom) * np.tan(angle))
+            notes[name] = f"{name} is {' and '.join(parts)}"
+    return notes

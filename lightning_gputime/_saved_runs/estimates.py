@@ -1,0 +1,300 @@
+"""Estimates of how long steps take in one run, and their differences between two sides of runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Outcome = Literal["passed", "regression", "cannot tell"]
+
+MIN_STEPS = 24  # Fewer steps do not show how much steps vary.
+RESOLUTION_MS = 0.002  # Of the clock, at each boundary.
+_BLOCKS = 12  # Number of blocks of consecutive steps for the moving-block bootstrap.
+_TRIMMED_SHARE = 0.25  # Trimmed at each end: the interquartile mean is left.
+_LONG_STEP = 1.5  # Steps of more than this multiple of the median are long.
+_MIN_LONG_STEPS, _MIN_PERIOD = 5, 5  # Long steps recur if so many lie this far apart, or multiples.
+_MAX_RATIO = 2.0
+_NORMAL_95, _NORMAL_80 = 1.96, 0.84  # Two-sided and one-sided quantiles.
+MAX_RUNS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Times of one run: of the step in the first column, of its phases in the others.
+
+    Attributes:
+        values: Time of each column per step (in milliseconds).
+        variances: Variance of each value, as equal runs would differ by the noise within them.
+        not_sampled_ms: Time per step that may belong to any phase, as no timed step covers it.
+    """
+
+    values: Floats
+    variances: Floats
+    not_sampled_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Difference of the step, a phase or an entry of the wall clock between two sides.
+
+    Attributes:
+        before_ms: Time before (in milliseconds).
+        after_ms: Time after (in milliseconds).
+        error_ms: Half-width of the confidence interval of their difference (in milliseconds).
+        relative_error: Half-width of the interval of `relative_change`. Where the time more than
+            doubled, the noise of the time before counts twice, not by the full ratio.
+        resolution_ms: Smaller changes are below the clock's resolution (in milliseconds).
+    """
+
+    before_ms: float
+    after_ms: float
+    error_ms: float
+    relative_error: float
+    resolution_ms: float = 0.0
+
+    @property
+    def change_ms(self) -> float:
+        """Time after minus time before (in milliseconds)."""
+        return self.after_ms - self.before_ms
+
+    @property
+    def relative_change(self) -> float:
+        """The change as a fraction of the time before; NaN if that is zero."""
+        return self.change_ms / self.before_ms if self.before_ms else math.nan
+
+    @property
+    def is_significant(self) -> bool:
+        """True if the change exceeds its error and the clock's resolution."""
+        return abs(self.change_ms) > max(self.error_ms, self.resolution_ms)
+
+    @property
+    def verdict(self) -> str:
+        """Either "slower" or "faster" if the change is significant, else "alike"."""
+        if not self.is_significant:
+            return "alike"
+        return "slower" if self.change_ms > 0 else "faster"
+
+    def outcome(self, bound: float, tolerance_ms: float = 0.0) -> Outcome:
+        """Return whether the time grew by more than a fraction of the time before.
+
+        Args:
+            bound: The fraction, such as 0.02 for 2 %.
+            tolerance_ms: Growth that passes even if it is above the bound (in milliseconds).
+
+        Returns:
+            "regression" if the whole interval lies above the bound, "passed" if the whole interval
+            lies below it or below the clock's resolution, else "cannot tell".
+        """
+        # A phase that is new lies above any bound.
+        is_above = not self.before_ms or self.relative_change - self.relative_error > bound
+        if self.is_significant and self.change_ms > 0 and is_above:
+            return "regression"
+        is_below = self.relative_change + self.relative_error <= bound
+        most_ms = self.change_ms + self.error_ms
+        is_passed = is_below or most_ms <= max(self.resolution_ms, tolerance_ms)
+        return "passed" if is_passed else "cannot tell"
+
+
+def typical_step(times: Floats) -> Estimate:
+    """Return the mean of each column over the middle half of the steps by length.
+
+    The step in the first column decides which steps these are, so the phases still add up to it. A
+    step of a second moves the estimate no more than one that is a little slow.
+
+    Args:
+        times: Times of consecutive steps, of shape (steps, columns).
+    """
+    n = len(times)
+    cut = int(n * _TRIMMED_SHARE)
+    order = np.argsort(times[:, 0], kind="stable")
+    kept = order[cut : n - cut]
+    influence = np.empty_like(times)
+    influence[kept] = times[kept]
+    # A trimmed step counts by its side, not by its length: it moves the border, where steps are as
+    # long as its neighbors on both sides. With two speeds, the gap may lie on either side.
+    near = max(cut // 5, 1)
+    influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
+    influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
+    influence -= influence.mean(axis=0)
+    return Estimate(times[kept].mean(axis=0), variance(influence * n / len(kept)))
+
+
+def mean_step(times: Floats) -> Estimate:
+    """Return the mean of each column over all steps of shape (steps, columns)."""
+    values = times.mean(axis=0)
+    return Estimate(values, variance(times - values))
+
+
+def mean_of_all_steps(
+    numbers: npt.NDArray[np.int64],
+    times: Floats,
+    *,
+    means: Floats,
+    errors: Floats,
+    all_steps: int,
+    max_ms: float,
+    not_sampled_ms: float = 0.0,
+) -> Estimate:
+    """Return the means over all steps of a run in which only a sample of them was timed.
+
+    The timed steps show noise only, because they may meet periodic work too often or too rarely.
+    Their mean varies at least as much as that of all steps, except where long steps recur at a
+    fixed distance: equal runs then have the same number of them, or one more.
+
+    Args:
+        numbers: Numbers of the timed steps.
+        times: Their times, of shape (timed steps, columns).
+        means: Estimates for all steps, one per column (in milliseconds).
+        errors: Half-widths of the 95 % intervals of `means` by sampling (in milliseconds).
+        all_steps: Number of all steps.
+        max_ms: Longest step (in milliseconds).
+        not_sampled_ms: See `Estimate`.
+    """
+    step_ms = times[:, 0]
+    is_long = step_ms > _LONG_STEP * np.median(step_ms)
+    at = numbers[is_long]
+    is_periodic = len(at) >= _MIN_LONG_STEPS and np.gcd.reduce(np.diff(at)) >= _MIN_PERIOD
+    usual = times[~is_long].mean(axis=0) if is_periodic else times.mean(axis=0)
+    influence = times - usual
+    variances = np.square(errors / _NORMAL_95)
+    added_ms = max(float(means[0] - usual[0]), 0.0)
+    if is_periodic:
+        excess = influence[is_long]
+        count = added_ms * all_steps / excess[:, 0].mean()
+        one_more = np.square(np.abs(excess).max(axis=0))
+        variances += (one_more + count * excess.var(axis=0)) / all_steps**2
+        influence[is_long] = 0.0
+        influence *= len(times) / np.count_nonzero(~is_long)
+    else:
+        # Time that the timed steps do not show is in long steps at random.
+        variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
+    return Estimate(means, variances + variance(influence), not_sampled_ms)
+
+
+def variance(influence: Floats) -> Floats:
+    """Return the variance of the mean of each column, by the moving-block bootstrap.
+
+    Blocks of consecutive steps keep correlated steps together. The variance of the mean of drawn
+    blocks is the variance of all blocks, divided by their number, so nothing has to be drawn. The
+    blocks are as long as possible, because a slow period may last for hundreds of steps; the
+    interval is wider for their small number, see `quantile_of_t`.
+
+    Args:
+        influence: By how much each step moves the estimate, times the number of steps; its mean is
+            zero. Of shape (steps, columns).
+    """
+    block = len(influence) // _BLOCKS
+    full, half = _variance_by(influence, block), _variance_by(influence, block // 2)
+    # Where slow steps recur at a fixed distance, all blocks have the same number of them. Another
+    # run may still have one more.
+    one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
+    # Longer blocks show more than half as long ones: even longer ones would show that much again.
+    return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
+
+
+def _variance_by(influence: Floats, block: int) -> Floats:
+    sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
+    means = (sums[block:] - sums[:-block]) / block
+    return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
+
+
+def differences(
+    before: Sequence[Estimate],
+    after: Sequence[Estimate],
+    *,
+    confidence: float | Floats,
+    in_turns: bool = False,
+    resolution_ms: Sequence[float] = (),
+) -> list[Difference]:
+    """Return the difference of each column between two sides.
+
+    The interval is the wider of two: by the noise within the runs, and, if a side has several, by
+    the spread between them. Time that was not sampled widens those of the phases.
+
+    Args:
+        before: Each run of one side.
+        after: Each run of the other.
+        confidence: Confidence of the intervals, or of the interval of each column.
+        in_turns: True if the runs are pairs, one after the other.
+        resolution_ms: Of each column; 0 if empty.
+    """
+    n, m = len(before), len(after)
+    values = [np.array([run.values for run in runs]) for runs in (before, after)]
+    noise = [
+        np.mean([run.variances for run in runs], axis=0) / len(runs) for runs in (before, after)
+    ]
+    before_ms, after_ms = (runs.mean(axis=0) for runs in values)
+    exists = before_ms > 0
+    ratio = np.divide(after_ms, before_ms, out=np.zeros_like(before_ms), where=exists)
+    hidden = np.full_like(
+        before_ms, max(np.mean([run.not_sampled_ms for run in runs]) for runs in (before, after))
+    )
+    hidden[0] = 0.0  # The clock of all steps knows the whole step.
+
+    def error_of(factor: Floats | float) -> Floats:
+        """Return the half-width of the interval of after - factor * before."""
+        within = quantile_of_t((_BLOCKS - 1) * min(n, m), confidence) * np.sqrt(
+            noise[1] + factor**2 * noise[0]
+        )
+        if n + m == 2:
+            return np.asarray(within + hidden)
+        if in_turns:
+            square = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
+        else:
+            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / (n + m - 2)
+            square = pooled * (factor**2 / n + 1 / m)
+        freedom = n - 1 if in_turns else n + m - 2
+        between = quantile_of_t(freedom, confidence) * np.sqrt(square)
+        return np.asarray(np.maximum(within, between) + hidden)
+
+    # A bound is held against the time before, so its noise counts as often as the step has grown;
+    # but at most twice, else a short phase that grew many times would have no certain regression.
+    relative_error = np.divide(
+        error_of(np.minimum(ratio, _MAX_RATIO)),
+        before_ms,
+        out=np.full_like(before_ms, np.nan),
+        where=exists,
+    )
+    resolution = resolution_ms or [0.0] * len(before_ms)
+    rows = np.stack((before_ms, after_ms, error_of(1.0), relative_error, resolution), axis=1)
+    return [Difference(*row) for row in rows.tolist()]
+
+
+def runs_needed(
+    difference: Difference, bound: float, runs: tuple[int, int], confidence: float, in_turns: bool
+) -> int | None:
+    """Return how many runs per side would decide on a bound in four of five cases.
+
+    Their spread is taken to stay as observed. With one run per side, the spread between runs is
+    unknown: the noise within them stands for it, and the result is at least 3. None if it is above
+    100.
+    """
+    if not math.isfinite(difference.relative_error):
+        return 3
+    observed = 2 / (1 / runs[0] + 1 / runs[1])
+
+    def width(n: float, power: float = 0.0) -> float:
+        """Return a number proportional to half the interval with n runs, and a margin for power."""
+        freedom = n - 1 if in_turns else 2 * n - 2
+        if sum(runs) == 2:
+            freedom = (_BLOCKS - 1) * n
+        return (float(quantile_of_t(max(freedom, 1), confidence)) + power) / math.sqrt(n)
+
+    distance = abs(difference.relative_change - bound)
+    enough = width(observed) * distance / difference.relative_error
+    candidates = range(max(math.floor(observed) + 1, 3), MAX_RUNS + 1)
+    return next((n for n in candidates if width(n, _NORMAL_80) < enough), None)
+
+
+def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
+    """Return how many standard errors half an interval of Student's t is wide."""
+    # With t = sqrt(freedom) tan(angle), the angle has this density, up to a constant.
+    angles = np.linspace(0, np.pi / 2, 4_001)
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.cumsum(density[1:] + density[:-1])
+    angle = np.interp(confidence, np.append(0, below) / below[-1], angles)
+    return np.asarray(math.sqrt(freedom) * np.tan(angle))
