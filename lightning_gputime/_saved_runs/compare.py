@@ -187,14 +187,14 @@ class RunComparison(Tabular):
     @property
     def sentence(self) -> str:
         """Significant changes of the step, its phases and outside; a caution with one run each."""
-        return " ".join(filter(None, (self._caution, self._finding)))
+        return " ".join(filter(None, (self.caution, self.finding)))
 
     @property
-    def _caution(self) -> str:
+    def caution(self) -> str:
         return _ONE_RUN if max(self.runs) == 1 else ""
 
     @property
-    def _finding(self) -> str:
+    def finding(self) -> str:
         parts = [self._claim, self.outside]
         # The certain difference comes first.
         return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
@@ -244,21 +244,21 @@ class RunComparison(Tabular):
             _, slash, part = name.partition("/")
             lines.append([f"  {part}" if slash else name, unit.cell(row.before_ms)])
         both = (self, *self.others)
-        counts = [self._count(0)]
-        sentences = [next(filter(None, (comparison._caution for comparison in both)), "")]
+        counts = [self.count(0)]
+        sentences = [next(filter(None, (comparison.caution for comparison in both)), "")]
         for comparison in both:
-            for line, cells in zip(lines, comparison._cells(unit), strict=True):
+            for line, cells in zip(lines, comparison.cells(unit), strict=True):
                 line += cells
-            counts.append(comparison._count(1))
+            counts.append(comparison.count(1))
             name = f"{comparison.names[1]}: " if self.others else ""
-            found = (comparison._finding, *comparison.notes)
+            found = (comparison.finding, *comparison.notes)
             sentences += [f"{name}{sentence}" for sentence in found]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
         title = f"{step} in {unit.name}: {', '.join(counts)}"
         drops = [name for name in _DROPPED_COLUMNS for _ in both]
         return Table(title, [tuple(line) for line in lines], sentences, drops=drops)
 
-    def _cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
+    def cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
         """Yield the columns of the side after, from the header down."""
         yield self.names[1], "change", "95 %", "change in %", ""
         for name, row in [*self.rows.items(), ("", self.step)]:
@@ -275,7 +275,7 @@ class RunComparison(Tabular):
                 word,
             )
 
-    def _count(self, side: int) -> str:
+    def count(self, side: int) -> str:
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
         turns = ", in turns" if side and self.in_turns else ""
         return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
