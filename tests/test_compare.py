@@ -585,6 +585,23 @@ def test_time_that_was_not_sampled_may_belong_to_any_phase() -> None:
     assert found.notes == ("44% of the time was not sampled (after)",)
 
 
+def test_the_mean_of_sampled_runs_without_estimates_is_not_judged() -> None:
+    def sampled_run(*steps_ms: float) -> Run:
+        run = constant(*steps_ms)
+        return replace(run, _summary=replace(run.summary(), untimed_steps=1000))
+
+    before, after = sampled_run(*[2.0] * 60), sampled_run(*[2.0, 2.0, 2.0, 2.0, 60.0] * 12)
+    found = compare(before, after)
+    # The timed steps have other shares of slow ones, the runs have not.
+    assert found.mean.relative_change > 0.05
+    assert (found.is_sampled, found.step.verdict, found.mean.verdict) == (False, "alike", "alike")
+    assert "slower" not in found.finding
+    assert found.outcome(0.05) == "cannot tell"
+    assert "Set every_n_steps=1" in found.explain(0.05)[0]
+    assert "not every step was timed" in found.notes[0]
+    assert found.to_dict()["mean"]["error_ms"] is None
+
+
 def in_turns(*pairs: tuple[float, float], order: str = "abba") -> tuple[list[Run], list[Run]]:
     """Return two groups of runs that started one after the other; `pairs`: ms of their steps."""
     sides: dict[str, list[Run]] = {"a": [], "b": []}

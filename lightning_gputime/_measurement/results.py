@@ -51,7 +51,8 @@ class Results:
         self.sums = Sums()  # Without the warm-up.
         self._busy = Sums()  # Over the steps that were probed.
         self.step_series = StepSeries()
-        self._window = Sums()  # Since the newest window of the series.
+        self._window = Sums()  # Since the newest window of the series, which ended with
+        self._window_end: int | None = None  # the step of this number.
         self.finds_changes = False  # Also while training goes on, not in the summary alone.
         self.slowdown: Slowdown | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
@@ -127,6 +128,11 @@ class Results:
         """Add the next steps to the series. Return True if it is time to look for a slowdown."""
         n, step_ms = self._window.step.n, self._window.step.device_ms
         if n < MIN_STEPS:
+            return False
+        before, self._window_end = self._window_end, number
+        # With untimed steps between, the timed ones may all be those in which a loop is slow.
+        if before is not None and number - before > n:
+            self._window = Sums()
             return False
         phases_ms = {name: phase.device_ms / n for name, phase in self._window.phases.items()}
         self._window = Sums()

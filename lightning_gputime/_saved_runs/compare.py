@@ -56,9 +56,9 @@ _PATHS = (str, os.PathLike)
 class RunComparison(Tabular):
     """Differences between two sides of one or more runs; `print` shows them as a table.
 
-    If every step of all runs was timed, `step` and `rows` are those of a typical step: the mean
-    over the middle half of the steps by length. If steps were sampled, they are estimates for the
-    mean of all steps, timed or not. The phases add up to the step.
+    `step` and `rows` are those of a typical step: the mean over the middle half of the timed steps
+    by length. If the summaries of sampled runs have estimates for all steps, with their errors,
+    they are those of the mean of all steps, timed or not. The phases add up to the step.
 
     The intervals of `step`, `mean` and the phases hold together with 95 % confidence. With several
     runs per side they cover the spread between runs; with one run per side only the noise within
@@ -67,7 +67,8 @@ class RunComparison(Tabular):
     Attributes:
         rows: Each phase, in the order of a step; a phase that did not run takes 0 ms.
         step: The typical step, or the mean step if steps were sampled.
-        mean: The mean over all steps, slow ones included.
+        mean: The mean over all steps, slow ones included. Its error is infinite if steps were
+            sampled without an estimate for the others: they may have other slow steps.
         runs: Number of runs of the sides, before and after.
         steps: Number of their steps, timed or not.
         notes: What else differs, such as the version of torch.
@@ -75,7 +76,7 @@ class RunComparison(Tabular):
         names: Names of the sides.
         in_turns: True if the runs took turns, and each is compared with its neighbor.
         others: Comparisons of further groups with the same runs before.
-        is_sampled: True if steps of a run were not timed.
+        is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
             "validation". They are judged only by name, and only with several runs.
     """
@@ -152,6 +153,11 @@ class RunComparison(Tabular):
         names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
         if outcome == "regression":
             return [f"Regression: {name} is slower by more than {percent}." for name in names]
+        if names == [MEAN] and not math.isfinite(self.mean.error_ms):
+            return [
+                f"Cannot tell whether {MEAN} is slower by more than {percent}: not every step was"
+                " timed. Set every_n_steps=1 on both sides."
+            ]
         needed = self.runs_needed(bound, phase)
         about = "at least" if max(self.runs) == 1 else "about"
         suffice = f"{about} {needed} runs per side would suffice"
@@ -362,7 +368,8 @@ def _compare_two(
         )
     runs = [side for _, side in sides]
     in_turns = _took_turns(*runs)
-    is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
+    sampled = [run.summary() for side in runs for run in side if _is_sampled(run.summary())]
+    is_sampled = bool(sampled) and all(map(_has_estimates, sampled))
     top_phases = sum("/" not in name for name in phases)
     chances = [_CHANCES["step"], *[_CHANCES["phases"] / max(top_phases, 1)] * len(phases)]
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
@@ -381,6 +388,12 @@ def _compare_two(
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
+        if sampled:
+            mean = replace(mean, error_ms=math.inf, relative_error=math.inf)
+            notes["sampled"] = (
+                "not every step was timed, so the mean of all steps is unknown: every_n_steps=1"
+                " times each"
+            )
     for name, side in zip((name for name, _ in sides), estimates, strict=True):
         share = np.mean([run.not_sampled_ms / run.values[0] for run in side])
         if share > _MIN_NOT_SAMPLED_SHARE:
@@ -435,9 +448,14 @@ def _is_sampled(summary: PhaseSummary) -> bool:
     return summary.untimed_steps > 0 or summary.timed_every_n_steps > 1
 
 
+def _has_estimates(summary: PhaseSummary) -> bool:
+    """Return whether the times of a sampled run are estimates for all of its steps."""
+    return any(row.share_error > 0 for row in summary.rows.values())
+
+
 def _count_steps(run: Run) -> int:
     summary = run.summary()
-    if not _is_sampled(summary):
+    if not (_is_sampled(summary) and _has_estimates(summary)):
         return len(run.measured)
     return summary.steps + summary.untimed_steps
 
