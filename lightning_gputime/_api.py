@@ -8,10 +8,10 @@ from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
 from lightning_gputime._measurement.stats import PhaseStats as PhaseStats
-from lightning_gputime._measurement.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._measurement.table import Section as Section
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
+from lightning_gputime._output.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._phases import StepTimes as StepTimes
 from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
 from lightning_gputime._saved_runs.compare import compare as compare

@@ -1,15 +1,22 @@
 """One fit of a trainer, as a session needs it: its epochs, batches and updates."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Batch
-from lightning_gputime._boundaries.patching import Attachments
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._compat import lightning_
-from lightning_gputime._measurement.wall_time import STEPS, WallTimeRecorder
+from lightning_gputime._measurement.wall_clock import (
+    EPOCH_ENDS,
+    STEPS,
+    TEAR_DOWN,
+    VALIDATION,
+    WallClock,
+)
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._session.session import Session
@@ -24,6 +31,8 @@ _INSIDE_STEP = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+
+_EPOCH_START = "on_train_epoch_start"
 
 Action = tuple[str, Callable[[], None]]
 
@@ -40,32 +49,38 @@ class Fit:
         model: Any,
         session: Session,
         batch: Batch,
-        books: WallTimeRecorder,
+        wall_clock: WallClock,
         row: dict[str, float],
         fail: Callable[[Exception], None],
+        own: type,
     ) -> None:
         self.trainer, self._model, self._session = trainer, model, session
-        self._batch, self._books, self._fail = batch, books, fail
+        self._batch, self._wall_clock, self._fail = batch, wall_clock, fail
+        self._own = own  # The class of callbacks that are timers.
         self._step_number = lightning_.step_counter(trainer)
         # What Lightning's own rows have beside metrics: the epoch whose steps are read.
         self.row = row
         self._in_batch = False  # From our own hook at the start of a batch to that at its end.
         # Whether micro-batches have ended since the last step: a step may reach across epochs.
         self._accumulates = False
-        self._attachments = Attachments()
-        self._listens_while_off = False
+        self._handled: BaseException | None = None  # The error that is handled around the epoch.
+        self._attachments = Attachments()  # Removed while no step is timed.
+        self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
+        self._validation_entry = lightning_.validation_entry(trainer)
         self._patience: float = _PATIENCE
+        self._calls: dict[str, Callable[[], None]] = {}  # By the action of the trainer.
         self._callback = ""  # The phase of the callback that was called last inside a step.
 
     # Called by the callback
 
-    def epoch_begins(self) -> None:
-        """Start an epoch. Drop what the last one left: a skipped batch, its end, a validation."""
+    def epoch_begins(self, *_: Any, **__: Any) -> None:
+        """Start the loop over the batches of an epoch. Drop what the last one left open."""
         self._in_batch = self._batch.is_open = False
-        self._listen_while_off()
-        self._books.epoch_turns()
+        self._handled = sys.exception()
+        self._wall_clock.resume_steps()
         self.end_late_step()
         self.row["epoch"] = epoch = self.trainer.current_epoch
+        self._calls.update(self._actions())  # The `state_key` of a callback may have changed.
         self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
             # What lies between two epochs belongs to no step.
@@ -73,6 +88,12 @@ class Fit:
         else:
             self._session.begin()
         self._session.recorder.mark_instead(DATA, CALLBACKS)
+        self._session.recorder.mark(FETCH)  # The loader's workers start next.
+
+    def _epoch_ends(self, _: object) -> None:
+        if sys.exception() is self._handled:  # Else nobody waits for the device any more.
+            self._session.publish()
+        self._wall_clock.switch_to(EPOCH_ENDS)
 
     def end_late_step(self) -> None:
         """End a step of manual optimization whose update came after its last batch."""
@@ -92,8 +113,8 @@ class Fit:
             if session.recorder.home == -1:
                 self.epoch_begins()
             self._in_batch = True
-            if self._books.entry is not STEPS:
-                self._books.steps_go_on()
+            if self._wall_clock.entry is not STEPS:
+                self._wall_clock.resume_steps()
             if not session.is_off:
                 self._batch.is_open = True
                 session.batch_begins()
@@ -123,8 +144,8 @@ class Fit:
             else:
                 if not session.end_step(self._step_number(), CALLBACKS):
                     self._attachments.suspend()
-                if not self._books.has_stepped:
-                    self._books.step_ends()
+                if not self._wall_clock.has_stepped:
+                    self._wall_clock.end_first_step()
         except Exception as error:
             self._fail(error)
 
@@ -132,9 +153,6 @@ class Fit:
         """End a batch while the hooks are off: by the trainer's count, where that was right."""
         session = self._session
         self._in_batch = False
-        if self._listens_while_off:
-            self._listens_while_off = False
-            self._attachments.suspend()
         if session.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
@@ -143,21 +161,31 @@ class Fit:
             self._batch.is_open = False
             self._attachments.reattach()
 
-    def evaluation_ends(self) -> None:
-        """End an evaluation. One that a callback runs may lie inside a step, which goes on.
+    def evaluation_begins(self, trainer: Any) -> None:
+        """Start a validation, perhaps of another trainer, by a callback's hook."""
+        if not self._sees_validations_of(trainer):
+            self._start_validation()
 
-        Else what follows until the next fetch, such as a checkpoint, is the evaluation's, too.
-        """
-        self._listen_while_off()
+    def evaluation_ends(self, trainer: Any) -> None:
+        if not self._sees_validations_of(trainer):
+            self._end_validation()
+
+    def _sees_validations_of(self, trainer: Any) -> bool:
+        """Return whether the start and the end of a trainer's validations are known exactly."""
+        return trainer is self.trainer and self._validation_entry is not None
+
+    def _start_validation(self, *_: Any, **__: Any) -> None:
+        self._session.recorder.pause_now()
+        # The wait for the device's work on steps is part of the steps.
+        self._session.publish()
+        self._wall_clock.enter_phase(VALIDATION)
+
+    def _end_validation(self, *_: Any) -> None:
+        self._wall_clock.leave_phase(VALIDATION)
         if self._in_batch:
-            self._books.steps_go_on()
-            self._session.batch_begins()
-
-    def _listen_while_off(self) -> None:
-        # The next fetch ends what is no step in the wall time.
-        if self._session.is_off:
-            self._listens_while_off = True
-            self._attachments.reattach()
+            self._session.batch_begins()  # A callback has run it inside a step.
+        else:
+            self._session.recorder.resume(CALLBACKS)
 
     def _ends_step(self, batch_idx: int) -> bool:
         """Return whether a step ends with this batch, by what was seen of it."""
@@ -185,19 +213,19 @@ class Fit:
 
     # Called by the profiler
 
-    def listen(self, own: type) -> None:
-        """Listen to the trainer's actions until `remove`. Callbacks of class `own` are ours."""
+    def listen(self) -> None:
+        """Listen to the trainer's actions until `remove`."""
         trainer, session = self.trainer, self._session
-        pause, action_of = session.recorder.pause_now, partial(lightning_.module_action, trainer)
-        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks(own)])
-        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
-        update = action_of(self._model, "on_before_optimizer_step")
-        calls[update] = self._end_callbacks_of_update if update in calls else session.update_begins
-        # Where gradients accumulate none are cleared before a validation.
-        calls[action_of(self._model, "on_validation_model_zero_grad")] = pause
-        self._attachments.add(_lightning.listen_to_actions(trainer, calls, self._fail))
-        if entry := lightning_.validation_entry(trainer):
-            self._attachments.add(_lightning.call_at_start(*entry, pause))
+        self._calls.update(self._actions())
+        self._attachments.add(_lightning.listen_to_actions(trainer, self._calls, self._fail))
+        if self._validation_entry is not None:
+            validation = Calls(self._start_validation, self._end_validation)
+            self._loops.add(Subscription(*self._validation_entry, validation))
+        if entry := lightning_.epoch_entry(trainer):
+            self._loops.add(Subscription(*entry, Calls(self.epoch_begins, self._epoch_ends)))
+        if entry := lightning_.fit_end(trainer):
+            end = partial(self._wall_clock.switch_to, TEAR_DOWN)
+            self._loops.add(_lightning.call_at_start(*entry, end))
         # A wait in every batch, for ranks that are late: it must not count for the loader.
         if place := lightning_.sigterm_broadcast(trainer):
             wait = partial(session.recorder.mark, WAIT)
@@ -205,6 +233,8 @@ class Fit:
 
     def remove(self) -> None:
         self._attachments.remove()
+        self._loops.remove()
+        self._calls.clear()  # They hold this object.
 
     def fetch_begins(self) -> None:
         if self._in_batch:
@@ -213,8 +243,8 @@ class Fit:
         if recorder.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
-        if self._books.entry is not STEPS:
-            self._books.steps_go_on()
+        if self._wall_clock.entry is not STEPS:
+            self._wall_clock.resume_steps()
         by_hand = not self._model.automatic_optimization
         if self._accumulates and by_hand and session.optimizer.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
@@ -227,21 +257,33 @@ class Fit:
         else:
             recorder.mark(FETCH)
 
+    def _actions(self) -> dict[str, Callable[[], None]]:
+        session = self._session
+        action_of = partial(lightning_.module_action, self.trainer, self._model)
+        calls = dict([*self._actions_of_data(), *self._actions_of_callbacks()])
+        # Before the first epoch starts, all is set-up.
+        start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
+        for callback in self.trainer.callbacks:
+            calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch
+        calls[action_of(_EPOCH_START)] = start_epoch
+        # Not by the callback's hook of that name, for which a Trainer takes 2 us.
+        update = action_of("on_before_optimizer_step")
+        calls[update] = self._end_callbacks_of_update if update in calls else session.update_begins
+        # Where gradients accumulate none are cleared before a validation.
+        calls[action_of("on_validation_model_zero_grad")] = session.recorder.pause_now
+        return calls
+
     def _actions_of_data(self) -> Iterator[Action]:
         trainer, begins = self.trainer, self._session.recorder.mark
         yield lightning_.fetch_action(trainer), self.fetch_begins
-        # The last hook before the loader's workers are started.
-        hook = "on_train_epoch_start"
-        label = CALLBACKS if lightning_.defines(self._model, hook) else FETCH
-        yield lightning_.module_action(trainer, self._model, hook), partial(begins, label)
         yield lightning_.copy_action(trainer), partial(begins, COPY)
         for module in (self._model, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and lightning_.defines(module, hook):
                     yield lightning_.module_action(trainer, module, hook), partial(begins, DATA)
 
-    def _actions_of_callbacks(self, own: type) -> Iterator[Action]:
-        others = [one for one in self.trainer.callbacks if not isinstance(one, own)]
+    def _actions_of_callbacks(self) -> Iterator[Action]:
+        others = [one for one in self.trainer.callbacks if not isinstance(one, self._own)]
         ends: dict[str, Callable[[], None]] = {
             "on_train_batch_start": self._callbacks_have_begun,
             "on_train_batch_end": partial(self._session.recorder.mark, CALLBACKS),
@@ -256,9 +298,6 @@ class Fit:
             if at_work:
                 # The next that the trainer calls: all callbacks are over.
                 yield lightning_.module_action(self.trainer, self._model, hook), end
-        for one in others:
-            # So that callbacks before ours find the means, too.
-            yield lightning_.callback_action(one, "on_train_epoch_end"), self._session.publish
 
     def _callback_begins(self, label: str) -> None:
         self._batch.is_open = False

@@ -13,7 +13,7 @@ import torch
 from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
-from lightning_gputime._measurement.wall_time import EVALUATION, WallTimeRecorder
+from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import DATA, OTHER
@@ -98,6 +98,7 @@ class LoopTimer(Timer):
         # Of accelerate's optimizers: whether this batch is the last of an update.
         self._gradient_state: Any = None
         self._first_step = self._step = self._micro_batches = 0
+        self._is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
         # The step and the micro-batch in whose body a loop over `steps` is; None outside.
         self._body: tuple[int, int] | None = None
 
@@ -105,13 +106,12 @@ class LoopTimer(Timer):
         """Start a new measurement, see `_start`."""
         means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
-        self._start(clock, self._loop, means, **known)
-        self._results.books = self._books = WallTimeRecorder(clock.host_ns, is_fit=False)
+        self._start(clock, self._loop, means, WallClock(clock.host_ns), **known)
         self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()
 
     def _forget(self, session: Session) -> None:
-        self._books.remove()
+        self._wall_clock.stop_own_loop(session.ended_ns)
         super()._forget(session)
 
     def remove(self) -> None:
@@ -164,9 +164,9 @@ class LoopTimer(Timer):
             self._session.stay_on()  # Another loop over `steps` may go on.
         self._begin()
         self._know_loader(loader, in_data=True)
-        seen, batch, books = _Seen.NOTHING, self._loop.batch, self._books
+        seen, batch, wall_clock = _Seen.NOTHING, self._loop.batch, self._wall_clock
         batch.is_fetched = True
-        books.loop_begins()
+        wall_clock.start_loop()
         try:
             for item in iterable:
                 batch.is_fetched = False
@@ -200,7 +200,7 @@ class LoopTimer(Timer):
                     self._give_up(error)
                 batch.is_fetched = True
         finally:
-            books.loop_ends()
+            wall_clock.end_loop()
         batch.is_fetched = False
         self._end_loop(seen)
 
@@ -233,18 +233,32 @@ class LoopTimer(Timer):
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which belongs to no step."""
-        batch, was_open = self._loop.batch, self._loop.batch.is_open
-        batch.is_open = False
-        books = self._books
-        books.enter_phase(EVALUATION)
+        if self._is_evaluating:
+            yield from iterable  # The evaluation around this one excludes all of its time.
+            return
+        self._start_evaluation()
         try:
-            self._session.recorder.pause_now()
             for item in iterable:
                 yield item
-                self._session.recorder.pause_now()
+                if self._is_evaluating:
+                    self._session.recorder.pause_now()
+                else:
+                    self._start_evaluation()  # Steps of the training came in between.
         finally:
-            books.leave_phase(EVALUATION)
-            batch.is_open = was_open
+            self._end_evaluation()
+
+    @never_raises
+    def _start_evaluation(self) -> None:
+        self._is_evaluating, self._had_batch = True, self._loop.batch.is_open
+        self._loop.batch.is_open = False
+        self._wall_clock.enter_phase(EVALUATION)
+        self._session.recorder.pause_now()
+
+    @never_raises
+    def _end_evaluation(self) -> None:
+        if self._is_evaluating:
+            self._is_evaluating, self._loop.batch.is_open = False, self._had_batch
+            self._wall_clock.leave_phase(EVALUATION)
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
     def _is_evaluation(self, loader: object) -> bool:
@@ -306,9 +320,15 @@ class LoopTimer(Timer):
             if not (is_last or session.optimizer.has_updated):
                 session.batch_ends()
                 return
+            if self._is_evaluating:
+                self._end_evaluation()  # Its iterator was left, and may be continued later.
             session.end_step(self._step)
-            if not self._books.has_stepped:
-                self._books.step_ends()
+            wall_clock = self._wall_clock
+            if not wall_clock.has_stepped:
+                wall_clock.end_first_step()
+                session.first_step_ended()
+            elif wall_clock.entry is not STEPS:
+                wall_clock.resume_steps()  # A loop by `step()` follows loops over `steps()`.
             self._step += 1
             self._micro_batches = 0
         except Exception as error:

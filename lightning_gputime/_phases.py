@@ -162,6 +162,8 @@ class StepRecord(NamedTuple):
         items: Its items; NaN where they are not known.
         memory: At each mark, its end included, the peak since the last one and what was allocated
             (in bytes); nothing in a step that was not sampled.
+        step_index: Its place among all steps since the timer was attached, timed or not; -1 where
+            only timed steps are counted.
     """
 
     number: int
@@ -175,6 +177,7 @@ class StepRecord(NamedTuple):
     post_spin_index: int = 0
     items: float = nan
     memory: tuple[tuple[int, int], ...] = ()
+    step_index: int = -1
 
     @property
     def spin_ms(self) -> float:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,11 +19,11 @@ from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.summary import PhaseSummary
 from lightning_gputime._measurement.table import Table, Tabular, show
-from lightning_gputime._measurement.wall_time import WallTimeRecorder
+from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
+from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._saved_runs import saved
@@ -73,7 +75,7 @@ class Timer(Tabular):
 
     _USE = "The timer was never attached."
     _libraries: tuple[str, ...] = ("torch",)  # Those whose missing names concern it.
-    _logs_fit = False  # Whether it knows the wall time of a fit, the group "fit".
+    _logs_fit = False  # Whether it logs the wall clock, the group "fit".
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
     def __init__(self, options: Options, *, print_summary: bool = True) -> None:
@@ -89,14 +91,16 @@ class Timer(Tabular):
         self._warn_once = WarnOnce()
         self._environment = Environment()
         self._evaluations = Evaluations(options)
-        self._books = WallTimeRecorder(None)
+        self._wall_clock = WallClock(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
         alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
-        return {**self.__dict__, **alone, "_books": WallTimeRecorder(None)}
+        return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return  # Modules may be gone already.
         # As where a cell of a notebook is run twice. `__init__` may have raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
 
@@ -109,7 +113,9 @@ class Timer(Tabular):
 
     # For front ends
 
-    def _start(self, clock: Clock, loop: Loop, means: MeanLog, **known: Any) -> None:
+    def _start(
+        self, clock: Clock, loop: Loop, means: MeanLog, wall_clock: WallClock, **known: Any
+    ) -> None:
         """Start a new measurement, and put the hooks on.
 
         `known` has fields of the `Environment` that the front end knows better; None if not.
@@ -125,6 +131,7 @@ class Timer(Tabular):
             options.history_size, options.timed_warmup_steps, on_host, hint=hint
         )
         self._results.libraries = self._libraries
+        self._results.wall_clock = self._wall_clock = wall_clock
         self._evaluations.means.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
@@ -141,9 +148,15 @@ class Timer(Tabular):
         """Return the clock of a device, or the one that was given in its place."""
         return self._options._clock or clock_for(device, tell=tell)
 
+    @property
+    def _host_ns(self) -> Callable[[], int]:
+        """The host's clock, also before the device is known."""
+        clock = self._options._clock
+        return time.perf_counter_ns if clock is None else clock.host_ns
+
     def _time_saves(self, trainer: Any, name: str) -> None:
         """Time the method by which a trainer saves checkpoints, inside of steps and outside."""
-        saves = NamedPhase(SAVES, [*self._session.recorders, self._books])
+        saves = NamedPhase(SAVES, [*self._session.recorders, self._wall_clock])
         self._patches.add(Subscription(trainer, name, saves))
 
     def _finish(self) -> None:
@@ -193,10 +206,11 @@ class Timer(Tabular):
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
 
-    def _submodules(self, model: nn.Module) -> dict[str, nn.Module]:
+    def _submodules(self, model: object) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""
         modules = self._options.modules
-        return resolve(modules, model) if modules else {}
+        # What some trainers call their model is no module, such as SetFit's.
+        return resolve(modules, model) if modules and isinstance(model, nn.Module) else {}
 
     # For users
 
@@ -227,7 +241,7 @@ class Timer(Tabular):
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        return NamedPhase(EXCLUDED, [*self._session.recorders, self._books])
+        return NamedPhase(EXCLUDED, [*self._session.recorders, self._wall_clock])
 
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.
@@ -252,10 +266,11 @@ class Timer(Tabular):
 
     def summary(self) -> PhaseSummary:
         """Return the statistics of all steps but the warm-up; of that where there are no others."""
-        return self._read().summary()
+        return summary_of(self._read())
 
     def _table(self) -> Table:
-        return self._read().summary()._table()
+        summary = summary_of(self._read())
+        return summary._table()
 
     def slow_steps(self, n: int = 10) -> list[SlowStep]:
         """Return the slow steps since the warm-up with their causes, the worst first.
@@ -296,7 +311,7 @@ class Timer(Tabular):
         return Run(
             self._environment,
             *results.history_and_warmup(),
-            results.summary(),
+            summary_of(results),
             slow_steps=results.slow.slow_steps(100),
             evaluations=[*self._evaluations.means],
         )
@@ -305,7 +320,7 @@ class Timer(Tabular):
         """Print the table at the end of a training, on rank zero, unless the user wants none."""
         try:
             if is_wanted and self._prints_table:
-                show(self._read().summary(), on_stderr=self._prints_on_stderr)
+                show(summary_of(self._read()), on_stderr=self._prints_on_stderr)
         except Exception as error:
             # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
             messages.warning("The table could not be shown: %r", error)

@@ -9,20 +9,19 @@ import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import lightning_
 from lightning_gputime._fit import Fit
-from lightning_gputime._measurement.advice import TrainingSetup
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.summary import PhaseSummary
-from lightning_gputime._measurement.wall_time import (
-    EPOCH_ENDS,
-    REST,
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.wall_clock import (
     SANITY_CHECK,
     SET_UP,
-    VALIDATION,
-    WallTimeRecorder,
+    TEAR_DOWN,
+    WallClock,
 )
 from lightning_gputime._options import AllOptions, Options, takes_options
+from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._saved_runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises
@@ -84,11 +83,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._path = check_save_path(save_path)
         self._save_due = 0.0  # When the next file is, while training goes on.
         self._fit: Fit | None = None
-        self._books_trainer: pl.Trainer | None = None  # Whose wall time is recorded.
+        self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
+        self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
+        self._is_table_due = False  # Training has ended; the fit has not.
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs a trainer.
-        alone = dict.fromkeys(("_fit", "_books_trainer"))
+        alone = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **alone}
         return {name: one for name, one in state.items() if name not in _OF_MODEL}
 
@@ -113,7 +114,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             ValueError: If there is no such stage.
         """
         newest = next(reversed(self._evaluations.results), "")
-        stage = stage or (newest if self._results.books is None else "") or "fit"
+        stage = stage or (newest if self._results.wall_clock is None else "") or "fit"
         stage = _STAGES_BY_NAME.get(stage, stage)
         if stage == "fit":
             return super().summary()
@@ -121,14 +122,28 @@ class GPUPhaseTimer(Timer, pl.Callback):
             raise ValueError(f"stage must be one of {', '.join(('fit', *_STAGES))}, got {stage!r}")
         none = Results(1, 0, hint=f"No {_STAGES[stage]} loop has run since the last fit began.")
         results = self._evaluations.results.get(stage, none)
-        return results.summary(_STAGES[stage])
+        return summary_of(results, _STAGES[stage])
 
     # Lightning's hooks
 
+    @property
+    def log(self) -> Any:
+        """The method `log` of the LightningModule."""
+        if "log" not in vars(self):
+            raise AttributeError("log")
+        return vars(self)["log"]
+
+    @log.setter
+    def log(self, method: Any) -> None:
+        # Lightning sets it at the start of each run, before `prepare_data`: no hook is as early.
+        self._run_start_ns = self._host_ns()
+        vars(self)["log"] = method
+
     @never_raises
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        start_ns, self._run_start_ns = self._run_start_ns, None
         if stage == "fit":
-            self._open_books(trainer)
+            self._start_clock(trainer, start_ns)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
@@ -148,24 +163,28 @@ class GPUPhaseTimer(Timer, pl.Callback):
         submodules = self._submodules(pl_module)
         loop = _lightning.loop_of(trainer, pl_module, submodules, type(self))
         row = dict[str, float]()
+        self._start_clock(trainer, None)
         self._start(
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row),
+            self._wall_clock,
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
         self._know_loader(trainer.train_dataloader)
-        self._open_books(trainer)
-        self._results.books = books = self._books
         self._time_saves(trainer, "save_checkpoint")
-        self._fit = Fit(trainer, pl_module, self._session, loop.batch, books, row, self._give_up)
-        self._fit.listen(type(self))
-
-    @never_raises
-    def on_train_epoch_start(self, *_: Any) -> None:
-        if self._fit is not None:
-            self._fit.epoch_begins()
+        self._fit = Fit(
+            trainer,
+            pl_module,
+            self._session,
+            loop.batch,
+            self._wall_clock,
+            row,
+            self._give_up,
+            type(self),
+        )
+        self._fit.listen()
 
     # These run in every batch: nothing in them raises.
 
@@ -183,8 +202,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._books.switch_to(EPOCH_ENDS)
-        self._session.publish()
         self._session.compare_ranks()
         if self._path is not None and time.perf_counter() >= self._save_due:
             begin = time.perf_counter()
@@ -194,25 +211,24 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @never_raises
     def on_sanity_check_start(self, *_: Any) -> None:
-        self._books.switch_to(SANITY_CHECK)
+        self._wall_clock.switch_to(SANITY_CHECK)
 
     @never_raises
     def on_sanity_check_end(self, *_: Any) -> None:
-        self._books.switch_to(SET_UP)
+        self._wall_clock.switch_to(SET_UP)
 
     @never_raises
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._session.publish()
-        self._session.recorder.pause_now()
         if not trainer.sanity_checking:
-            self._books.switch_to(VALIDATION)
+            if self._fit is not None:
+                self._fit.evaluation_begins(trainer)
             self._start_evaluation("val", trainer, pl_module)
 
     @never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._books.after_batches_ns += self._evaluations.end()
+        self._wall_clock.after_batches_ns += self._evaluations.end()
         if self._fit is not None:
-            self._fit.evaluation_ends()
+            self._fit.evaluation_ends(trainer)
 
     @never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -260,13 +276,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
             fit.end_late_step()
             self._leave_fit()
             self._finish()
-            self._books.switch_to(REST)
+            self._wall_clock.switch_to(TEAR_DOWN)
             if self.last_step is not None:
                 log = _lightning.mean_log_of(trainer, self._options.prefix, fit.row)
                 log.groups = self._options.logged_groups
-                if (spent := self._books.summary()) is not None:
-                    log.log_values(spent.metrics(), self.last_step.step)
-            self._show(trainer.is_global_zero)
+                log.log_values(self._wall_clock.summary().metrics(), self.last_step.step)
+            self._is_table_due = True
 
     @never_raises
     def on_exception(
@@ -274,33 +289,43 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.trainer is trainer
-        self.teardown(trainer, pl_module, "fit")
-        if was_training and isinstance(exception, KeyboardInterrupt):
-            self._show(trainer.is_global_zero)
+        self._is_table_due |= was_training and isinstance(exception, KeyboardInterrupt)
+        self._leave(trainer)
+        self._end_fit(trainer)
 
     @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
-        if trainer is self._books_trainer:
-            self._close_books()
-            # Else nothing was trained, and a file of before is worth more.
-            if self._books is self._results.books:
-                self._save_run(trainer)
+        if trainer is self._clock_trainer:
+            # The trainer calls it last, after the hooks of all others and the loggers' ends.
+            end = Calls(do_nothing, lambda _: self._end_fit(trainer))
+            self._patches.add(Subscription(trainer.profiler, "describe", end))  # type: ignore[attr-defined]  # has no hint
 
-    # The wall time of a fit
+    # The wall clock of a fit
 
-    def _open_books(self, trainer: pl.Trainer) -> None:
-        """Start those of a trainer, unless they are open."""
-        if trainer is not self._books_trainer:
-            self._close_books()
-            clock = self._options._clock
-            self._books = WallTimeRecorder(clock.host_ns if clock else time.perf_counter_ns)
-            self._books_trainer = trainer
+    def _start_clock(self, trainer: pl.Trainer, start_ns: int | None) -> None:
+        """Start the wall clock of a fit, unless it runs."""
+        if trainer is not self._clock_trainer:
+            self._stop_clock()
+            self._wall_clock = WallClock(self._host_ns, start_ns)
+            self._clock_trainer, self._is_table_due = trainer, False
 
-    def _close_books(self) -> None:
-        self._books.remove()
+    def _stop_clock(self) -> None:
+        self._wall_clock.stop()
         self._patches.remove()
-        self._books_trainer = None
+        self._clock_trainer = None
+
+    def _end_fit(self, trainer: pl.Trainer) -> None:
+        """Stop the wall clock of a fit, show the table, and save the run."""
+        if trainer is not self._clock_trainer:
+            return
+        self._stop_clock()
+        if self._is_table_due:
+            self._is_table_due = False
+            self._show(trainer.is_global_zero)
+        # Without a training, a file of an earlier one is worth more.
+        if self._wall_clock is self._results.wall_clock:
+            self._save_run(trainer)
 
     # What a fit leaves behind, on rank zero
 
@@ -329,7 +354,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._detach()
         elif self._evaluations.is_running:
             self._evaluations.abort()
-            self._fit.evaluation_ends()
+            self._fit.evaluation_ends(trainer)
 
     def _detach(self) -> None:
         self._leave_fit()

@@ -1,7 +1,9 @@
 """The timer for the Trainer of Hugging Face's transformers."""
 
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +23,13 @@ from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothi
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._measurement.means import MeanLog
-from lightning_gputime._measurement.wall_time import EPOCH_ENDS, EVALUATION, STEPS, WallTimeRecorder
+from lightning_gputime._measurement.wall_clock import (
+    EPOCH_ENDS,
+    EVALUATION,
+    STEPS,
+    TEAR_DOWN,
+    WallClock,
+)
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -58,6 +66,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
     `eval_phase_time/forward_ms` (in `log_history` before it). `train` and `evaluate` return none.
 
+    The wall clock starts with the first `train()` of a Trainer that got the timer by `callbacks=`,
+    else with `on_train_begin`.
+
     `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
     the time of callbacks, logging and checkpoints.
 
@@ -79,6 +90,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._handled: BaseException | None = None
+        # Calls of `train`, and when that of this timer's Trainer started.
+        self._train_call: Subscription | None = None
+        self._run_start_ns: int | None = None
+        self._is_table_due = False
         self._before: Any = None  # The callback before this one, when no training runs.
         # Of a training. A step may reach across epochs.
         self._batch = Batch(is_open=False)
@@ -90,13 +105,52 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_trainer": None, "_handled": None, "_before": None}
+        # A copy is in no training.
+        own = {"_trainer": None, "_handled": None, "_train_call": None, "_before": None}
+        off = {"_run_start_ns": None, "_is_table_due": False, "_is_in_step": False}
+        return {**super().__getstate__(), **own, **off}
 
     # A training
 
+    @never_raises
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        # No event is as early as the call of `train`. Patch the class: a patch on the Trainer would
+        # be a reference cycle, which keeps its model in memory until a garbage collection.
+        if (trainer := find_trainer(self)) is not None:
+            self._leave_run()
+            start = partial(self._start_run, weakref.ref(trainer))
+            # Where it is defined: a subclass then still finds what others put there later.
+            owner = next(kind for kind in type(trainer).__mro__ if "train" in vars(kind))
+            self._train_call = Subscription(owner, "train", Calls(start, self._return_run))
+            self._train_call.put_on()
+            weakref.finalize(trainer, self._train_call.remove).atexit = False
+
+    def _start_run(
+        self, expected: Callable[[], Trainer | None], trainer: Trainer, *_: Any, **__: Any
+    ) -> bool | None:
+        if trainer is not expected():
+            return False
+        self._run_start_ns = self._host_ns()
+        return None
+
+    def _return_run(self, _: Any) -> None:
+        try:
+            if self._session.is_attached:
+                self._end_run(None)
+            if self._session.is_attached:
+                self._detach()  # No event has told the end of the training.
+        finally:
+            self._leave()
+            self._leave_run()
+
+    def _leave_run(self) -> None:
+        if self._train_call is not None:
+            self._train_call.remove()
+        self._train_call = self._run_start_ns = None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # Raises, before training, if a name is wrong.
-        submodules = self._submodules(known["model"])
+        submodules = self._submodules(known.get("model"))
         self._start_training(args, state, submodules, known)
 
     @never_raises
@@ -147,11 +201,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             clock,
             loop,
             MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update),
+            WallClock(clock.host_ns, self._run_start_ns),
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
         )
-        self._results.books = self._books = WallTimeRecorder(clock.host_ns)
         if save := transformers_.save_method(trainer):
             self._time_saves(trainer, save)
         self._patch_callbacks(trainer)
@@ -162,11 +216,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._books.epoch_turns()
+        self._wall_clock.switch_to(EPOCH_ENDS)
         self._batch.is_open = False
         # A training that goes on from a checkpoint does not tell its first epoch.
         if state.epoch or not state.global_step:
-            self._session.start_epoch(state.global_step + 1, int(state.epoch))
+            self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
         # What lies between two epochs belongs to no step.
         if self._is_in_step:
             self._session.loop_goes_on()
@@ -175,10 +229,15 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The last callback before the workers of the loader start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
+    def _start_batches(self, *_: Any, **__: Any) -> None:
+        # The loader's workers start next.
+        if self._wall_clock.entry is not STEPS:
+            self._wall_clock.resume_steps()
+
     def _start_fetch(self, *_: Any, **__: Any) -> None:
         self._has_fetched = True
-        if self._books.entry is not STEPS:
-            self._books.steps_go_on()
+        if self._wall_clock.entry is not STEPS:
+            self._wall_clock.resume_steps()
         if not self._batch.is_open:
             self._session.recorder.resume_or_mark(FETCH)
 
@@ -192,8 +251,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._is_in_step = self._batch.is_open = True
-        if self._books.entry is not STEPS:
-            self._books.steps_go_on()
+        if self._wall_clock.entry is not STEPS:
+            self._wall_clock.resume_steps()
         self._session.batch_begins()
 
     @never_raises
@@ -208,14 +267,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.recorder.mark(AFTER_UPDATE)
         self._is_in_step, self._batch.is_open = False, not is_known
         self._session.end_step(state.global_step)
-        if not self._books.has_stepped:
-            self._books.step_ends()
+        if not self._wall_clock.has_stepped:
+            self._wall_clock.end_first_step()
         if self._has_fetched:
             self._session.recorder.mark_instead(DATA, CALLBACKS)
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self._books.switch_to(EPOCH_ENDS)
+        self._wall_clock.switch_to(EPOCH_ENDS)
         self._batch.is_open = False
         self._session.compare_ranks()
 
@@ -224,9 +283,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if self._session.is_attached:
             try:
                 self._finish()
-            finally:
+                self._wall_clock.switch_to(TEAR_DOWN)
+            except BaseException:
                 self._leave()
-            self._show(state.is_world_process_zero)
+                raise
+            self._is_table_due = state.is_world_process_zero
+            if self._run_start_ns is None:  # The return of `train` is not seen.
+                self._leave()
 
     def _end_run(self, _: Any) -> None:
         """End the measurement after an error or `remove_callback`: no callback is notified."""
@@ -235,12 +298,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             return
         has_failed = error is not None and error is not self._handled
         if has_failed or self not in (transformers_.callbacks_of(trainer) or [self]):
+            if self._session.is_attached:  # Else `on_train_end` has decided.
+                is_first = trainer.state.is_world_process_zero
+                self._is_table_due = is_first and isinstance(error, KeyboardInterrupt)
             try:
                 self._detach()
             finally:
                 self._leave()
-            is_first = trainer.state.is_world_process_zero
-            self._show(is_first and isinstance(error, KeyboardInterrupt))
 
     def _detach(self) -> None:
         self._is_in_step = self._batch.is_open = False
@@ -251,13 +315,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _start_evaluate(self, *_: Any, **__: Any) -> None:
         # It makes the loader, or a method of one's own does all in it.
         self._session.recorder.pause_now()
-        self._books.switch_to(EVALUATION)
+        self._wall_clock.enter_phase(EVALUATION)
 
     def _end_evaluate(self, _: Any) -> None:
-        # What follows until the next fetch, such as a checkpoint, is the evaluation's, too.
+        self._wall_clock.leave_phase(EVALUATION)
         if self._batch.is_open:
             # A callback has evaluated inside a step.
-            self._books.steps_go_on()
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> None:
@@ -290,7 +353,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if output is None:  # It raised.
             self._evaluations.abort()
         else:
-            self._books.after_batches_ns += self._evaluations.end()
+            self._wall_clock.after_batches_ns += self._evaluations.end()
         self._end_evaluate(output)
 
     # Logs
@@ -329,14 +392,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _patch_trainer(self, trainer: Any) -> None:
         """Patch its methods, and go before all other callbacks."""
         self._leave()
-        self._trainer, callbacks = trainer, transformers_.callbacks_of(trainer)
-        if self in callbacks:
+        callbacks = transformers_.callbacks_of(trainer)
+        place = callbacks.index(self) if self in callbacks else 0
+        # Known before the order changes, so that Ctrl-C in between restores it.
+        self._before = callbacks[place - 1] if place else None
+        self._trainer = trainer
+        if place:
             # First of all. The Trainer is iterating over the list: later callbacks do not move.
-            place = callbacks.index(self)
-            self._before = callbacks[place - 1] if place else None
             callbacks.insert(0, callbacks.pop(place))
         self._handled = sys.exception()
-        run = Calls(do_nothing, self._end_run)
+        run, epoch = Calls(do_nothing, self._end_run), Calls(self._start_batches, self._end_run)
         calls = {
             "fetch": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
@@ -346,7 +411,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             "rewards": phase(REWARD),
         }
         transformers_.report_missing_names(trainer)
-        for name, listener in transformers_.patches(run, calls, trainer):
+        for name, listener in transformers_.patches(run, {**calls, "epoch": epoch}, trainer):
             self._patches.add(Subscription(trainer, name, listener))
         if entry := transformers_.epoch_start(trainer):
             self._patches.add(Subscription(*entry, run))
@@ -364,12 +429,15 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                     self._patches.add(Subscription(one, event, named))
 
     def _leave(self) -> None:
-        self._books.remove()
+        """Stop the wall clock, remove all from the Trainer, and show the table if it is due."""
+        self._wall_clock.stop()
         self._patches.remove()
         if self._trainer is not None:
             transformers_.put_callback_after(self._trainer, self, self._before)
             self._before = None
         self._trainer = self._handled = None
+        is_due, self._is_table_due = self._is_table_due, False
+        self._show(is_due)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

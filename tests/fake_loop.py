@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, SlowStep
 from lightning_gputime._measurement.slow import SlowEvidence
+from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._session.schedule import Plan, Schedule
 
 
 class Loop:
@@ -45,6 +47,11 @@ class Logger:
         self.calls.append((step, metrics))
 
 
+def with_facts(summary: PhaseSummary, **facts: Any) -> PhaseSummary:
+    """A summary in which some facts of the measurement are others."""
+    return replace(summary, measurement=replace(summary.measurement, **facts))
+
+
 def evidence(*steps: SlowStep) -> list[SlowEvidence]:
     """What a log takes of slow steps, here with known causes."""
     return [SlowEvidence(step.excess_ms, step.step, partial(replace, step)) for step in steps]
@@ -55,3 +62,9 @@ def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
     return GPUPhaseHooks(
         loop.model, loop.optimizer, _clock=loop.gpu, **{"warmup_steps": 0, **options}
     )
+
+
+def timed_indices(every: int, n: int) -> list[int]:
+    """Which of the first `n` steps are timed with `every_n_steps`, if no long step recurs."""
+    schedule = Schedule(Plan(window=every))
+    return [index for index in range(n) if schedule.is_timed(index)]

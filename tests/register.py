@@ -100,17 +100,20 @@ REGISTER = (
         idle="idle: under 0.1 us",
     ),
     Replaced(
-        "`save_checkpoint` of the Trainer, `run` of its validation loop, and the broadcast between"
+        "`save_checkpoint` of the Trainer, `run` of its loops over an epoch and a validation,"
+        " `on_run_end` of its `fit_loop`, `describe` of its profiler, and the broadcast between"
         " ranks at each batch",
         OBJECT,
-        frozenset({"save_checkpoint", "run", "_broadcast_sigterm_tensor"}),
+        frozenset(
+            {"save_checkpoint", "run", "on_run_end", "describe", "_broadcast_sigterm_tensor"}
+        ),
         "the profiler has no action for them",
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
         "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, six inner methods,"
-        " `on_epoch_begin` of its callback handler, events of its callbacks; TRL:"
-        " `_calculate_rewards`, `generate` of vLLM",
+        " `on_epoch_begin` of its callback handler, events of its callbacks;"
+        " TRL: `_calculate_rewards`, `generate` of vLLM",
         OBJECT,
         frozenset(
             {
@@ -133,6 +136,13 @@ REGISTER = (
         ),
         "no callback is called at a fetch, around other callbacks, at rewards, or an error",
         when=_IN_TRAINING,
+    ),
+    Replaced(
+        "`train` of the Trainer's class in transformers",
+        CLASS,
+        frozenset({"train"}),
+        "no callback is called before the set-up, or after an error",
+        when="from the construction of a Trainer to the end of its training",
     ),
     Replaced(
         "transformers' models: `generate`, `generate_batch`; in its Trainer `_loss_function`",

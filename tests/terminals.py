@@ -11,7 +11,7 @@ from typing import Any
 
 import pyte
 
-ROWS = 60
+ROWS = 80
 
 
 def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import raw
+from fake_loop import with_facts
 from scipy import signal, stats
 
 import lightning_gputime
@@ -22,7 +23,8 @@ from lightning_gputime import Cause, Difference, PhaseStats, Run, RunComparison,
 from lightning_gputime.__main__ import main
 from lightning_gputime._measurement.history import history, structured
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.wall_time import WallTimeBreakdown
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.summary import summary_of
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import Environment
@@ -64,7 +66,7 @@ def run(
     ]
     results = Results(n, 0)
     results.add(records)
-    return Run(replace(ENVIRONMENT, **changes), *results.history_and_warmup(), results.summary())
+    return Run(replace(ENVIRONMENT, **changes), *results.history_and_warmup(), summary_of(results))
 
 
 def constant(*steps: float, **changes: Any) -> Run:
@@ -291,7 +293,7 @@ def test_modules_are_compared_and_named_and_single_callbacks_are_not() -> None:
         more = dict(zip(names, (1.0, ms, 1.0), strict=True))
         side.add([raw(i, data=1.0, forward=4.0, **more) for i in range(100)])
     before, after = (
-        Run(Environment(), *side.history_and_warmup(), side.summary()) for side in results
+        Run(Environment(), *side.history_and_warmup(), summary_of(side)) for side in results
     )
     found = compare(before, after)
     assert [*found.rows] == ["data", "callbacks", "forward", *names[:2]]
@@ -523,7 +525,7 @@ def sampled(seed: int, offset: int, *, n: int = 2000, period: int = 50, more: fl
         name: PhaseStats(timed, share=share, share_error=1.96 * math.sqrt(errors[name]))
         for name, share in shares.items()
     }
-    summary = replace(
+    summary = with_facts(
         run(n=24).summary(),
         rows=rows,
         step=PhaseStats(n, mean_ms=float(step.mean()), max_ms=float(step.max()), share=1.0),
@@ -577,29 +579,12 @@ def test_time_that_was_not_sampled_may_belong_to_any_phase() -> None:
     before, after = sampled(1, 0), sampled(2, -1)
     summary = after.summary()
     rows = {**summary.rows, "callbacks": replace(summary.rows["callbacks"], share=0.01)}
-    found = compare(before, replace(after, _summary=replace(summary, rows=rows)))
+    found = compare(before, replace(after, _summary=with_facts(summary, rows=rows)))
     assert found.rows["callbacks"].change_ms < -1.0
     assert found.rows["callbacks"].verdict == "alike"
     assert found.rows["forward"].error_ms > 1.0
     assert found.step.error_ms < 0.5
     assert found.notes == ("44% of the time was not sampled (after)",)
-
-
-def test_the_mean_of_sampled_runs_without_estimates_is_not_judged() -> None:
-    def sampled_run(*steps_ms: float) -> Run:
-        run = constant(*steps_ms)
-        return replace(run, _summary=replace(run.summary(), untimed_steps=1000))
-
-    before, after = sampled_run(*[2.0] * 60), sampled_run(*[2.0, 2.0, 2.0, 2.0, 60.0] * 12)
-    found = compare(before, after)
-    # The timed steps have other shares of slow ones, the runs have not.
-    assert found.mean.relative_change > 0.05
-    assert (found.is_sampled, found.step.verdict, found.mean.verdict) == (False, "alike", "alike")
-    assert "slower" not in found.finding
-    assert found.outcome(0.05) == "cannot tell"
-    assert "Set every_n_steps=1" in found.explain(0.05)[0]
-    assert "not every step was timed" in found.notes[0]
-    assert found.to_dict()["mean"]["error_ms"] is None
 
 
 def in_turns(*pairs: tuple[float, float], order: str = "abba") -> tuple[list[Run], list[Run]]:
@@ -912,7 +897,7 @@ def test_the_table_has_the_unit_in_which_the_step_reads_best(
 ) -> None:
     results = Results(100, 0)
     results.add([raw(i, forward=ms) for i in range(48)])
-    one = Run(Environment(), *results.history_and_warmup(), results.summary())
+    one = Run(Environment(), *results.history_and_warmup(), summary_of(results))
     table = str(compare(one, one))
     assert table.startswith(f"A typical step in {title}: before 48 steps, after 48 steps\n")
     assert re.search(rf"^step +{cells} +{cells} +\+0\.0+  ± 0\.0+ ", table, re.MULTILINE)
@@ -989,8 +974,8 @@ def test_the_mean_of_all_steps_is_named_if_it_alone_is_slower(
 
 def with_wall_clock(evaluation_s: float) -> Run:
     entries_s = {"set-up": 1.0, "steps": 20.0, "evaluation": evaluation_s}
-    wall_time = WallTimeBreakdown({name: s for name, s in entries_s.items() if s})
-    return replace(run(), _summary=replace(run().summary(), wall_time=wall_time))
+    wall_time = WallClockBreakdown({name: s for name, s in entries_s.items() if s})
+    return replace(run(), _summary=with_facts(run().summary(), wall_clock=wall_time))
 
 
 @pytest.mark.parametrize(

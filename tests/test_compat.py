@@ -5,23 +5,17 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import fake_lightning
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import FakeGPU, work
-from fake_lightning import Loader
-from fake_loop import Loop
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat import lightning_, names, torch_, transformers_  # fill NAMES
 from lightning_gputime._compat.names import NAMES, Name
 
@@ -365,74 +359,3 @@ def test_run_without_default_callbacks_reports_that_trainers_have_no_timer(
     monkeypatch.setattr(names, "read", lambda owner, name: names.MISSING)
     transformers_.default_callbacks().append(None)
     assert [*names._not_measured] == ["transformers.trainer.DEFAULT_CALLBACKS"]
-
-
-# The self-check
-
-
-@pytest.mark.parametrize(
-    ("action", "feature", "hidden"),
-    [
-        ("fetch_action", "the fetch of batches apart from callbacks", {"data", "callbacks"}),
-        ("copy_action", "copies to the device apart from the fetch of batches", {"data"}),
-    ],
-)
-def test_self_check_finds_an_action_under_another_name(
-    gpu: FakeGPU,
-    action: str,
-    feature: str,
-    hidden: set[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Slow(Loader):
-        def __iter__(self) -> Iterator[Tensor]:
-            for x in super().__iter__():
-                gpu.host_work(100.0)
-                yield x
-
-    def train() -> GPUPhaseTimer:
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
-        fake_lightning.trainer(timer).fit(fake_lightning.Model(gpu), Slow(gpu, 8))
-        return timer
-
-    before = train().summary()
-    assert "input-bound" in before.verdict
-    assert not before.not_measured
-    caplog.clear()
-    monkeypatch.setattr(lightning_, action, lambda trainer: "another name")
-    summary = train().summary()
-    [text] = summary.not_measured
-    assert text.startswith(
-        f"not measured: {feature}, because lightning {version('lightning')} reported"
-    )
-    assert {*summary.blurred} == hidden
-    assert summary.verdict == ""
-    assert summary.advice == ()
-    assert caplog.text.count(f"Not measured: {feature}") == 1
-
-
-def test_self_check_finds_steps_that_the_trainer_does_not_count(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(lightning_, "step_counter", lambda trainer: lambda: 7)
-    timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 6)
-    text = "not measured: single steps, because the trainer counts 1, and 6 were seen"
-    assert timer.summary().not_measured == (text,)
-    assert "The trainer counts 1 steps, and the timer has seen 6." in caplog.text
-
-
-def test_self_check_finds_steps_that_end_inside_a_batch(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(gpu)
-    timer = GPUPhaseHooks(loop.model, loop.optimizer, warmup_steps=0, _clock=gpu).attach()
-    for x in loop.batches(8):
-        out = loop.model(x)
-        timer.step()
-        work(out, gpu, 0.5, 0.25).sum().backward()
-        loop.update()
-    timer.remove()
-    [text] = timer.summary().not_measured
-    assert text == "not measured: single batches, because backward precedes forward"
-    assert caplog.text.count("backward precedes forward") == 1

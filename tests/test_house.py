@@ -29,6 +29,8 @@ FLOORS = [
     "_record",
     "_memory",
     "_boundaries _measurement",
+    "_diagnosis",
+    "_output",
     "_options",
     "_causes _work",
     "_saved_runs _session",

@@ -8,8 +8,10 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,6 +38,10 @@ pytestmark = [
 ]
 
 Make = Callable[..., Any]
+
+since_5 = pytest.mark.skipif(
+    int(version("transformers").partition(".")[0]) < 5, reason="transformers 4 trains otherwise"
+)
 
 
 class FakeNet(nn.Module):
@@ -173,6 +179,7 @@ def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
         gc.enable()
 
 
+@since_5
 def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
@@ -385,7 +392,8 @@ PATCHED = {
     "get_batch_samples",
     "log",
     "prediction_step",
-}
+    *(() if hasattr(transformers.Trainer, "_run_epoch") else ("training_step",)),
+} & {*dir(transformers.Trainer)}
 """What is replaced on a Trainer while it trains."""
 
 
@@ -401,8 +409,9 @@ def test_only_while_a_trainer_trains_something_of_it_is_replaced(
 
     kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
     timer, looks = TransformersPhaseTimer(print_summary=False), Looks()
+    new([], tmp_path, train=False)  # The first model adds attributes to classes, too.
+    before = [dict(vars(kind)) for kind in kinds]
     trainer = new([timer, looks], tmp_path, train=False)
-    before = [dict(vars(kind)) for kind in kinds]  # The first model adds something, too.
     assert not {*vars(trainer)} & PATCHED
     callbacks = {*trainer.callback_handler.callbacks}
     with nullcontext() if error is None else pytest.raises(error):
@@ -563,6 +572,7 @@ def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensi
     assert timer.summary().items_per_sec is None
 
 
+@since_5
 def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
     new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
@@ -1087,8 +1097,9 @@ def test_callbacks_are_told_apart_wherever_they_run_in_a_step(
     assert not vars(works)
 
 
+@since_5
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_the_losses_are_of_the_whole_training_with_its_evaluations(
+def test_time_breakdown_is_of_the_whole_training_with_its_evaluations(
     fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, strategy: str, tmp_path: Path
 ) -> None:
     class Takes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -1096,7 +1107,7 @@ def test_the_losses_are_of_the_whole_training_with_its_evaluations(
             gpu.host_work(7.0)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(1000.0)  # Behind the training.
+            gpu.host_work(10.0)
 
     def compute(_: Any) -> dict[str, float]:
         gpu.host_work(100.0)
@@ -1130,25 +1141,26 @@ def test_the_losses_are_of_the_whole_training_with_its_evaluations(
     begin = gpu.now
     trainer.train()
     summary = timer.summary()
-    assert summary.wall_time is not None
-    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_time.entries_s.items()}
+    assert summary.wall_clock is not None
+    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_clock.entries_s.items()}
     assert entries_ms["set-up"] >= 7.0
     assert entries_ms["checkpoints"] == 60.0
     assert entries_ms["evaluation"] == pytest.approx(sum(evaluations_ms))
     assert min(evaluations_ms) > 100.0
     assert len(evaluations_ms) == 3
-    assert sum(entries_ms.values()) == pytest.approx((gpu.now - begin) / 1e6 - 1000.0)
-    losses = summary.losses
-    assert losses is not None
-    assert losses.is_fit
-    assert losses.rows[0].name == "evaluation"
-    assert summary.wall_time.after_batches_s == pytest.approx(0.3)
+    assert entries_ms["tear-down"] >= 10.0
+    assert sum(entries_ms.values()) == pytest.approx((gpu.now - begin) / 1e6)
+    breakdown = summary.time_breakdown
+    assert breakdown is not None
+    assert breakdown.scope == "fit"
+    assert breakdown.rows[0].name == "evaluation"
+    assert summary.wall_clock.after_batches_s == pytest.approx(0.3)
     told = f"cheaper metrics: 300 ms of {sum(evaluations_ms):.0f} ms come after the last batch"
-    assert losses.rows[0].advice[0].startswith(told)
-    assert losses["checkpoints"] == pytest.approx(60.0 / sum(entries_ms.values()))
+    assert breakdown.rows[0].advice[0].text.startswith(told)
+    assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))
 
 
-def test_a_checkpoint_has_one_name_in_the_losses_and_in_the_phases(
+def test_a_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
     fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -1158,9 +1170,9 @@ def test_a_checkpoint_has_one_name_in_the_losses_and_in_the_phases(
     own = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", "max_steps": 6}
     fake([timer], trainer_class=Saves, **own).train()
     summary = timer.summary()
-    assert summary.losses is not None
+    assert summary.time_breakdown is not None
     # The one behind the last step is in no step.
-    assert summary.losses["checkpoints"] * summary.losses.wall_s == pytest.approx(0.09)
+    assert summary.time_breakdown["checkpoints"].seconds == pytest.approx(0.09)
     assert summary.rows["callbacks/checkpoints"].n == 2
     # While the host saves, the GPU ends the step, which takes it 15.5 ms.
     assert timer.history()["callbacks/checkpoints_ms"].tolist()[2::2] == [30.0 - 15.5] * 2
@@ -1209,3 +1221,64 @@ def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> N
     with pytest.raises(AttributeError) as error:
         pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
     assert HOMES in str(error.value)
+
+
+def test_a_model_that_is_no_module_leaves_the_training_alone(
+    timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Runs:
+        """A trainer that derives from no Trainer, and whose model is no module, as SetFit's."""
+
+        def train(self) -> str:
+            args, state, control = Mock(), Mock(), Mock()
+            for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
+                getattr(timer, event)(args, state, control, model=object(), optimizer=None)
+            return "trained"
+
+    assert Runs().train() == "trained"
+    assert "No Trainer is known" in caplog.text
+
+
+def test_a_timer_without_a_model_leaves_the_training_alone(
+    tmp_path: Path, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Passes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            timer.on_train_begin(args, state, control)
+
+    assert new([Passes()], tmp_path).state.global_step == 4
+    assert "No Trainer is known" in caplog.text
+
+
+def test_what_replaces_train_later_is_called(tmp_path: Path, monkeypatch: Any) -> None:
+    class Inherits(transformers.Trainer):  # type: ignore[misc]  # has no types
+        pass
+
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path, False, trainer_class=Inherits)
+    train, calls = transformers.Trainer.train, []
+
+    def logged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Trainer, "train", logged)
+    trainer.train()
+    assert (calls, timer.summary().steps) == ([1], 4)
+
+
+def test_a_training_that_tells_no_end_leaves_nothing(tmp_path: Path) -> None:
+    class Returns(Own):
+        def train(self) -> None:
+            for batch in self.begin():
+                self.tell("on_step_begin")
+                self.model(**batch)["loss"].backward()
+                self.optimizer.step()
+                self.tell("on_step_end")
+
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    trainer = new([timer], tmp_path, False, trainer_class=Returns)
+    before = hooks_of(trainer.model)
+    trainer.train()
+    assert hooks_of(trainer.model) == before
+    assert not {*vars(trainer)} & PATCHED

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_gpu import Adder, FakeAllocator, FakeGPU, Layer, steps, work
 from fake_lightning import MemoryLogger, Model, fit
-from fake_loop import Logger, Loop, hooks
+from fake_loop import Logger, Loop, hooks, timed_indices
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
@@ -160,6 +160,8 @@ def test_the_log_has_the_highest_peak_since_the_last_log(
     Training(gpu, memory, logger=logger, log_every_n_steps=n, _lag=lag).run(3, late)
     loss = {0: 1032.0, 1: 1630.0, 2: 1830.0}
     expected = {1: [loss[0], loss[1], loss[2]], 2: [loss[1], loss[2]], 3: [loss[2]]}[n]
+    if (lag, n) == (3, 2):
+        expected = [loss[2]]  # Training ends before the first log is due: there is one at the end.
     assert [metrics["phase_time/loss_peak_mib"] for _, metrics in logger.calls] == expected
     _, metrics = logger.calls[-1]
     assert metrics["phase_time/backward_peak_mib"] == LATER_STEP["backward"]
@@ -263,7 +265,8 @@ def test_what_is_allocated_while_steps_are_read_counts(gpu: FakeGPU, memory: Fak
 
 
 def test_steps_between_the_timed_ones_are_not_sampled(gpu: FakeGPU, memory: FakeAllocator) -> None:
-    late = dict.fromkeys([*range(0, 12, 2)], lambda: memory.temp(5000 * MIB))
+    untimed = {*range(12)} - {*timed_indices(2, 12)}
+    late = dict.fromkeys(untimed, lambda: memory.temp(5000 * MIB))
     timer = Training(gpu, memory, every_n_steps=2).run(12, late)
     assert above(summary(timer).peak_mib) == LATER_STEP
     assert [*summary(timer).at_step.values()] == [1] * 6

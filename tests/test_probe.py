@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
 from fake_lightning import Loader, Model, trainer
-from fake_loop import Logger
+from fake_loop import Logger, timed_indices
 from torch import Tensor, nn
 
 from lightning_gputime import (
@@ -20,7 +20,7 @@ from lightning_gputime._phases import EXCLUDED
 from lightning_gputime._record.clock import HostClock
 from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._session import schedule
-from lightning_gputime._session.schedule import Probe, Schedule
+from lightning_gputime._session.schedule import Plan, Probe, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""
@@ -105,8 +105,11 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
     as_run = sum(row.mean_ms for name, row in summary.rows.items() if name != "data")
     busy = sum(BUSY.values()) - BUSY["data"]
     assert summary.launch_gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
-    assert summary.losses is not None
-    assert summary.losses["launch gaps"] == pytest.approx(summary.launch_gap_share)
+    breakdown = summary.time_breakdown
+    assert breakdown is not None
+    # Of the whole training, which is slightly longer than its steps.
+    gaps = pytest.approx(summary.launch_gap_share, rel=0.001)
+    assert breakdown["launch gaps"].share == gaps
     assert summary.advice[:3] == ("a larger batch", "torch.compile", "CUDA graphs")
     header = str(summary).rpartition("Time per step")[2].splitlines()[2].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
@@ -116,14 +119,14 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
 def test_a_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu, host_ms=0.0625), 20).summary()
     assert summary.launch_gap_share == pytest.approx(0.0, abs=0.01)
-    assert summary.losses is not None
-    assert summary.losses["launch gaps"] == pytest.approx(summary.launch_gap_share)
+    assert summary.time_breakdown is not None
+    assert summary.time_breakdown["launch gaps"].share == pytest.approx(summary.launch_gap_share)
 
 
 def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> None:
     logger = Logger()
     run(Loop(gpu), 20, logger=logger, log_every_n_steps=5)
-    assert [step for step, _ in logger.calls] == [4, 9, 15, 19]  # 14 is after a probed one.
+    assert [step for step, _ in logger.calls] == [4, 9, 14, 19]
     for _, metrics in logger.calls:
         assert metrics["phase_time/forward_gpu_busy_ms"] == BUSY["forward"]
         assert metrics["phase_time/step_gpu_busy_ms"] == sum(BUSY.values())
@@ -242,8 +245,9 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
 
 def test_one_step_in_n_and_probed_ones(gpu: FakeGPU) -> None:
     timer = run(Loop(gpu), 24, every_n_steps=4)
-    # Not 3, which is after a probed one.
-    assert timer.history()["step"].tolist() == [7, 11, 15, 19, 23]
+    # Neither those that are probed, nor those after them.
+    kept = [n for n in timed_indices(4, 24) if n not in PROBED and n - 1 not in PROBED]
+    assert timer.history()["step"].tolist() == kept == [10, 15]
     assert timer.summary().probed_steps == 5
     assert len(gpu.waits) <= 10
 
@@ -277,7 +281,7 @@ def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
 def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None:
-    schedule = Schedule(probe_every_n_steps=every)
+    schedule = Schedule(Plan(), probe_every_n_steps=every)
     chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     assert [index // every for index in chosen] == list(range(100))
     assert all(two - one >= 2 for one, two in pairwise(chosen))
@@ -286,7 +290,7 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
 @pytest.mark.parametrize("habit", [2, 5, 10])
 @pytest.mark.parametrize("every", [50, 100, 1000])
 def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, habit: int) -> None:
-    schedule = Schedule(probe_every_n_steps=every)
+    schedule = Schedule(Plan(), probe_every_n_steps=every)
     chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     shares = Counter(index % habit for index in chosen)
     assert sum(shares.values()) == 100
@@ -370,7 +374,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
 
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=2)
     trainer(timer).fit(Manual(), Loader(gpu, 48))
-    assert timer.history()["step"].tolist() == [7, 15, 23, 31, 39, 47]
+    assert timer.history()["step"].tolist() == [4 * i + 3 for i in timed_indices(2, 12)]
 
 
 def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> None:

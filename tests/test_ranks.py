@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, raw, steps
-from fake_loop import Logger, Loop, hooks
+from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
@@ -619,7 +619,7 @@ def test_with_log_all_ranks_compare_the_same_steps(
     options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
     late = steps_compared(exchange, False, **options)
     assert steps_compared(exchange, True, **options) == late
-    assert late[-1] == 60 // every
+    assert late[-1] == len(timed_indices(every, 60))
 
 
 @pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 2), (1, 3), (1, 5), (2, 1)])
@@ -629,17 +629,20 @@ def test_with_log_all_that_ended_before_a_log_is_compared_and_nothing_after(
 ) -> None:
     options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
     logs = range(log_every - 1, 60 - lag, log_every)
-    of_logs = [(number + 1) // every for number in logs]
+    timed = timed_indices(every, 60)
+    of_logs = [sum(index <= number for index in timed) for number in logs]
     compared = steps_compared(exchange, False, **options)
-    assert compared == [*of_logs, 60 // every, 60 // every]
+    assert compared == [*of_logs, len(timed), len(timed)]
 
 
 def test_the_end_of_an_epoch_is_compared_once_whatever_is_passed_over(
     exchange: FakeExchange,
 ) -> None:
     options = {"every_n_steps": 10, "log_every_n_steps": 12}
-    # After 11, 14, 23, 29, 35, 44, 47 and 59, and when the timer is removed.
-    assert steps_compared(exchange, False, epoch=15, **options) == [1, 1, 2, 3, 3, 4, 4, 6, 6]
+    # The last one is when the timer is removed.
+    ends = [11, 14, 23, 29, 35, 44, 47, 59, 59]
+    of_ends = [sum(index <= number for index in timed_indices(10, 60)) for number in ends]
+    assert steps_compared(exchange, False, epoch=15, **options) == of_ends
 
 
 @pytest.mark.parametrize("observers", [[], [lambda _: None]])

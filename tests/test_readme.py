@@ -12,7 +12,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -30,12 +29,16 @@ from lightning_gputime import (
     SlowStep,
 )
 from lightning_gputime.__main__ import _new_parser
-from lightning_gputime._measurement import advice, verdict
-from lightning_gputime._measurement.advice import TrainingSetup
+from lightning_gputime._diagnosis import advice, codes
+from lightning_gputime._diagnosis.diagnose import diagnose
+from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.means import GROUPS
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import CauseKind, SlowSummary
-from lightning_gputime._measurement.verdict import judge
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._options import Options
 from lightning_gputime.huggingface import TransformersPhaseTimer
 
@@ -111,7 +114,7 @@ BLOCKS = {
     "docs/how-to/slower-than-yesterday.md": (1, 0, torch.__version__),
     "docs/how-to/split-a-step.md": (2, 0, ""),
     "docs/how-to/trainers/fabric.md": (1, 1, ""),
-    "docs/how-to/trainers/lightning.md": (2, 1, "longest phase: "),
+    "docs/how-to/trainers/lightning.md": (2, 1, "-bound"),
     "docs/how-to/trainers/plain-loop.md": (1, 1, ""),
     "docs/how-to/validation-and-inference.md": (1, 0, ""),
     "docs/how-to/work-per-second.md": (1, 0, "None"),
@@ -311,18 +314,27 @@ def stats(ms: float, share: float, host_ms: float = math.nan, n: int = 100) -> P
 
 
 def test_the_tables_of_verdicts_groups_and_causes_are_complete() -> None:
-    texts = [one for one in vars(verdict).values() if isinstance(one, str)]
-    verdicts = {verdict.MIXED, *(one for one in texts if one.endswith("-bound"))}
-    assert len(verdicts) == 8
-    for path in ("README.md", "docs/reference/results.md"):
-        cells = "".join(row[0] for row in rows(path, "| verdict |"))
-        assert {one for one in verdicts if f"`{one}`" not in cells} == set()
+    verdicts = {*codes.CODES.values(), codes.GPU, codes.LAUNCH, codes.SYNC, codes.COMPUTE}
+    verdicts |= {codes.PHASE}
+    text = READMES["docs/reference/results.md"]
+    assert {code for code in verdicts if f"`{code}`" not in text} == set()
+    assert set(re.findall(r"`([\w-]+-bound)`", README)) <= verdicts
     groups = {row[0].strip("`"): row[1] for row in rows("docs/reference/keys.md", "| group |")}
     assert set(groups) == set(GROUPS)
     assert {name for name, when in groups.items() if when == "yes"} <= Options().logged_groups
     assert [name for name in groups if groups[name] == "no"] == ["comm", "slow", "fit"]
     causes = [row[0].strip("`") for row in rows("docs/how-to/slow-steps.md", "| cause |")]
     assert set(causes) == set(get_args(CauseKind))
+
+
+def headline(step_ms: float, /, **phases_ms: float) -> str:
+    """The headline of a fit on a GPU whose other time is forward."""
+    top_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
+    every_ms = {**phases_ms, "forward": step_ms - top_ms}
+    rows = {name: stats(ms, ms / step_ms, ms) for name, ms in every_ms.items()}
+    clock = WallClockBreakdown({"steps": 0.1 * step_ms})
+    measured = Measurement(rows, stats(step_ms, 1.0), 100, host_wait_mean_ms=0.0, wall_clock=clock)
+    return diagnose(measured, TrainingSetup(has_loader=True)).headline
 
 
 CALLBACK = "callbacks/AccuracyCurve.on_train_batch_end"
@@ -343,13 +355,10 @@ JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("input-bound", judge({"data/fetch": stats(15.3, 0.695)}, stats(22.0, 1.0), 0.0, None)),
-        ("callback-bound", judge({"callbacks": stats(2.33, 0.349)}, stats(6.66, 1.0), 0.0, None)),
-        (
-            "communication-bound",
-            judge({"backward/comm": stats(21.2, 0.929)}, stats(22.8, 1.0), 0.0, None),
-        ),
-        ("launch-bound", judge({"forward": stats(4.6, 0.9, 4.6)}, stats(4.69, 1.0), 0.0, None)),
+        ("input-bound", headline(22.0, data=15.4, **{"data/fetch": 15.3})),
+        ("callback-bound", headline(6.66, callbacks=2.33)),
+        ("communication-bound", headline(22.8, backward=21.8, **{"backward/comm": 21.2})),
+        ("launch-bound", headline(4.69)),
         ("out-of-memory", MEMORY.sentences[0]),
         ("slow-steps", JUMP),
         ("slow-steps", SLOW.sentences[0]),
@@ -359,22 +368,26 @@ def test_the_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
     assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
 
 
-HELD_UP: Any = SimpleNamespace(
-    slow=None, rows={CALLBACK: stats(2.153, 0.3233)}, step=stats(6.662, 1.0), is_uneven=False
+FETCHES = Measurement(
+    {CALLBACK: stats(2.153, 0.3233), "data/fetch": stats(3.0, 0.45)}, stats(6.662, 1.0)
 )
+GPU_PACE, LAUNCHES = Pace("GPU-bound", ""), Pace("launch-bound", "")
 
 
 @pytest.mark.parametrize(
     ("page", "quoted"),
     [
-        ("how-to/input-bound", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
-        ("tutorial", advice._load_faster(HELD_UP, TrainingSetup(num_workers=0))),
-        ("tutorial", advice._launch_less(HELD_UP, TrainingSetup(batch_size=32))),
-        ("how-to/callback-bound", advice._call_back_less(HELD_UP, TrainingSetup())),
+        (
+            "how-to/input-bound",
+            advice._load_faster(FETCHES, TrainingSetup(num_workers=0), GPU_PACE),
+        ),
+        ("tutorial", advice._load_faster(FETCHES, TrainingSetup(num_workers=0), GPU_PACE)),
+        ("tutorial", advice._launch_less(FETCHES, TrainingSetup(batch_size=32), LAUNCHES)),
     ],
 )
-def test_the_manual_quotes_the_advice(page: str, quoted: Iterator[str]) -> None:
-    assert f"`{next(quoted)}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
+def test_the_manual_quotes_the_advice(page: str, quoted: Iterator[Advice]) -> None:
+    text = next(quoted).text
+    assert f"`{text}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
 
 
 WARNINGS = {"warning", "warn_once", "_warn_once", "tell_once", "_tell_once"}

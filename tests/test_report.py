@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import raw
+from fake_loop import with_facts
 from test_compare import run
 from test_runs import timed
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
 from lightning_gputime.__main__ import main
-from lightning_gputime._measurement.advice import TrainingSetup, find_losses
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.wall_time import WallTimeBreakdown
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.summary import summary_of
 from lightning_gputime._saved_runs import saved
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.page import page, phases_over_steps, thin_out
@@ -39,16 +40,16 @@ def full() -> Run:
     one = run(1, more={f"x{EVIL}": 0.5})
     stats = RankStats(1.0, 2.0, 3.0, 1)
     ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}")
-    summary = replace(
+    summary = with_facts(
         one.summary(),
         ranks=ranks,
-        wall_time=WallTimeBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
+        wall_clock=WallClockBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
         probed_steps=3,
     )
     return replace(
         one,
         name=f"run {EVIL}",
-        _summary=replace(summary, losses=find_losses(summary, TrainingSetup())),
+        _summary=summary,
         environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
             SlowStep(
@@ -66,7 +67,7 @@ def short(steps: int, warmup_steps: int = 0) -> Run:
     results = Results(10_000, warmup_steps)
     if steps:
         results.add([raw(i, forward=1.0) for i in range(steps)])
-    return Run(Environment(), *results.history_and_warmup(), results.summary())
+    return Run(Environment(), *results.history_and_warmup(), summary_of(results))
 
 
 def made(*runs: Run) -> str:
@@ -97,16 +98,18 @@ def bars(body: str) -> list[tuple[str, float, float]]:
 
 
 @needs_bokeh
-def test_the_losses_are_a_waterfall_to_the_whole() -> None:
+def test_the_time_breakdown_is_a_waterfall() -> None:
     one = full()
-    losses = one.summary().losses
-    assert losses is not None
+    breakdown = one.summary().time_breakdown
+    assert breakdown is not None
     found = bars(without_library(made(one)))
-    assert len(found) == len(losses.rows) + 1 > 3
+    assert len(found) == len(breakdown.rows) > 3
     end = 0.0
-    for (_, start, length), loss in zip(found, (*losses.rows, losses.work), strict=True):
+    work = breakdown[breakdown.work]
+    rows = [*(row for row in breakdown.rows if row is not work), work]
+    for (_, start, length), row in zip(found, rows, strict=True):
         assert start == pytest.approx(end, abs=1e-3)
-        assert length == pytest.approx(100 * loss.share, abs=1e-4)
+        assert length == pytest.approx(100 * row.share, abs=1e-4)
         end = start + length
     assert end == pytest.approx(100.0, abs=1e-3)
 
@@ -164,7 +167,7 @@ def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> 
     modules = {f"forward/layer {i}": 0.25 for i in range(4)}
     results.add([raw(0, data=2.0, forward=1.0, **modules, backward=4.0)])
     body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
     )
     shares = re.findall(r'<td class=" share" style="background-size:(.*?) 70%">(.*?)</td>', body)
     assert all(length == cell for length, cell in shares)
@@ -214,7 +217,7 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
     results = Results(10, 1)
     results.add([raw(i, forward=1.0) for i in range(4)])
     body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
     )
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
@@ -228,7 +231,7 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
 def test_a_run_without_steps_has_a_page() -> None:
     results = Results(10, 0)
     body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
     )
     assert "no step was timed" in body
     assert not {"Slowest steps", "Phases over steps"} & {*re.findall("<h2>(.*?)<", body)}
@@ -274,7 +277,7 @@ def test_a_page_says_that_it_is_thinned_out() -> None:
     results = Results(5000, 0)
     results.add([raw(i, forward=1.0) for i in range(5000)])
     body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), results.summary()))
+        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
     )
     assert "5000 steps, thinned out: each point is the mean of 3 steps" in body
 
@@ -383,7 +386,7 @@ def test_a_legend_takes_no_height_from_its_chart() -> None:
 def test_names_in_the_verdict_and_the_sentences_are_in_the_type_of_code() -> None:
     results = Results(100, 0, on_host_clock=True)
     results.add([raw(i, **{"<b>&": 1.0}) for i in range(30)])
-    one = Run(Environment(), *results.history_and_warmup(), results.summary())
+    one = Run(Environment(), *results.history_and_warmup(), summary_of(results))
     head = without_library(made(one)).partition("<h2>")[0]
     assert "`" not in head
     assert "<code>&lt;b&gt;&amp;</code>" in head

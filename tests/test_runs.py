@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGPU, raw
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, with_facts
 
 import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
@@ -20,13 +20,14 @@ from lightning_gputime.__main__ import main
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.table import Section
-from lightning_gputime._measurement.wall_time import WallTimeBreakdown, WallTimeRecorder
+from lightning_gputime._measurement.wall_clock import WallClock, WallClockBreakdown
+from lightning_gputime._output.summary import summary_of
 from lightning_gputime._saved_runs import environment, saved
 from lightning_gputime._saved_runs.environment import Environment
 
 
 def run_of(results: Results, **more: Any) -> Run:
-    return Run(Environment(), *results.history_and_warmup(), results.summary(), **more)
+    return Run(Environment(), *results.history_and_warmup(), summary_of(results), **more)
 
 
 def timed(steps: int = 4, **options: Any) -> GPUPhaseHooks:
@@ -50,7 +51,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         assert run.history[name] == pytest.approx(timer.history()[name], abs=6e-5, nan_ok=True)
     assert (run.warmup_steps, len(run.measured)) == (1, 3)
     assert run.measured["step"].tolist() == [1, 2, 3]
-    assert (run.summary().wall_time, run.slow_steps, run.evaluations) == (None, [], [])
+    assert (run.slow_steps, run.evaluations) == ([], [])
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -82,7 +83,7 @@ def test_a_timer_and_its_run_show_the_same(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_compressed_is_json_to_read(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
-    assert json.loads((tmp_path / "run.json").read_text())["version"] == 4
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 5
     assert load(tmp_path / "run.json").summary().steps == 4
 
 
@@ -132,7 +133,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results.add([raw(0, forward=2.0)])
     stats = RankStats(1.0, 2.0, 3.0, 1)
     results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", "rank 1 is slow")
-    results.books = WallTimeRecorder(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
+    results.wall_clock = WallClock(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     cause = Cause("ranks", 2.0, 1.5, "rank 1")
     lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
     slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, lost_ms, phase_ms, host_ms)
@@ -144,7 +145,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     saved.save(run, tmp_path / "run.json.gz")
     found = load(tmp_path / "run.json.gz")
     assert found.summary().ranks == results.ranks
-    assert found.summary().wall_time == WallTimeBreakdown({"set-up": 4.0})
+    assert found.summary().wall_clock == WallClockBreakdown({"set-up": 4.0})
     assert found.slow_steps == [slow]
     assert found.evaluations == run.evaluations
 
@@ -152,7 +153,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
 def test_what_an_observer_adds_to_the_summary_is_saved_without_being_known(tmp_path: Path) -> None:
     run = run_of(Results(10, 0))
     energy = Section("energy", ("a step takes 3 J",), {"joules": 3.0, "of_ranks": [1, 2]})
-    run = replace(run, _summary=replace(run.summary(), sections=(energy,)))
+    run = replace(run, _summary=with_facts(run.summary(), sections=(energy,)))
     saved.save(run, tmp_path / "run.json.gz")
     assert load(tmp_path / "run.json.gz").summary().sections == (energy,)
 
@@ -266,12 +267,12 @@ def changed(path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda c: c.update(format="other"), "its format is not 'lightning_gputime run'"),
-        (lambda c: c.update(version=3), "its version is 3, .* reads version 4: update"),
+        (lambda c: c.update(version=3), "its version is 3, .* reads version 5: update"),
         (lambda c: c.update(version="2"), "its version is '2'"),
         (lambda c: c.pop("history"), "it has no 'history'"),
         (lambda c: c["history"].pop("phases"), "it has no 'phases'"),
         (lambda c: c.pop("summary"), "it has no 'summary'"),
-        (lambda c: c["summary"].pop("steps"), "missing 1 required positional argument: 'steps'"),
+        (lambda c: c.pop("setup"), "it has no 'setup'"),
         (lambda c: c["summary"].update(steps=1.5), "summary.steps must be int, not 1.5"),
         (
             lambda c: c["summary"]["rows"]["forward"].update(mean_ms="1"),
@@ -302,8 +303,8 @@ def changed(path: Path, change: Any) -> Path:
         (lambda c: c.update(slow_steps={}), "slow_steps must be Sequence, not {}"),
         (lambda c: c.update(slow_steps=[1]), r"slow_steps\[0\] must be SlowStep, not 1"),
         (
-            lambda c: c["summary"].update(wall_time={"entries_s": []}),
-            "summary.wall_time.entries_s must be Mapping",
+            lambda c: c["summary"].update(wall_clock={"entries_s": []}),
+            "summary.wall_clock.entries_s must be Mapping",
         ),
     ],
 )
@@ -319,16 +320,14 @@ def test_a_text_of_a_file_is_no_command_to_a_terminal(tmp_path: Path) -> None:
     timed().save(tmp_path / "run.json")
     content = json.loads((tmp_path / "run.json").read_text())
     content["environment"]["device"] = "H200\x1b[2J\nµ"
-    content["summary"]["losses"]["work"]["advice"] = ["a", "b\x9b"]
+    content["summary"]["not_measured"] = ["a", "b\x9b"]
     cause = {"kind": "ranks", "host_ms": 1, "exposed_ms": 1, "detail": "\x1b]0;x"}
     slow = {"step": 1, "step_ms": 9, "baseline_ms": 5, "phase": "l\x07", "unexplained_ms": 0}
     content["slow_steps"] = [{**slow, "causes": [cause]}]
     (tmp_path / "run.json").write_text(json.dumps(content))
     run = load(tmp_path / "run.json")
     assert run.environment.device == "H200\ufffd[2J\nµ"
-    losses = run.summary().losses
-    assert losses is not None
-    assert losses.work.advice == ("a", "b\ufffd")
+    assert run.summary().not_measured == ("a", "b\ufffd")
     [one] = run.slow_steps
     assert (one.phase, one.causes[0].detail) == ("l\ufffd", "\ufffd]0;x")
 
@@ -356,7 +355,7 @@ def test_files_of_all_minor_versions_are_read_and_say_what_is_ignored(
     path = changed(tmp_path / "run.json.gz", change)
     assert load(path).summary().steps == 4
     is_newer = minor in (1, 99)
-    ignored = "ignores: run._summary.later, run._summary.rows['data'].later_ms, run.later. Update"
+    ignored = "ignores: run.later, run.summary.later, run.summary.rows['data'].later_ms. Update"
     assert (
         f"saved by lightning_gputime 9.1.0. This version does not know, and {ignored}"
         in (caplog.text)

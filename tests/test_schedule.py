@@ -1,56 +1,98 @@
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._session.schedule import AutoSchedule, Schedule
+from lightning_gputime._session.schedule import AutoSchedule, Plan, Schedule
+
+
+def timed_steps(schedule: Schedule, n: int) -> list[int]:
+    return [index for index in range(n) if schedule.is_timed(index)]
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(5, 50, 10)])
+def test_a_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
+    assert plan.times_all
+    assert timed_steps(Schedule(plan), 20) == [*range(20)]
 
 
 @pytest.mark.parametrize(
-    ("every_n_steps", "probe_every_n_steps", "warmup_steps", "plan"),
-    [
-        (1, 0, 0, "tttttttttttttttttttt"),
-        (3, 0, 0, "..t..t..t..t..t..t.."),
-        (1, 5, 0, "ttPttPtttttttPttPttt"),
-        (1, 5, 5, "tttttPtttttttPttPttt"),
-        (1, 3, 0, "tPtPtttPtPttPtttPtPt"),
-        (4, 5, 0, "..Pt.P.t...t.P.tP..t"),
-    ],
+    "plan", [Plan(1, 3), Plan(1, 10), Plan(5, 50), Plan(2, 50, 3), Plan(1, 7, 2)]
 )
-def test_the_plan_of_the_first_steps(
-    every_n_steps: int, probe_every_n_steps: int, warmup_steps: int, plan: str
+def test_each_part_of_a_window_has_one_block(plan: Plan) -> None:
+    timed = timed_steps(Schedule(plan), 100 * plan.window)
+    starts = timed[:: plan.block]
+    assert timed == [index + i for index in starts for i in range(plan.block)][: len(timed)]
+    for k in range(99 * plan.blocks):
+        first, last = plan.part(k)
+        # One that follows closely on the block before starts where that ends.
+        assert len([start for start in starts if first <= start < last + plan.block]) >= 1
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 10), Plan(5, 50), Plan(1, 50, 4)])
+@pytest.mark.parametrize("period", [2, 7, 10, 25, 49, 50, 51, 100])
+def test_no_period_of_the_loop_meets_more_than_its_share_of_timed_steps(
+    plan: Plan, period: int
 ) -> None:
-    schedule = Schedule(
-        every_n_steps,
-        window=every_n_steps,
-        probe_every_n_steps=probe_every_n_steps,
-        warmup_steps=warmup_steps,
-    )
-    letters = [
-        "P" if schedule.is_probed(index) else "t" if schedule.is_timed(index) else "."
-        for index in range(len(plan))
-    ]
-    assert "".join(letters) == plan
+    timed = timed_steps(Schedule(plan), 2000 * plan.window)
+    counts = np.bincount(np.array(timed) % period, minlength=period)
+    fair = len(timed) / period
+    # As even as if each place were drawn at random.
+    assert np.std(counts) <= 1.6 * math.sqrt(plan.block * fair)
 
 
-def test_blocks_are_counted_back_from_the_end_of_each_window() -> None:
-    schedule = Schedule(10, block=2, window=25)
-    timed = [index for index in range(60) if schedule.is_timed(index)]
-    assert timed == [13, 14, 23, 24, 38, 39, 48, 49]
-
-
-@pytest.mark.parametrize(
-    "schedule", [*(Schedule(n, window=n) for n in (1, 2, 3, 10)), Schedule(10, 2, 25)]
-)
-def test_the_next_timed_step_is_found_without_looking_at_those_between(schedule: Schedule) -> None:
-    timed = [index for index in range(100) if schedule.is_timed(index)]
-    for index in range(50):
+def test_the_next_timed_step_is_found_without_looking_at_those_between() -> None:
+    timed = timed_steps(Schedule(Plan(2, 25)), 200)
+    schedule = Schedule(Plan(2, 25))
+    for index in range(0, 150, 3):
         assert schedule.next_timed(index) == min(other for other in timed if other >= index)
 
 
+@pytest.mark.parametrize(
+    ("last", "distance", "n"),
+    [(90, 50, 5), (0, 100, 5), (7, 7, 7)],
+)
+def test_blocks_cover_long_steps_that_recur(last: int, distance: int, n: int) -> None:
+    schedule = Schedule(Plan(5, 50), next_long=lambda: (last, distance))
+    timed = timed_steps(schedule, 600)
+    long = {index for index in timed if (index - last) % distance == 0}
+    assert len(long) >= n
+
+
+def test_ranks_follow_the_recurrence_that_they_agreed_on() -> None:
+    schedules = [
+        Schedule(Plan(5, 50, recurrence=(90, 50)), next_long=prediction)
+        for prediction in (lambda: None, lambda: (33, 10))
+    ]
+    one, other = (timed_steps(schedule, 400) for schedule in schedules)
+    assert one == other
+
+
+def test_the_first_window_with_logs_covers_the_steps_in_which_loggers_act() -> None:
+    schedule = Schedule(Plan())
+    schedule.follow(Plan(5, 50, ends_in_log=True), 100)
+    timed = timed_steps(schedule, 251)
+    # The last step of a window, in which a log is due, and the next.
+    assert {*range(146, 151)} <= {*timed}
+
+
+def test_another_plan_starts_with_its_next_whole_part() -> None:
+    schedule = Schedule(Plan())
+    assert timed_steps(schedule, 10) == [*range(10)]
+    schedule.follow(Plan(1, 50), 120)
+    assert schedule.next_timed(120) >= 150
+
+
 def test_a_plan_in_which_all_steps_are_alike_times_all() -> None:
-    plans = [Schedule(), Schedule(2), Schedule(probe_every_n_steps=5), Schedule(warmup_steps=5)]
-    assert [plan.times_all for plan in plans] == [True, False, False, True]
+    schedules = [
+        Schedule(Plan()),
+        Schedule(Plan(window=2)),
+        Schedule(Plan(), probe_every_n_steps=5),
+        Schedule(Plan(), warmup_steps=5),
+    ]
+    assert [schedule.times_all for schedule in schedules] == [True, False, False, True]
 
 
 def auto(
@@ -93,8 +135,8 @@ def auto(
         # Blocks may take half of that, 0.5 % of 2 ms: 10 us.
         ({}, 10, 0.05),
         ({"reading_us": 20}, 12, 0.06),
-        ({"switch_us": 100}, 20, 0.05),
-        ({"timed_ms": 9.0}, 28, 0.14),
+        ({"switch_us": 100}, 17, 0.05),
+        ({"timed_ms": 9.0}, 50, 0.14),
         ({"untimed_ms": 0.1, "timed_ms": 0.2}, 50, 1.0),
         # No mark takes less than 3 us.
         ({"timed_ms": 1.9}, 3, 0.0105),
@@ -122,15 +164,16 @@ def test_it_is_decided_again_at_ever_longer_intervals() -> None:
 @pytest.mark.parametrize(
     ("window", "n", "plan"),
     [
-        (50, 1, Schedule()),
-        (50, 7, Schedule(35, 5, 50)),
-        (50, 18, Schedule(36, 2, 50)),
-        (50, 50, Schedule(50, 1, 50)),
-        (1, 2, Schedule(2, 1, 2)),
-        (2000, 500, Schedule(500, 1, 2000)),
+        (50, 1, Plan()),
+        (50, 7, Plan(5, 50, 1, ends_in_log=True)),
+        (50, 2, Plan(5, 50, 5, ends_in_log=True)),
+        (50, 18, Plan(2, 50, 1, ends_in_log=True)),
+        (50, 50, Plan(1, 50, 1, ends_in_log=True)),
+        (1, 2, Plan(1, 2)),
+        (2000, 500, Plan(1, 2000, 4, ends_in_log=True)),
     ],
 )
-def test_the_steps_that_are_timed_stand_in_blocks_of_at_most_5(
-    window: int, n: int, plan: Schedule
+def test_the_steps_that_are_timed_are_in_blocks_of_at_most_5(
+    window: int, n: int, plan: Plan
 ) -> None:
-    assert AutoSchedule(window).schedule(n) == plan
+    assert AutoSchedule(window).plan(n) == plan

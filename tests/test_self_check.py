@@ -1,23 +1,31 @@
-"""What a timer says once of a loop that it does not see, or that looks wrong."""
+"""The self-check: what a timer reports of a loop that it cannot see, or that looks wrong."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
+import fake_lightning
+import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import FakeGPU, Layer, steps, work
+from fake_gpu import Adder, FakeGPU, Layer, steps, work
+from fake_lightning import Loader
 from fake_loop import Loop, hooks
 from processes import run
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._boundaries import optimizer as optimizer_boundary
+from lightning_gputime._compat import lightning_
 
 WARMUP = 5
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
+    own = [record for record in caplog.records if record.name == "lightning_gputime"]
+    return [record.getMessage() for record in own]
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -71,6 +79,39 @@ def test_a_model_that_is_not_called_is_told_before_the_end(
     assert message.startswith("No call of the model was seen, so its time is in `other`.")
     assert 'phase("forward")' in message
     assert len(told(caplog)) == 2
+
+
+def test_a_model_that_replaces_call_is_reported(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class WithoutHooks(nn.Module):  # As gpytorch's modules.
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer(gpu, 4.0, 8.0)
+
+        def __call__(self, x: Tensor) -> Any:
+            gpu.work(16.0)
+            return self.inner(x)
+
+    class WithHooks(WithoutHooks):
+        def __call__(self, x: Tensor) -> Any:
+            return nn.Module.__call__(self, x)
+
+        forward = WithoutHooks.__call__
+
+    def train(model: nn.Module) -> GPUPhaseHooks:
+        optimizer = Adder(model.parameters(), gpu, 2.0)
+        with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
+            for x in timer.steps([torch.ones(1, 2)] * 60):
+                model(x).sum().backward()
+                optimizer.step()
+        return timer
+
+    assert not train(WithHooks()).summary().not_measured
+    assert "replaces" not in caplog.text
+    summary = train(WithoutHooks()).summary()
+    assert caplog.text.count("`WithoutHooks` replaces __call__ of torch.nn.Module") == 1
+    assert summary.blurred == ("forward", "loss", "other")
 
 
 def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,3 +323,221 @@ def test_a_loop_that_leaves_batches_out_of_its_accumulation_is_told_what_to_pass
     caplog.clear()
     assert train("auto") == 30
     assert not told(caplog)
+
+
+# The first steps
+
+
+@pytest.mark.parametrize(
+    ("action", "feature", "hidden"),
+    [
+        ("fetch_action", "the fetch of batches apart from callbacks", {"data", "callbacks"}),
+        ("copy_action", "copies to the device apart from the fetch of batches", {"data"}),
+    ],
+)
+def test_self_check_finds_an_action_under_another_name(
+    gpu: FakeGPU,
+    action: str,
+    feature: str,
+    hidden: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Slow(Loader):
+        def __iter__(self) -> Iterator[Tensor]:
+            for x in super().__iter__():
+                gpu.host_work(100.0)
+                yield x
+
+    def train() -> GPUPhaseTimer:
+        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+        fake_lightning.trainer(timer).fit(fake_lightning.Model(gpu), Slow(gpu, 8))
+        return timer
+
+    before = train().summary()
+    assert "input-bound" in before.verdict
+    assert not before.not_measured
+    caplog.clear()
+    monkeypatch.setattr(lightning_, action, lambda trainer: "another name")
+    summary = train().summary()
+    [text] = summary.not_measured
+    assert text.startswith(
+        f"not measured: {feature}, because lightning {version('lightning')} reported"
+    )
+    assert {*summary.blurred} == hidden
+    assert summary.verdict == ""
+    assert summary.advice == ()
+    assert caplog.text.count(f"Not measured: {feature}") == 1
+
+
+def test_self_check_finds_steps_that_the_trainer_does_not_count(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lightning_, "step_counter", lambda trainer: lambda: 7)
+    timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 6)
+    text = "not measured: single steps, because the trainer counts 1, and 6 were seen"
+    assert timer.summary().not_measured == (text,)
+    assert "The trainer counts 1 steps, and the timer has seen 6." in caplog.text
+
+
+def test_self_check_finds_steps_that_end_inside_a_batch(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(gpu)
+    timer = GPUPhaseHooks(loop.model, loop.optimizer, warmup_steps=0, _clock=gpu).attach()
+    for x in loop.batches(8):
+        out = loop.model(x)
+        timer.step()
+        work(out, gpu, 0.5, 0.25).sum().backward()
+        loop.update()
+    timer.remove()
+    [text] = timer.summary().not_measured
+    assert text == "not measured: single batches, because backward precedes forward"
+    assert caplog.text.count("backward precedes forward") == 1
+
+
+class TwoForwards(fake_lightning.Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.loss(batch) + self.loss(batch)
+
+
+class Gan(fake_lightning.Model):
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.critic = Layer(gpu, 1.0, 2.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer, net in zip(optimizers, (self.net, self.critic), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(work(net(batch), self.gpu, 0.5, 0.25).sum())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [Adder(net.parameters(), self.gpu, 2.0) for net in (self.net, self.critic)]
+
+
+class WithLbfgs(fake_lightning.Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class ReturnsNone(fake_lightning.Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return None if batch_idx % 2 else loss
+
+
+class SkipsBatches(fake_lightning.Model):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.number = getattr(self, "number", 0) + 1
+        return None if self.number % 5 == 0 else batch
+
+
+class SkipsUpdates(fake_lightning.Model):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of batches that are None
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "kind",
+    [fake_lightning.Model, TwoForwards, Gan, WithLbfgs, ReturnsNone, SkipsBatches, SkipsUpdates],
+)
+def test_self_check_finds_nothing_in_loops_that_are_right(
+    gpu: FakeGPU,
+    kind: type[fake_lightning.Model],
+    accumulate: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {} if kind is Gan else {"accumulate_grad_batches": accumulate}
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    others = [HasHooks(), timer]
+    fake_lightning.trainer(*others, **options).fit(kind(gpu), Loader(gpu, 90))
+    assert timer.summary().steps > 5
+    assert timer.summary().not_measured == ()
+    assert told(caplog) == []
+
+
+class HasHooks(pl.Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+
+def test_self_check_finds_actions_that_are_all_renamed(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for action in ("fetch_action", "copy_action", "callback_action", "module_action"):
+        expected = getattr(lightning_, action)
+        monkeypatch.setattr(lightning_, action, lambda *args, a=expected: f"old {a(*args)}")
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    fake_lightning.trainer(HasHooks(), timer).fit(fake_lightning.Model(gpu), Loader(gpu, 8))
+    summary = timer.summary()
+    assert [text.partition(", because")[0] for text in summary.not_measured] == [
+        "not measured: the fetch of batches apart from callbacks",
+        "not measured: copies to the device apart from the fetch of batches",
+        "not measured: callbacks apart from data and from each other",
+    ]
+    assert {*summary.blurred} == {"data", "callbacks"}
+    assert len(told(caplog)) == 3
+
+
+def test_self_check_finds_updates_whose_hooks_do_not_fire(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for when in ("pre", "post"):
+        register = f"register_optimizer_step_{when}_hook"
+        monkeypatch.setattr(optimizer_boundary, register, lambda hook: contextlib.nullcontext)
+        monkeypatch.setattr(contextlib.nullcontext, "remove", lambda: None, raising=False)
+    timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 130)
+    text = "not measured: updates, because no optimizer was seen to run one"
+    assert timer.summary().not_measured == (text,)
+    assert {*timer.summary().blurred} == {"optimizer", "other"}
+
+
+@pytest.mark.parametrize("way", ["two forwards", "LBFGS", "GAN", "skipped batches", "accumulates"])
+def test_self_check_finds_nothing_in_plain_loops_that_are_right(
+    loop: Loop, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    critic = Layer(loop.gpu, 1.0, 2.0)
+    model = nn.ModuleList([loop.model, critic]) if way == "GAN" else loop.model
+    optimizers: list[Any] = [loop.optimizer]
+    if way == "GAN":
+        optimizers.append(Adder(critic.parameters(), loop.gpu, 2.0))
+    if way == "LBFGS":
+        optimizers = [torch.optim.LBFGS(loop.model.parameters(), max_iter=3)]
+    every = 4 if way == "accumulates" else 1
+
+    def loss(x: Tensor, net: nn.Module = loop.model) -> Tensor:
+        total = work(net(x), loop.gpu, 0.5, 0.25).sum()
+        total.backward()
+        return total
+
+    timer = GPUPhaseHooks(
+        model, optimizers, warmup_steps=0, accumulate_grad_batches=every, _clock=loop.gpu
+    )
+    with timer:
+        for number, x in enumerate(timer.steps(loop.batches(80))):
+            if way == "skipped batches" and number % 3 == 0:
+                continue
+            if way == "LBFGS":
+                optimizers[0].step(lambda x=x: loss(x))
+                continue
+            if way == "two forwards":
+                loop.model(x)
+            loss(x)
+            if (number + 1) % every == 0:
+                loop.update()
+            if way == "GAN":
+                loss(x, critic)
+                optimizers[1].step()
+    assert timer.summary().steps >= 20
+    assert timer.summary().not_measured == ()
+    assert told(caplog) == []

@@ -4,19 +4,19 @@ import io
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import raw
+from fake_loop import with_facts
 from processes import run
 
 from lightning_gputime import Run, compare
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.summary import PhaseSummary
 from lightning_gputime._measurement.table import Table, duration, show, unit_of
+from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._saved_runs.environment import Environment
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
@@ -32,7 +32,7 @@ def of_ranks(scale: float = 1.0) -> PhaseSummary:
     row = RankStats(21.125 * scale, 22.5 * scale, 1322.75 * scale, 11)
     names = [*phases, "backward/comm", "step"]
     ranks = RankSummary(dict.fromkeys(names, row), (0, 1), 1, 5.0, "forward", sentence="a " * 90)
-    return replace(results.summary(), ranks=ranks)
+    return with_facts(summary_of(results), ranks=ranks)
 
 
 def on_console(table: Any, width: int) -> list[str]:
@@ -70,13 +70,14 @@ def test_the_whole_table_is_on_the_terminal_when_training_ends(
 ) -> None:
     lines = terminals[f"{bar},{columns},{rich}"]
     first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
-    # On a busy machine there is more advice, and it takes more lines.
-    verdict = r"(longest phase|input-bound|callback-bound): \d+ % of the step"
-    assert any(re.match(verdict, line) for line in lines[:first])
+    # Which it is depends on the machine. It may take several lines.
+    assert any(re.match(r"[\w-]+-bound", line) for line in lines[:first])
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
     assert {cells[0] for cells in shown if len(cells) == 7} >= {*rows, "other", "step", "phase"}
-    numbers = [cell for cells in shown if cells[:1] == ["step"] for cell in cells[1:]]
+    numbers = [
+        cell for cells in shown if cells[:1] == ["step"] and len(cells) == 7 for cell in cells[1:]
+    ]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
     assert any(line.startswith("of the fit ") for line in lines[:first])
     # The lane of the mean step is made of spaces, in colours; the names stand below.
@@ -104,7 +105,7 @@ def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
 def test_a_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
     results = Results(10, 0, on_host_clock)
     results.add([raw(i, **INPUT) for i in range(4)])
-    summary = results.summary()
+    summary = summary_of(results)
     width = 40 + len("CPU  " if on_host_clock else "host  ")
     text = summary._table().text(width, in_colour=True)
     # In the order of the table: the user's own phases come last.
@@ -116,7 +117,7 @@ def test_a_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool)
     }
     # Below the verdict; what is left without colours is the text of all other outputs.
     verdict, drawn, *others = text.split("\n\n")
-    assert verdict == summary.verdict
+    assert " ".join(verdict.split()) == summary.verdict
     assert "\n\n".join([verdict, *others]) == summary._table().text(width)
     squares = [line for line in drawn.splitlines() if not re.match("[a-zA-Z]", line)]
     legend = BAR.sub(r"\1", "\n".join(squares))
@@ -152,7 +153,7 @@ def test_lanes_are_drawn_on_terminals_that_have_the_colours(
         monkeypatch.setattr("rich.get_console", lambda: Console(file=stream, width=80))
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    show(results.summary())
+    show(summary_of(results))
     assert [*lanes_of(stream.getvalue())] == (["GPU", "host"] if has_lanes else [])
     assert ("\x1b[48" in stream.getvalue()) is has_lanes
 
@@ -187,7 +188,7 @@ LONG = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 def test_a_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
     results = Results(10, 0)
     results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG}": 2.5, "日本語": 1.5})])
-    summary = results.summary()
+    summary = summary_of(results)
     table = summary._table()
     lines = on_console(summary, 80) if with_rich else table.text(80).splitlines()
     assert header(lines) == ["phase", "mean", "share"]
@@ -222,12 +223,12 @@ def test_what_80_columns_show_of_ranks() -> None:
 def test_the_unit_goes_by_the_size_of_the_step(ms: float, title: str, cell: str, told: str) -> None:
     results = Results(10, 0)
     results.add([raw(0, ms / 2, forward=ms)])
-    text = str(results.summary())
+    text = str(summary_of(results))
     assert f"\n{title} over 1 step" in text
     assert f" {cell} " in text
     assert duration(ms) == told
     assert f"of {told} per step" in text
-    assert results.summary().step.mean_ms == pytest.approx(ms)
+    assert summary_of(results).step.mean_ms == pytest.approx(ms)
 
 
 def test_a_number_has_no_exponent() -> None:
@@ -262,7 +263,7 @@ def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
 def test_a_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
     results = Results(100, 0)
     results.add([raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48)])
-    run = Run(Environment(), *results.history_and_warmup(), results.summary())
+    run = Run(Environment(), *results.history_and_warmup(), summary_of(results))
     found = compare(run, run)
     for lines in (on_console(found, width), found._table().text(width).splitlines()):
         assert max(map(len, lines)) <= width
@@ -284,7 +285,7 @@ def test_an_output_without_the_letters_of_a_name_gets_escapes(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
-    show(results.summary())
+    show(summary_of(results))
     output.flush()
     written = output.buffer.getvalue()
     assert rb"\xe9 " in written

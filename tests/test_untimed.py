@@ -12,11 +12,12 @@ import pytest
 import torch
 from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit
-from fake_loop import Logger, Loop, hooks
+from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._measurement.untimed import UntimedSteps
 
 EVERY, N = 5, 43
 AUTOGRAD: Any = torch.autograd
@@ -43,8 +44,10 @@ def test_between_timed_steps_nothing_is_installed(loop: Loop) -> None:
             loop.train(x)
     # At first, while it is found out what the loop calls; then the timed steps, and one before
     # each, which tells an evaluation from a part of every step.
-    assert on == [*range(20), 28, 29, 38, 39, 48, 49, 58, 59]
-    assert timer.history()["step"].tolist() == [9, 19, 29, 39, 49, 59]
+    timed = timed_indices(10, 60)
+    late = {index - back for index in timed for back in (0, 1) if index - back >= 20}
+    assert on == [*range(20), *sorted(late)]
+    assert timer.history()["step"].tolist() == timed
     assert {*timer.history()["backward_ms"].tolist()} == {8.0}
 
 
@@ -60,7 +63,7 @@ def test_an_error_while_it_is_off_leaves_nothing(loop: Loop) -> None:
     with pytest.raises(ZeroDivisionError):
         fail(timer)
     assert not any(installed(loop))
-    assert timer.history()["step"].tolist() == [9, 19, 29]
+    assert timer.history()["step"].tolist() == timed_indices(10, 33)
 
 
 def test_hooks_stay_on_where_two_timers_are_attached(loop: Loop) -> None:
@@ -83,8 +86,10 @@ def test_a_timer_that_is_off_is_woken_where_another_is_attached(loop: Loop) -> N
                 on.append(step)
             loop.train(x)
         second.remove()
-    assert on == [*range(20), 28, 29, 36, 37, 38, 39]
-    assert timer.history()["step"].tolist() == [29]
+    timed = timed_indices(30, 40)
+    late = {index - back for index in timed for back in (0, 1)}
+    assert on == sorted({*range(20), *late, *range(36, 40)})
+    assert timer.history()["step"].tolist() == timed
 
 
 def test_a_lost_timer_that_was_off_leaves_nothing(loop: Loop) -> None:
@@ -195,8 +200,9 @@ def found(
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **options)
     fit(gpu, model(gpu), N, timer=timer, callbacks=[callback()] if callback else [], **how)
     summary = timer.summary()
-    assert summary.wall_time is not None
-    return timer.history().tolist(), str(summary), summary.wall_time.entries_s
+    assert summary.wall_clock is not None
+    # As text, in which NaN equals NaN.
+    return [*map(str, timer.history())], str(summary), summary.wall_clock.entries_s
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
@@ -208,6 +214,8 @@ def test_it_knows_as_much_as_if_it_were_on(
     callback: Callable[[], pl.Callback] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Both read steps at other times, and so would chase other long ones.
+    monkeypatch.setattr(UntimedSteps, "next_long", lambda self: None)
     off = found(FakeGPU(), model, callback, **how)
     monkeypatch.setattr(HAS_COMPILED, lambda: True)
     assert off == found(FakeGPU(), model, callback, **how)
@@ -270,7 +278,7 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     longer = train(longer_gpu := DearGPU(20.0), 4000)
     train(bare_longer := DearGPU(0.0), 4000)
     with_timer, without = longer_gpu.now - first[0], bare_longer.now - first[1]
-    assert 0.003 < with_timer / without - 1 < 0.01
+    assert 0.002 < with_timer / without - 1 < 0.01
     said = str(longer.summary())
     assert ", in the end 1 in " in said
     assert "log_every_n_steps" not in said
@@ -280,12 +288,12 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
 @pytest.mark.parametrize(
     ("n", "options", "over"),
     [
-        (57, {"every_n_steps": 10}, "over 5 of 57 steps\n"),
-        (57, {"every_n_steps": 10, "warmup_steps": 20}, "over 3 of 55 steps (2 warm-up"),
+        (57, {"every_n_steps": 10}, "over 6 of 57 steps\n"),
+        (57, {"every_n_steps": 10, "warmup_steps": 20}, "over 4 of 55 steps (2 warm-up"),
         (57, {"every_n_steps": 1}, "over 57 steps\n"),
         (100, {}, "over 100 steps\n"),
         # It tries on two windows what timing costs, before it can say so.
-        (170, {}, "over 135 of 170 steps\n"),
+        (170, {}, "over 134 of 170 steps\n"),
         (400, {"host_ms": 60.0}, "over 400 steps\n"),
     ],
 )
@@ -302,7 +310,7 @@ def test_the_title_says_how_many_of_all_steps_were_timed(
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
     timer = train(DearGPU(40.0), 1000, host_ms=0.2)
     assert timer.summary().timed_every_n_steps == 50
-    said = "to a step of 0.48 ms; a larger log_every_n_steps times fewer"
+    said = "to a step of 0.247 ms; a larger log_every_n_steps times fewer"
     assert said in str(timer.summary())
 
 
@@ -357,7 +365,7 @@ def test_timed_steps_stand_in_blocks() -> None:
     timed = numbers(train(DearGPU(20.0), 2000))[-60:]
     gaps = [after - before for before, after in pairwise(timed)]
     assert {*gaps} > {1}
-    assert max(gaps) <= 50
+    assert max(gaps) < 100  # Each window of 50 steps has a block, at any place.
 
 
 @pytest.mark.slow
@@ -378,8 +386,8 @@ def test_a_number_is_obeyed(loop: Loop) -> None:
         GPUPhaseTimer(every_n_steps="often")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("last_ms", "is_told"), [(0.0, False), (6.0, True)])
-def test_the_mean_of_a_training_whose_steps_grow_is_told(last_ms: float, is_told: bool) -> None:
+@pytest.mark.parametrize("last_ms", [0.0, 6.0])
+def test_the_mean_is_that_of_all_steps(last_ms: float) -> None:
     gpu, n = DearGPU(20.0), 1500
     model = Layer(gpu, 0.0)
     optimizer = Adder(model.parameters(), gpu, 0.0)
@@ -390,8 +398,4 @@ def test_the_mean_of_a_training_whose_steps_grow_is_told(last_ms: float, is_told
             optimizer.step()
             optimizer.zero_grad()
     summary = timer.summary()
-    told = "by the wall clock the mean of all steps, timed or not, is 5"
-    assert (told in str(summary)) == is_told
-    assert summary.all_steps_mean_ms == pytest.approx(2.0 + last_ms / 2, rel=0.05)
-    if is_told:
-        assert summary.step.mean_ms < 0.9 * summary.all_steps_mean_ms
+    assert summary.step.mean_ms == pytest.approx(2.0 + last_ms / 2, rel=0.02)

@@ -132,7 +132,7 @@ class PlainLoops:
         self._loops += 1
         models = _models_of(optimizer)
         kind, names = type(optimizer).__name__, " and ".join(sorted({*map(_class_name, models)}))
-        parameters = [id(one) for model in models for one in model.parameters()]
+        parameters = [id(one) for model in models for one in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
             tell_once(_NO_CALLBACK, trainer)
         elif not models or len(parameters) > len({*parameters}):  # Several models share some.

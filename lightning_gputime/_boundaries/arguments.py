@@ -25,7 +25,9 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
         several = "; for several models give torch.nn.ModuleList([...])"
         more = several if isinstance(model, list | tuple) else ""
         raise TypeError(f"model must be a torch.nn.Module, got {_given(model)}{more}")
-    parallel = [module for module in model.modules() if isinstance(module, nn.DataParallel)]
+    parallel = [
+        module for module in nn.Module.modules(model) if isinstance(module, nn.DataParallel)
+    ]
     if any(len(module.device_ids) > 1 for module in parallel):
         raise ValueError(
             "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"

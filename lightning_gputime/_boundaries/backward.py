@@ -67,7 +67,7 @@ class BackwardBoundary:
         if is_engine(called):
             # After the backward of torch's it reduces the gradients.
             attachments.add(Subscription(called, "backward", self))
-        inside = [*called.modules()] if shared else []
+        inside = [*nn.Module.modules(called)] if shared else []
         self._marks_comm = shared and CAN_QUEUE and not any(map(is_sharded, inside))
         self._synced = [module for module in inside if isinstance(module, DistributedDataParallel)]
         self._is_sync_called = False

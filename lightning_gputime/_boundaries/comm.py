@@ -148,7 +148,7 @@ def is_sharded(module: nn.Module) -> bool:
 def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     """Return whether any parameter is cut over ranks that work on the same batch."""
     # FSDP cuts one dimension of the ranks itself, and these have batches of their own.
-    dimensions = int(any(map(is_sharded, model.modules())))
+    dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
         sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
         for parameter in parameters

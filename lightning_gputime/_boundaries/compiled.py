@@ -46,13 +46,15 @@ def hides_collectives(model: nn.Module) -> bool:
     inside = [module for _, module in _in_compiled(model)]
     if any(isinstance(module, nn.SyncBatchNorm) for module in inside):
         return True
-    return is_cut((one for module in inside for one in module.parameters(recurse=False)), model)
+    return is_cut(
+        (one for module in inside for one in nn.Module.parameters(module, recurse=False)), model
+    )
 
 
 def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield the modules that are compiled, and those inside, with the one that was compiled."""
-    for module in (model, *model.modules()):
+    for module in (model, *nn.Module.modules(model)):
         if compiled_call(module) is not None:
-            yield from ((module, one) for one in module.modules())
+            yield from ((module, one) for one in nn.Module.modules(module))
         elif (original := compiled_module(module)) is not None:
-            yield from ((module, one) for one in original.modules())
+            yield from ((module, one) for one in nn.Module.modules(original))

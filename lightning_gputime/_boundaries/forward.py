@@ -1,5 +1,6 @@
 """`forward`: the calls of models as marks, and what of them is `loss` or `generate`."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
@@ -77,6 +78,7 @@ class ForwardBoundary:
         self._batch = loop.batch
         # The ids of modules whose calls have begun and not ended, the outermost first.
         self._running: list[int] = []
+        self._room = _StackRoom()
         self.calls = 0
         """How often the model, or a part of it, was called in this step."""
         self.was_ever_called = False
@@ -105,6 +107,18 @@ class ForwardBoundary:
         if loop.wrapper is not None:
             attachments.add(hook_before(loop.wrapper, self._redirect))
         self._discover()
+
+    def find_bypassed(self) -> nn.Module | None:
+        """Return a module that was called without its hooks, because its class has a `__call__`.
+
+        Then the loop seems to call the modules inside it.
+        """
+        for module in self._model.modules():
+            if type(module).__call__ is nn.Module.__call__ or id(module) in self._alone:
+                continue
+            if any(id(inner) in self._alone for inner in module.modules()):
+                return module
+        return None
 
     def note_backward(self) -> None:
         """Note that the model is trained: what is in eval mode without grad is an evaluation."""
@@ -153,7 +167,7 @@ class ForwardBoundary:
             self._losses.add(id(module))
             self._recorder.rename_before(FORWARD, LOSS)
             # What is inside a loss is part of it.
-            self._forget([id(one) for one in module.modules()])
+            self._forget([id(one) for one in nn.Module.modules(module)])
             if module is not self._model:
                 self._time_loss(module)
 
@@ -165,6 +179,7 @@ class ForwardBoundary:
         if self._is_compiled_step:
             return
         self._running.clear()
+        self._room.end()
         evaluation = self.evaluation
         evaluation.before.append(evaluation.calls)
         evaluation.calls = 0
@@ -251,6 +266,8 @@ class ForwardBoundary:
         if running:
             # No hook tells of a call that raised.
             running[:] = _callers_among(running, module)
+            if key in running:
+                self._room.make(len(running))
         running.append(key)
         if len(running) > 1:
             self._nested.add(key)
@@ -291,6 +308,8 @@ class ForwardBoundary:
         running, key = self._running, id(module)
         while running.pop() != key and running:
             pass  # Calls inside this one that raised.
+        if not running:
+            self._room.end()
         if not running and not self._evaluates:
             recorder.mark(AFTER_FORWARD)
             if key not in self._others:
@@ -300,6 +319,32 @@ class ForwardBoundary:
         # A loss that the model computes inside its own call is part of that call.
         if not self._running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
+
+
+class _StackRoom:
+    """Room on Python's stack for the hooks of modules that call themselves.
+
+    A call of a module with hooks takes one frame more, so a recursion would end earlier.
+    """
+
+    _HOOK_FRAMES = 50  # More than one hook takes.
+
+    def __init__(self) -> None:
+        self._before = self._limit = 0
+
+    def make(self, depth: int) -> None:
+        """Raise the recursion limit for hooked calls that are `depth` deep."""
+        if not self._before:
+            self._before = sys.getrecursionlimit()
+        self._limit = self._before + self._HOOK_FRAMES + depth
+        sys.setrecursionlimit(self._limit)
+
+    def end(self) -> None:
+        """Restore the limit, unless somebody else has set it."""
+        if self._before:
+            if sys.getrecursionlimit() == self._limit:
+                sys.setrecursionlimit(self._before)
+            self._before = 0
 
 
 class _EvaluationSearch:
@@ -352,7 +397,7 @@ def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     called = modules_on_stack()
     if id(module) not in called:
         return list(ids)  # It is not called as others are.
-    outer = called[called.index(id(module)) + 1 :]
+    outer = {*called[called.index(id(module)) + 1 :]}
     return [one for one in ids if one in outer]
 
 
@@ -365,7 +410,7 @@ def _inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn
     # scripted one is no call of Python's.
     if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         return
-    for child in model.children():
+    for child in nn.Module.children(model):
         # With a hook on it, or inside, such a layer leaves its fast path in eval mode: a teacher's
         # outputs would be others, in their last bits.
         has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
@@ -383,7 +428,7 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
 
     Given labels, such a model computes the loss inside `forward`.
     """
-    for one in model.modules():
+    for one in nn.Module.modules(model):
         if is_compiled(one):
             return  # Nothing inside is called as it stands there.
         if has_inner_loss(one):

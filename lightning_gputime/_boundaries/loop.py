@@ -55,8 +55,9 @@ class Loop:
 
 def is_training(model: nn.Module) -> bool:
     """Return whether a model is in training mode; of a container or wrapper, any model inside."""
+    # Methods of the base class, as everywhere: a model may have other things under their names.
     # A wrapper has one child, as DDP's, whose mode may be set past it.
-    inside = [*model.children()]
+    inside = [*nn.Module.children(model)]
     if isinstance(model, nn.ModuleList | nn.ModuleDict) or len(inside) == 1:
         return any(map(is_training, inside))
     return model.training
@@ -64,4 +65,5 @@ def is_training(model: nn.Module) -> bool:
 
 def is_engine(model: nn.Module) -> bool:
     """Return whether a model is DeepSpeed's engine, which knows its optimizer and its steps."""
-    return hasattr(model, "is_gradient_accumulation_boundary")
+    # Of the class: the `__getattr__` of a model may have an answer to any name.
+    return hasattr(type(model), "is_gradient_accumulation_boundary")

@@ -35,7 +35,7 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that the option means, by name, in the order of the model."""
     inner = unwrapped(model)
     # A module that the model holds twice has two names.
-    called, named = _called(inner), dict(inner.named_modules(remove_duplicate=False))
+    called, named = _called(inner), dict(nn.Module.named_modules(inner, remove_duplicate=False))
     asked = [modules] if isinstance(modules, int | str) else modules
     # Of a module that is asked for twice, the name counts that was given in full.
     chosen = {id(called[name]): name for name in _of_patterns(asked, called)}
@@ -47,14 +47,14 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
         )
     for name in filter(_is_name, asked):
         if not name or name not in named:
-            known = ", ".join(name for name, _ in inner.named_children()) or "none inside"
+            known = ", ".join(name for name, _ in nn.Module.named_children(inner)) or "none inside"
             raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
         if not _is_callable(named[name]):
             raise ValueError(
                 f"modules: {name!r} only holds modules, and is never called: give '{name}.*'"
             )
         chosen[id(named[name])] = name
-    return {_usable(chosen[id(one)]): one for one in inner.modules() if id(one) in chosen}
+    return {_usable(chosen[id(one)]): one for one in nn.Module.modules(inner) if id(one) in chosen}
 
 
 def _called(model: nn.Module) -> dict[str, nn.Module]:

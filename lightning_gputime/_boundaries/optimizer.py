@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -197,7 +198,7 @@ class OptimizerBoundary:
         own = {id(one) for one in parameters_of(optimizer)}
         if not own & self._parameters:
             # Those of the model may be others by now.
-            self._parameters = {id(one) for one in self._model.parameters()}
+            self._parameters = {id(one) for one in nn.Module.parameters(self._model)}
         return not own.isdisjoint(self._parameters)
 
 

@@ -99,6 +99,18 @@ def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
     return (loop, _BROADCAST.attribute) if is_there else None
 
 
+def epoch_entry(trainer: Any) -> tuple[Any, str] | None:
+    """Return the object and its method that runs an epoch of training, or None."""
+    loop = _epoch_loop(trainer)
+    return (loop, "run") if hasattr(loop, "run") else None
+
+
+def fit_end(trainer: Any) -> tuple[Any, str] | None:
+    """Return the object and its method that a trainer calls after the last epoch, or None."""
+    loop = getattr(trainer, "fit_loop", None)
+    return (loop, "on_run_end") if hasattr(loop, "on_run_end") else None
+
+
 def validation_entry(trainer: Any) -> tuple[Any, str] | None:
     """Return the object and its method that runs a validation, or None."""
     loop = _VALIDATION.of(_epoch_loop(trainer))

@@ -74,7 +74,7 @@ _FETCH = Name(
 )
 _LOOP = Name(f"{_TRAINER}.evaluation_loop", "the phases of evaluations")
 _PREDICT = Name(f"{_TRAINER}.prediction_step", "the batches of evaluations")
-# Transformers 4 has neither, so an error in another callback goes unnoticed.
+# Older versions, 5.0 among them, have neither: an error in another callback goes unnoticed.
 _EPOCH = Name(f"{_TRAINER}._run_epoch")
 _END = Name(f"{_TRAINER}._finalize_training")
 _HANDLER = Name(
@@ -134,7 +134,7 @@ def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[
     """Yield the methods of a Trainer to listen to, with their listeners.
 
     `run` listens to those after which a training may be over. `calls` has the other listeners, by
-    what the methods do: "fetch", "evaluate", "evaluation", "prediction", "log", "rewards".
+    what the methods do: "epoch", "fetch", "evaluate", "evaluation", "prediction", "log", "rewards".
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
@@ -144,7 +144,7 @@ def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[
         _PREDICT.attribute: calls["prediction"],
         "log": calls["log"],
         _REWARDS.attribute: calls["rewards"],
-        epoch: run,
+        epoch: calls["epoch"],
         _EVALUATE.attribute: run,
         _END.attribute: run,
     }

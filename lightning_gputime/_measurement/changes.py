@@ -198,7 +198,7 @@ class StepSeries:
 
         Any thread may call it while another one adds windows.
         """
-        windows = [*self._windows]
+        windows = _merge_short(self._windows.copy())
         if len(windows) < _MIN_WINDOWS:
             return None
         all_ms = sum(window.wall_ms for window in windows)
@@ -257,6 +257,27 @@ class _Levels(NamedTuple):
 
     def at(self, shape: Floats) -> Floats:
         return self.before_ms + self.change_ms * shape
+
+
+def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
+    """Merge neighbors until windows have about as many steps as the one of the median step.
+
+    While each step is timed, steps are read in smaller groups. If few steps take much longer, a
+    small window often has none, and clipping outliers would lower the mean of small windows alone.
+    """
+    if not windows:
+        return []
+    sizes = np.array([window.steps for window in windows])
+    order = np.argsort(sizes)
+    ends = np.cumsum(sizes[order])
+    size = 0.8 * sizes[order][np.searchsorted(ends, ends[-1] / 2)]
+    merged = [windows[0]]
+    for window in windows[1:]:
+        if merged[-1].steps < size:
+            merged[-1] = merged[-1].merge(window)
+        else:
+            merged.append(window)
+    return merged
 
 
 def _count_warmup(windows: Sequence[_Window]) -> int:

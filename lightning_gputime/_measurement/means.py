@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from lightning_gputime._measurement.observers import ReadSteps, metrics_of
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.untimed import Estimate
 from lightning_gputime._messages import format_value, messages
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
@@ -85,6 +86,10 @@ class MeanLog:
         self.newest: int | None = None
         """The number of the newest step that was added, or of the one before the first."""
         self.is_owed = False  # Whether a step that is to be logged has finished, and is not read.
+        self.is_sampled = False
+        """True where not every step is timed: then `log_at` logs, and not what is read."""
+        self._logged_until: int | None = None  # Where sampled: the number of the last step logged.
+        self._host_wait_ms = math.nan
         self._sums = Sums()
         self._logged = -1
         self._failed = False
@@ -95,7 +100,7 @@ class MeanLog:
 
     def start(self, before: int) -> None:
         if self.newest is None:
-            self.newest = before
+            self.newest = self._logged_until = before
 
     def next_due(self, step: int) -> float:
         """Return the number from which on a step is logged, if `step` is the last before."""
@@ -104,10 +109,18 @@ class MeanLog:
 
     def note_finished(self, step: int) -> None:
         """Note the number of the newest step that has finished: a log may be owed by now."""
-        self.is_owed = self.newest is not None and step >= self.next_due(self.newest)
+        before = self._logged_until if self.is_sampled else self.newest
+        self.is_owed = before is not None and step >= self.next_due(before)
+
+    def log_at(self, step: int) -> None:
+        """Log the steps since the last log up to this number, of which some were timed."""
+        self.newest, self._logged_until, self.is_owed = step, step, False
+        self.log_means()
 
     def steps_read(self, steps: ReadSteps) -> None:
-        if self.add(steps.records, steps.sums):
+        if self.is_sampled:
+            self._take(steps.records, steps.sums)
+        elif self.add(steps.records, steps.sums):
             self.is_owed = False
             self.on_logged()
 
@@ -135,21 +148,31 @@ class MeanLog:
 
         With `only_publish` their means are published, and kept for the next log.
         """
-        sums = self._sums
+        timed, untimed = self._sums, Estimate()
+        if self.is_sampled and self.results is not None:
+            has_timed = timed.step.n > 0
+            untimed = self.results.untimed_since_log(restart=not only_publish, has_timed=has_timed)
         if not only_publish:
             self._sums = Sums()
             if not self.every_n_steps:
                 return
+        sums = timed.plus(untimed.sums)
+        steps = sums.step.n + untimed.unsampled_steps
         if sums.step.n and self.newest is not None:
             means = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
-            means |= {"step": sums.step.device_ms / sums.step.n}
-            means |= {"host_wait": sums.wait_ms / sums.step.n}
+            means |= {"step": (sums.step.device_ms + untimed.unsampled_ms) / steps}
+            if timed.step.n:
+                self._host_wait_ms = timed.wait_ms / timed.step.n
+            if self._host_wait_ms == self._host_wait_ms:
+                means |= {"host_wait": self._host_wait_ms}
             beside, own = dict[str, float](), dict[str, float]()
             if (results := self.results) is not None:
                 if results.newest_probed is not None and not results.probe_failure:
                     means |= _busy_means(means, results.newest_probed.times())
                 if results.slow.is_followed:
-                    means |= results.slow.metrics(self.newest, sums.step.n, keep=only_publish)
+                    means |= results.slow.metrics(
+                        self.newest, int(timed.step.n) or 1, keep=only_publish
+                    )
                 if (change := results.slowdown) is not None:
                     means["lasting_change"] = change.change * change.before_ms
                 beside = results.throughput.metrics(sums)

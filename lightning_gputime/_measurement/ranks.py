@@ -112,7 +112,11 @@ def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
 def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
-        {name: (one.device_ms, one.n) for name, one in phases.items() if not of_one_callback(name)},
+        {
+            name: (one.device_ms, int(one.n))
+            for name, one in phases.items()
+            if not of_one_callback(name)
+        },
         deviation_ms,
     )
 

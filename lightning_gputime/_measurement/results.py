@@ -11,19 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
-from lightning_gputime._measurement.advice import TrainingSetup, find_losses
 from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
+from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
 from lightning_gputime._measurement.ranks import STEP, RankSummary
+from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._measurement.stats import PhaseStats
-from lightning_gputime._measurement.summary import PhaseSummary
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
-from lightning_gputime._measurement.wall_time import WallTimeRecorder
+from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
+from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import DATA, StepRecord, StepTimes, in_order
+from lightning_gputime._phases import StepRecord, StepTimes, in_order
 
 
 class Results:
@@ -48,11 +49,13 @@ class Results:
         self._warmup_steps = warmup_steps
         self._newest: deque[StepRecord] = deque(maxlen=capacity)
         self._seen = 0
-        self.sums = Sums()  # Without the warm-up.
+        self.sums = Sums()  # Of the timed steps, without the warm-up.
+        self.untimed = UntimedSteps(warmup_steps, capacity)
         self._busy = Sums()  # Over the steps that were probed.
         self.step_series = StepSeries()
-        self._window = Sums()  # Since the newest window of the series, which ended with
-        self._window_end: int | None = None  # the step of this number.
+        # Since the newest window of the series: the timed steps, and the untimed ones before it.
+        self._window, self._window_totals = Sums(), self.untimed.totals
+        self._logged_totals = self.untimed.totals  # The untimed steps before the last log.
         self.finds_changes = False  # Also while training goes on, not in the summary alone.
         self.slowdown: Slowdown | None = None  # As it was last found.
         self._skipped_updates = 0  # In the warm-up.
@@ -62,7 +65,7 @@ class Results:
         self.complete_ranks: Callable[[], None] | None = None
         self.newest_probed: StepRecord | None = None  # Its work alone.
         self.probe_failure = ""  # Why no step is probed any more.
-        self.books: WallTimeRecorder | None = None  # Of a fit, where a trainer tells it.
+        self.wall_clock: WallClock | None = None  # None for evaluations.
         self.peaks: PhaseMemory | None = None
         self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
@@ -114,29 +117,48 @@ class Results:
             self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
             warmup = max(self._warmup_steps - self._seen, 0)
             self._seen += len(steps)
+            if steps[-1].step_index >= 0:
+                self.untimed.settle(steps, steps[-1].step_index + 1, warmup=warmup)
             if warmup:
                 self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
             sums = Sums(steps[warmup:]) if warmup or sums is None else sums
             self.sums.merge(sums)
-            if self._window.step.n:
-                self._window.merge(sums)
-            else:
-                self._window = sums if sums.step.n >= MIN_STEPS else sums.copy()
+            self._window.merge(sums)
             return self._add_window(self._newest[-1].number)
 
     def _add_window(self, number: int) -> bool:
         """Add the next steps to the series. Return True if it is time to look for a slowdown."""
-        n, step_ms = self._window.step.n, self._window.step.device_ms
+        untimed = self.untimed.estimate_since(self._window_totals)
+        sums = self._window.plus(untimed.sums)
+        n = int(sums.step.n) + untimed.unsampled_steps
         if n < MIN_STEPS:
             return False
-        before, self._window_end = self._window_end, number
-        # With untimed steps between, the timed ones may all be those in which a loop is slow.
-        if before is not None and number - before > n:
-            self._window = Sums()
-            return False
-        phases_ms = {name: phase.device_ms / n for name, phase in self._window.phases.items()}
-        self._window = Sums()
-        return self.step_series.add(number, n, step_ms, phases_ms)
+        phases_ms = {name: phase.device_ms / n for name, phase in sums.phases.items()}
+        self._window, self._window_totals = Sums(), self.untimed.totals
+        wall_ms = sums.step.device_ms + untimed.unsampled_ms
+        return self.step_series.add(number, n, wall_ms, phases_ms)
+
+    def settle(self, number: int, *, until: int) -> None:
+        """Take the steps before index `until` as untimed, as far as none of them was read.
+
+        Args:
+            number: The number of the last of them.
+            until: The index after it.
+        """
+        with self._lock:
+            self.untimed.settle((), until)
+            self._add_window(number)
+
+    def untimed_since_log(self, *, restart: bool, has_timed: bool) -> Estimate:
+        """Return the untimed steps since the last log; with `restart` this is the next one.
+
+        Before any step is timed nothing can be logged: these steps are left to a later log.
+        """
+        with self._lock:
+            estimate = self.untimed.estimate_since(self._logged_totals)
+            if restart and (has_timed or estimate.sums.step.n):
+                self._logged_totals = self.untimed.totals
+            return estimate
 
     def add_probed(self, step: StepRecord) -> None:
         """Take the work alone of a step that was probed; it is in no other statistics."""
@@ -148,8 +170,8 @@ class Results:
         newest, warmup = self._copy()
         return history(newest), warmup
 
-    def summary(self, stage: str = "") -> PhaseSummary:
-        """Return the statistics of all steps but the warm-up; of that where there are no others."""
+    def measurement(self, stage: str = "") -> Measurement:
+        """Return the facts of all steps but the warm-up; of that if there are no others."""
         complete, self.complete_ranks = self.complete_ranks, None
         if complete is not None:
             complete()
@@ -158,30 +180,36 @@ class Results:
             seen, skipped_updates = self._seen, self._skipped_updates
             sums, busy = self.sums.copy(), self._busy.copy()
         if steps and not sums.step.n:
-            return replace(self._summary_of(steps, Sums(steps), Sums()), is_warmup=True)
-        later = max(self.ended_steps - 1, 0)  # Than the first step.
-        all_ms = self.books.steps_ms if self.books is not None and later else 0.0
-        summary = replace(
-            self._summary_of(steps[warmup:], sums, busy),
+            return replace(self._measurement_of(steps, Sums(steps), Sums()), is_warmup=True)
+        return replace(
+            self._measurement_of(steps[warmup:], sums, busy),
             slowdown=self.step_series.find(),
             warmup_steps=min(seen, self._warmup_steps),
             untimed_steps=max(self.ended_steps - seen, 0),
-            all_steps_mean_ms=all_ms / later if all_ms else math.nan,
             skipped_updates=skipped_updates + sums.skipped_updates,
             ranks=self.ranks,
             hint="" if seen else self._hint,
             stage=stage,
         )
-        return replace(summary, losses=find_losses(summary, self.setup))
 
-    def _summary_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> PhaseSummary:
-        times = history(steps)
+    def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
+        times, untimed = history(steps), self.untimed
+        with self._lock:
+            estimate, weights = untimed.estimate(), untimed.weights(len(steps))
+            percentiles_ms, max_ms = untimed.percentiles_ms(5, 50, 95), untimed.max_ms
+            knows_durations = untimed.knows_durations
+            slow_scale = untimed.slow_scale or 1.0
+        every = sums.plus(estimate.sums)
         memory = self.peaks.summary() if self.peaks is not None else None
-        tflops = self.throughput.tflops_of_phases(sums)
-        rows = _rows(sums, busy, times, {} if memory is None else memory.peak_mib, tflops)
-        n, step = sums.step.n, rows.pop(STEP)
+        tflops = self.throughput.tflops_of_phases(every)
+        peaks_mib = {} if memory is None else memory.peak_mib
+        rows = _rows(sums, estimate, busy, times, weights, peaks_mib, tflops)
+        n, step = int(sums.step.n), rows.pop(STEP)
+        if estimate.sums.step.n and knows_durations:
+            p5_ms, p50_ms, p95_ms = percentiles_ms
+            step = replace(step, p5_ms=p5_ms, p50_ms=p50_ms, p95_ms=p95_ms, max_ms=max_ms)
         gaps = [*not_measured(self.libraries), *self.mismatches]
-        return PhaseSummary(
+        return Measurement(
             rows=Named(rows),
             step=step,
             steps=n,
@@ -189,16 +217,19 @@ class Results:
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
             on_host_clock=self.on_host_clock,
-            probed_steps=busy.step.n,
+            probed_steps=int(busy.step.n),
+            not_sampled_steps=estimate.unsampled_steps,
+            not_sampled_share=estimate.unsampled_ms / (every.step.device_ms + estimate.unsampled_ms)
+            if estimate.unsampled_ms
+            else 0.0,
             probe_failure=self.probe_failure,
             timed_every_n_steps=self.timed_every_n_steps,
             timing_share=self.timing_share,
             each_timed_for=self.each_timed_for,
-            slow=self.slow.summary(n, sums.step.device_ms),
-            wall_time=self.books.summary() if self.books is not None else None,
+            slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
+            wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
             memory=memory,
-            is_uneven=not self.setup.has_loader and DATA in rows and rows[DATA].is_uneven,
-            work=self.throughput.summary(sums),
+            work=self.throughput.summary(every),
             sections=sections_of(self.observers),
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
@@ -206,41 +237,63 @@ class Results:
 
 
 def _rows(
-    sums: Sums,
+    timed: Sums,
+    untimed: Estimate,
     busy: Sums,
     times: npt.NDArray[Any],
+    weights: npt.NDArray[np.float64],
     peaks_mib: Mapping[str, float],
     tflops: Mapping[str, float],
 ) -> dict[str, PhaseStats]:
-    """Return the statistics of each phase, and of the step."""
-    phases = {name: sums.phases[name] for name in in_order([*sums.phases])}
-    probed = {name: one.mean_ms for name, one in {**busy.phases, STEP: busy.step}.items() if one.n}
+    """Return the statistics of each phase, and of the step, over all steps."""
+    every = timed.plus(untimed.sums)
+    phases = {name: every.phases[name] for name in in_order([*every.phases])}
+    probed = {
+        name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
+    }
     peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
-    all_ms = sums.step.device_ms or math.nan
+    steps = every.step.n + untimed.unsampled_steps
+    all_ms = every.step.device_ms + untimed.unsampled_ms
     rows = {}
-    for name, one in {**phases, STEP: sums.step}.items():
+    for name, phase in {**phases, STEP: every.step}.items():
         column = f"{name}_ms"
-        p50_ms, p95_ms = _percentiles(times[column] if column in (times.dtype.names or ()) else ())
+        column_ms = times[column] if column in (times.dtype.names or ()) else ()
+        p5_ms, p50_ms, p95_ms = _percentiles(column_ms, weights)
+        of_timed = timed.step if name == STEP else timed.phases.get(name)
+        error_ms = untimed.errors_ms.get(name, 0.0)
         rows[name] = PhaseStats(
-            n=one.n,
-            mean_ms=one.mean_ms,
+            n=int(of_timed.n) if of_timed is not None else 0,
+            mean_ms=all_ms / steps if name == STEP and steps else phase.mean_ms,
             p50_ms=p50_ms,
             p95_ms=p95_ms,
-            max_ms=one.max_ms if one.n else math.nan,
-            share=one.device_ms / all_ms,
-            host_mean_ms=one.host_ms / one.n if one.n else math.nan,
+            max_ms=phase.max_ms if phase.n else math.nan,
+            share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
+            host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
             gpu_busy_mean_ms=probed.get(name),
             peak_mib=peaks_mib.get(name),
             tflops=tflops.get(name),
+            error_ms=error_ms / phase.n if phase.n else 0.0,
+            share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,
+            p5_ms=p5_ms,
+            frequency=phase.n / steps if name != STEP and steps else 1.0,
         )
     return rows
 
 
-def _percentiles(times_ms: npt.ArrayLike) -> tuple[float, float]:
-    """Return the median and the 95th percentile of the steps in which a phase ran."""
-    ran_ms = np.asarray(times_ms)
-    ran_ms = ran_ms[np.isfinite(ran_ms)]
+def _percentiles(
+    times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]
+) -> tuple[float, float, float]:
+    """Return percentiles of the steps in which a phase ran; each stands for `weights` steps."""
+    every_ms = np.asarray(times_ms)
+    has_run = np.isfinite(every_ms)
+    ran_ms = every_ms[has_run]
     if not len(ran_ms):
-        return math.nan, math.nan
-    p50_ms, p95_ms = np.percentile(ran_ms, (50, 95)).tolist()
-    return p50_ms, p95_ms
+        return math.nan, math.nan, math.nan
+    if len(weights) != len(every_ms) or np.ptp(weights) == 0:
+        p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
+        return p5_ms, p50_ms, p95_ms
+    order = np.argsort(ran_ms)
+    ends = np.cumsum(weights[has_run][order])
+    places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
+    p5_ms, p50_ms, p95_ms = ran_ms[order][np.minimum(places, len(ran_ms) - 1)].tolist()
+    return p5_ms, p50_ms, p95_ms

@@ -315,7 +315,13 @@ class SlowLog:
         return {"slow_excess": sums.excess_ms / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
-        """Return what they cost a run, whose steps took `all_ms`; None if there are none."""
+        """Return what they cost a run, whose steps took `all_ms`; None if there are none.
+
+        Args:
+            steps: Number of timed steps.
+            all_ms: Time of these steps; more where timed steps are slow more often than others (in
+                milliseconds).
+        """
         kept = self._kept
         if not kept.n or not all_ms:
             return None

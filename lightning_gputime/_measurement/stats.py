@@ -31,6 +31,8 @@ class PhaseStats:
         error_ms: Half the width of the 95 % interval of `mean_ms`, where a sample of the steps was
             timed (in milliseconds); 0.0 where every step was.
         share_error: The same for `share`, from 0 to 1.
+        p5_ms: 5th percentile, over the steps in the history (in milliseconds).
+        frequency: Fraction of all steps in which it ran, from 0 to 1.
     """
 
     n: int
@@ -45,11 +47,8 @@ class PhaseStats:
     tflops: float | None = None
     error_ms: float = 0.0
     share_error: float = 0.0
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether few steps hold most of it."""
-        return self.p50_ms < 0.5 * self.mean_ms
+    p5_ms: float = math.nan
+    frequency: float = 1.0
 
 
 def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:

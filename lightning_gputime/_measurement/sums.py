@@ -28,7 +28,7 @@ class Sums:
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         # Without a loop over the steps, and without NumPy: its code is cold where this runs.
-        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, _ = zip(
+        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, _, _ = zip(
             *steps, strict=True
         )
         n = len(device_ms)
@@ -75,6 +75,14 @@ class Sums:
         copied.merge(self)
         return copied
 
+    def plus(self, other: "Sums") -> "Sums":
+        """Return the sums over both."""
+        if not other.step.n:
+            return self
+        both = self.copy()
+        both.merge(other)
+        return both
+
 
 class PhaseSum:
     """Sums of a phase over the `n` steps in which it ran (in milliseconds)."""
@@ -82,7 +90,7 @@ class PhaseSum:
     __slots__ = ("device_ms", "host_ms", "max_ms", "n")
 
     def __init__(self) -> None:
-        self.n = 0
+        self.n: float = 0  # Of estimated sums it may be a fraction.
         self.device_ms = self.host_ms = self.max_ms = 0.0
 
     @property

@@ -181,7 +181,9 @@ def check_device(device: Any) -> torch.device:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device that a model is on; one that is nowhere runs on the accelerator."""
-    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    devices = [
+        tensor.device for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
+    ]
     # One that is partly on the CPU, such as its embeddings, does the work on the accelerator.
     for device in (*(one for one in devices if one.type not in ("cpu", "meta")), *devices):
         return device

@@ -33,6 +33,7 @@ class PendingStep:
     number: int
     skipped_update: bool
     items: float
+    index: int = -1
     post_spin_index: int = 0
     was_fully_queued: bool | None = None
     # How many steps had ended with it, timed or not, and how many without marks came before it.
@@ -226,7 +227,8 @@ class PendingSteps:
             step.was_fully_queued,
             step.post_spin_index,
             step.items,
-            *memory,
+            memory[0] if memory else (),
+            step.index,
         )
 
 

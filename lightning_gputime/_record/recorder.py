@@ -392,11 +392,12 @@ class Recorder:
         read: bool = False,
         label: str = DATA,
         may_wait: bool = True,
+        index: int = -1,
     ) -> None:
         """End the open step under `number`, and begin the next.
 
         This is the only place where the host may wait in a training loop. With `read` the finished
-        steps are read now. The next one starts with `label`.
+        steps are read now. The next one starts with `label`. `index` is that of `StepRecord`.
         """
         if get_ident() != self.thread:
             return
@@ -422,14 +423,14 @@ class Recorder:
             skipped_update = False
             if len(marks) == 2 and marks[0][0] == DATA:
                 marks[0] = (OTHER, *marks[0][1:])
-        step = PendingStep(marks, number, skipped_update, self.items)
+        step = PendingStep(marks, number, skipped_update, self.items, index)
         if self._is_sampled and not self._is_due():
             self._watch(sampled=False)
         if self._post_spin_index:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
         self.pending.add(step, read, may_wait)
 
-    def end_at(self, label: str, number: int) -> bool:
+    def end_at(self, label: str, number: int, index: int = -1) -> bool:
         """End the open step at its last mark of `label`, without a wait, and begin the next.
 
         Return False if there is no such mark, or a model or a backward after it.
@@ -438,7 +439,7 @@ class Recorder:
         if not is_open or get_ident() != self.thread or not self._cut_after(label):
             return False
         self.state = OPEN
-        self.end_step(number, may_wait=False)
+        self.end_step(number, may_wait=False, index=index)
         return True
 
     def rest(self) -> None:

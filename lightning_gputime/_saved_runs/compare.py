@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._measurement.history import list_phases
+from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.summary import PhaseSummary, plain
 from lightning_gputime._measurement.table import Table, Tabular, Unit, duration, unit_of
-from lightning_gputime._measurement.wall_time import STEPS
+from lightning_gputime._measurement.wall_clock import STEPS
 from lightning_gputime._messages import Named, format_value
+from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._saved_runs.environment import Environment
 from lightning_gputime._saved_runs.estimates import (
@@ -153,11 +154,6 @@ class RunComparison(Tabular):
         names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
         if outcome == "regression":
             return [f"Regression: {name} is slower by more than {percent}." for name in names]
-        if names == [MEAN] and not math.isfinite(self.mean.error_ms):
-            return [
-                f"Cannot tell whether {MEAN} is slower by more than {percent}: not every step was"
-                " timed. Set every_n_steps=1 on both sides."
-            ]
         needed = self.runs_needed(bound, phase)
         about = "at least" if max(self.runs) == 1 else "about"
         suffice = f"{about} {needed} runs per side would suffice"
@@ -368,8 +364,7 @@ def _compare_two(
         )
     runs = [side for _, side in sides]
     in_turns = _took_turns(*runs)
-    sampled = [run.summary() for side in runs for run in side if _is_sampled(run.summary())]
-    is_sampled = bool(sampled) and all(map(_has_estimates, sampled))
+    is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
     top_phases = sum("/" not in name for name in phases)
     chances = [_CHANCES["step"], *[_CHANCES["phases"] / max(top_phases, 1)] * len(phases)]
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
@@ -388,12 +383,6 @@ def _compare_two(
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
-        if sampled:
-            mean = replace(mean, error_ms=math.inf, relative_error=math.inf)
-            notes["sampled"] = (
-                "not every step was timed, so the mean of all steps is unknown: every_n_steps=1"
-                " times each"
-            )
     for name, side in zip((name for name, _ in sides), estimates, strict=True):
         share = np.mean([run.not_sampled_ms / run.values[0] for run in side])
         if share > _MIN_NOT_SAMPLED_SHARE:
@@ -448,14 +437,9 @@ def _is_sampled(summary: PhaseSummary) -> bool:
     return summary.untimed_steps > 0 or summary.timed_every_n_steps > 1
 
 
-def _has_estimates(summary: PhaseSummary) -> bool:
-    """Return whether the times of a sampled run are estimates for all of its steps."""
-    return any(row.share_error > 0 for row in summary.rows.values())
-
-
 def _count_steps(run: Run) -> int:
     summary = run.summary()
-    if not (_is_sampled(summary) and _has_estimates(summary)):
+    if not _is_sampled(summary):
         return len(run.measured)
     return summary.steps + summary.untimed_steps
 
@@ -470,7 +454,7 @@ def _times(run: Run, phases: Sequence[str]) -> Floats:
 
 def _wall_clock_s(run: Run) -> Mapping[str, float]:
     """Return the wall time of each entry (in seconds); empty if it is unknown."""
-    wall_clock = run.summary().wall_time
+    wall_clock = run.summary().wall_clock
     return {} if wall_clock is None else wall_clock.entries_s
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
@@ -22,7 +23,7 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._compat.torch_ import is_compiled
-from lightning_gputime._measurement.advice import TrainingSetup
+from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._work.peaks import device_name
@@ -88,7 +89,7 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
 
 
 def _found(loop: Loop, options: Options) -> dict[str, Any]:
-    parameters = list(loop.model.parameters())
+    parameters = list(nn.Module.parameters(loop.model))
     device = parameters[0].device if parameters else torch.device("cpu")
     shared = is_distributed()
     return {
@@ -101,7 +102,7 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
         "world_size": torch.distributed.get_world_size() if shared else 1,
         "rank": torch.distributed.get_rank() if shared else 0,
         "precision": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
-        "compiled": loop.compiled_step or any(map(is_compiled, loop.model.modules())),
+        "compiled": loop.compiled_step or any(map(is_compiled, nn.Module.modules(loop.model))),
         # One that is lazy has no shape yet.
         "parameters": sum(one.numel() for one in parameters if not is_lazy(one)),
         "commit": _commit(),
@@ -177,7 +178,7 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
         has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
         compiled=environment.compiled,
         unfused=_unfused(loop.optimizers) if is_cuda else "",
-        has_parts=any(True for _ in loop.model.children()),
+        has_parts=any(True for _ in nn.Module.children(loop.model)),
         classes={name: type(one).__name__ for name, one in loop.submodules.items()},
     )
 

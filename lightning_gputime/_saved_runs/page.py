@@ -47,14 +47,14 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
     # Charts go up to where all can be compared. A first step of a second would flatten the others.
     steps = [run.history["step_ms"] for run in runs if len(run.history)]
     limit_ms = max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
-    losses = [run.summary().losses for run in runs]
+    breakdowns = [run.summary().time_breakdown for run in runs]
     return template.render(
         runs=runs,
         title=" and ".join(run.about or "run" for run in runs),
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
         limit_ms=limit_ms,
-        wall_ms=max((1e3 * one.wall_s for one in losses if one is not None), default=0.0),
+        wall_ms=max((1e3 * one.wall_s for one in breakdowns if one is not None), default=0.0),
         library=Markup(resources.render_js()),
     )
 

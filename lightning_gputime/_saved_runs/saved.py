@@ -20,14 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.history import History, list_phases, structured
+from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.summary import PhaseSummary, plain
 from lightning_gputime._measurement.table import Table, Tabular, unit_of
 from lightning_gputime._messages import Named, messages
+from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._saved_runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION = 4  # Files of another version cannot be read.
+VERSION = 5  # Files of another version cannot be read.
 MINOR = 0  # Raised when fields are added: older readers ignore them, and say so.
 _UNIT_MS = 1e-4  # Times are saved as multiples of it: five times finer than a CUDA event.
 _MAX_TIME_MS = 1e9  # No step takes that long: a longer time is saved as absent.
@@ -41,7 +42,10 @@ _MIN_TIME = -1.0
 _SIGNED = re.compile("change|excess|unexplained|behind")  # Fields that may be below zero.
 _MAX_COUNT = 2**63
 # Keys of a file that are read by other names, or derived from the others.
-_NOT_FIELDS = {"format", "version", "minor", "summary", "verdict", "advice", "sentence"}
+_NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}
+_NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
+# How messages name fields that the file has elsewhere.
+_PATHS = {"_summary": ".summary", "measurement": ""}
 _IGNORED = (
     "%s was saved by lightning_gputime %s. This version does not know, and ignores: %s. Update"
     " lightning_gputime to see them."
@@ -116,6 +120,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
         "environment": asdict(run.environment),
         "warmup_steps": run.warmup_steps,
         "summary": run.summary().to_dict(),
+        "setup": asdict(run.summary().setup),
         "slow_steps": [asdict(one) for one in run.slow_steps],
         "evaluations": run.evaluations,
     }
@@ -171,7 +176,7 @@ def load(path: str | os.PathLike[str]) -> Run:
         try:
             content = _parse(_decompress(file))
             content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
-            content["_summary"] = content["summary"]
+            content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
             unknown: list[str] = []
             run: Run = _read(Run, content, "run", unknown)
         except Exception as error:
@@ -292,7 +297,7 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
         known = {name: hint for name, hint in hints.items() if name in value}
         return kind(
             **{
-                name: _read(hint, value[name], f"{where}.{name}", unknown)
+                name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
                 for name, hint in known.items()
             }
         )

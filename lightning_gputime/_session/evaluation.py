@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._measurement.advice import TrainingSetup
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._options import Options
 from lightning_gputime._phases import OTHER, StepRecord

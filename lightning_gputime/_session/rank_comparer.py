@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -175,7 +175,7 @@ class Exchange:
         self._open: dict[int, tuple[int, RankTotals]] = {}
         # On rank zero: the others that were late, and those that were told of.
         self._late, self._told = set[int](), set[int]()
-        self._agreed, self._is_alone = 1, False
+        self._agreed, self._is_alone = [1], False
 
     @property
     def is_waiting(self) -> bool:
@@ -223,7 +223,7 @@ class Exchange:
             messages.warning(_ABSENT, ", ".join(map(str, new)))
         return there
 
-    def agree(self, wish: int) -> int:
+    def agree(self, wish: Sequence[int]) -> list[int]:
         """Return what all ranks do from here on: what rank zero has wished a turn ago.
 
         So no rank waits as long as they are less than one turn apart.
@@ -233,16 +233,16 @@ class Exchange:
         turn = next(self._turns)
         try:
             if self._rank == 0:
-                self._store.set(f"{turn}/agreed", str(wish))
+                self._store.set(f"{turn}/agreed", json.dumps([*wish]))
             if turn:
                 agreed = f"{turn - 1}/agreed"
                 deadline = time.monotonic() + min(_AGREEMENT_TIMEOUT_S, self._timeout_s)
                 if not wait_for(self._store, [agreed], deadline):
                     raise TimeoutError("rank 0 has said nothing")
-                self._agreed = int(self._store.get(agreed))
+                self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
         except Exception as error:
             # Those who do not share it may time other steps; nobody waits for this one.
-            self._is_alone, n = True, self._agreed
+            self._is_alone, n = True, self._agreed[0]
             messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
         return self._agreed
 

@@ -3,7 +3,7 @@
 import statistics
 from bisect import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
@@ -17,6 +17,7 @@ from lightning_gputime._record.clock import Clock
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
 _GOLDEN = 0.6180339887498949
+_LOG_TURNS = 8  # 1 of this many blocks covers the steps in which logs are written.
 
 # What becomes of a step.
 StepKind = Literal["timed", "probed", "untimed"]
@@ -26,44 +27,132 @@ UNTIMED: StepKind = "untimed"  # It is one of those between the timed steps, or 
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """The plan of a run's steps. Their indices count every step, timed or not, from 0.
+class Plan:
+    """How many steps are timed: a block of steps in each of `blocks` parts of every window.
 
-    The last `block` of every `period` steps are timed. Periods are counted back from the end of
-    each window, so that the last step of a window, which is logged, is a timed one.
+    Attributes:
+        block: Number of timed steps in a row.
+        window: Number of steps between two logs.
+        blocks: Number of blocks in a window.
+        ends_in_log: Whether logs are written at the end of windows.
+        recurrence: Index of a long step and the distance to the next one, on which all ranks agree.
     """
 
-    period: int = 1  # Number of steps from one block of timed steps to the next.
-    block: int = 1  # Number of steps in a block.
-    window: int = 1  # Number of steps between two logs, a whole period at least.
-    # 1 of this many steps is probed; with 0 none is. They lie unevenly, so that they do not all
-    # fall on steps in which the loop does something special.
-    probe_every_n_steps: int = 0
-    warmup_steps: int = 0  # Number of first steps that are not probed.
+    block: int = 1
+    window: int = 1
+    blocks: int = 1
+    ends_in_log: bool = False
+    recurrence: tuple[int, int] | None = None
+
+    @property
+    def times_all(self) -> bool:
+        return self.block * self.blocks == self.window
+
+    @property
+    def every_n_steps(self) -> float:
+        """Of how many steps one is timed."""
+        return self.window / (self.block * self.blocks)
+
+    def part(self, k: int) -> tuple[int, int]:
+        """Return the first step of the k-th part, and the one after its last."""
+        window, place = divmod(k, self.blocks)
+        edges = (place * self.window // self.blocks, (place + 1) * self.window // self.blocks)
+        return window * self.window + edges[0], window * self.window + edges[1]
+
+
+class Schedule:
+    """Which steps are timed, by their index, which counts every step from 0.
+
+    No period of the loop can hide from it, or be overrepresented: blocks lie at offsets that fill
+    their part of the window evenly, without a rhythm of their own. Where long steps recur, up to
+    every second block is moved onto one. Some blocks cover the end of a window, where logs are
+    written. All ranks compute the same offsets.
+
+    Args:
+        plan: How many steps are timed.
+        probe_every_n_steps: 1 of this many steps is probed; with 0 none is.
+        warmup_steps: Number of first steps that are not probed.
+        next_long: Returns the index of a long step and the distance to expect to the next ones.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        probe_every_n_steps: int = 0,
+        warmup_steps: int = 0,
+        next_long: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self.plan = plan
+        self._probe_every_n_steps, self.warmup_steps = probe_every_n_steps, warmup_steps
+        self._next_long = next_long
+        self._first_part = self._next_part = 0
+        self._is_chase_due = False  # True from a block at its usual place on.
+        self._start = self._stop = 0  # The block that was planned last.
 
     @property
     def times_all(self) -> bool:
         """Whether all steps are timed, and all alike."""
-        return self.period == self.block and not self.probe_every_n_steps
+        return self.plan.times_all and not self._probe_every_n_steps
+
+    def follow(self, plan: Plan, index: int) -> None:
+        """Follow another plan from the step of this index on."""
+        self.plan = plan
+        self._start = self._stop = index
+        part = index // plan.window * plan.blocks
+        while plan.part(part)[0] < index:
+            part += 1
+        self._first_part = self._next_part = part
 
     def is_timed(self, index: int) -> bool:
         """Return whether the step of this index is timed, if it is not probed."""
         return index == self.next_timed(index)
 
     def next_timed(self, index: int) -> int:
-        """Return the index of the first step from this one on that is timed without a probe."""
-        to_end = -(index + 1) % self.window
-        # A window that is no multiple of the period starts with more untimed steps.
-        beyond = max(to_end + 1 - self.window // self.period * self.period, 0)
-        return index + beyond + max((to_end - beyond) % self.period - self.block + 1, 0)
+        """Return the index of the first step from this one on that is timed without a probe.
+
+        Indices must not decrease from call to call.
+        """
+        if self.plan.times_all:
+            return index
+        while index >= self._stop:
+            self._plan_block()
+        return max(index, self._start)
+
+    def _plan_block(self) -> None:
+        plan, k = self.plan, self._next_part
+        self._next_part += 1
+        first, last = plan.part(k)
+        # Any step of the part, so that all are timed equally often. Squares: plain multiples of the
+        # golden ratio meet some periods twice as often.
+        start = first + int((k + 1) ** 2 * _GOLDEN % 1 * (last - first))
+        expected = None
+        if self._is_chase_due:
+            expected = _expected(plan.recurrence or self._next_long(), first)
+        self._is_chase_due = expected is None or expected >= last
+        if expected is not None and expected < last:
+            start = expected - plan.block // 2
+        elif plan.ends_in_log and (k - self._first_part) % _LOG_TURNS == 0:
+            # Loggers act at the end of the last step of a window, or at the start of the next.
+            start = last + 1 - plan.block
+        self._start = max(start, self._stop)
+        self._stop = self._start + plan.block
 
     def is_probed(self, index: int) -> bool:
         """Return whether the step of this index is probed, if nothing prevents it."""
-        n = self.probe_every_n_steps
+        n = self._probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
         # Each place as often, but never the last of n: the step after a probed one is not probed.
         return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
+
+
+def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
+    """Return the index of the first long step to expect from step `first` on."""
+    if recurrence is None:
+        return None
+    last, distance = recurrence
+    return last + max(-(-(first - last) // distance), 1) * distance
 
 
 LONGEST_STRETCH = 10  # The host's time is looked at after this many untimed steps.
@@ -155,17 +244,18 @@ class AutoSchedule:
         target_ns = _TARGET_IN_BLOCKS * step_ns
         switch_ns = 2 * statistics.median(self._switches_ns or [0])
         for n in range(2, self._longest_period):
-            plan = self.schedule(n)
-            if plan.block * cost_ns + switch_ns <= plan.period * target_ns:
-                return n
+            plan = self.plan(n)
+            if plan.block * cost_ns + switch_ns <= plan.block * plan.every_n_steps * target_ns:
+                return round(plan.every_n_steps)
         return self._longest_period
 
-    def schedule(self, n: int) -> Schedule:
+    def plan(self, n: int) -> Plan:
         """Return the plan that times 1 of n steps: the same one on all ranks."""
         if n == 1:
-            return Schedule()
+            return Plan()
         block = max(min(_BLOCK, self._longest_period // n), 1)
-        return Schedule(block * n, block, max(self._window, block * n))
+        window = max(self._window, block * n)
+        return Plan(block, window, window // (block * n), ends_in_log=window == self._window)
 
     @property
     def _longest_period(self) -> int:

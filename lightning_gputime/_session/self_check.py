@@ -72,6 +72,10 @@ _ELSEWHERE = (
     "The model is called in another thread than the one that calls step() or iterates over"
     " steps(). Only that thread is timed: do both in the same thread."
 )
+_BYPASSED = (
+    "`%s` replaces __call__ of torch.nn.Module, so only modules inside it count as `forward`."
+    ' Wrap its calls in `with phase("forward")`.'
+)
 _TWICE = (
     "%d of %d steps have no call of the model. Call step() once, at the end of the loop body, or"
     " only iterate over steps(). Skip batches inside of it, as in"
@@ -120,6 +124,7 @@ _SEVERAL_DEVICES = (
 _NO_ROOM_FOR = {
     _NO_FORWARD: ("forward, because no call of the model was seen", (FORWARD, OTHER)),
     _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
+    _BYPASSED: ("forward, because the model is called without its hooks", (FORWARD, LOSS, OTHER)),
     _NO_BACKWARD: ("backward, because no backward was seen", (BACKWARD, OTHER)),
     _NO_UPDATE: ("updates, because no optimizer was seen to run one", (OPTIMIZER, OTHER)),
 }
@@ -202,7 +207,7 @@ class SelfCheck:
                     f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
                     expected.blurred,
                 )
-                self._warn_once(_NOT_SEEN, expected.feature, expected.otherwise, n)
+                messages.warning(_NOT_SEEN, expected.feature, expected.otherwise, n)
         # The first step may begin anywhere.
         if all(_ends_inside_batch(step.labels) for step in steps[1:]):
             self._note("single batches, because backward precedes forward", (FORWARD, BACKWARD))
@@ -216,8 +221,8 @@ class SelfCheck:
         counted = 1
         for before, step in pairwise(steps):
             more = step.number - before.number
-            # In a batch that was left out there is no backward.
-            is_missed = _trained_batches(step.labels) > self._loop.accumulate_grad_batches
+            # A batch that was left out has no backward, and its update is not missed.
+            is_missed = _trained_batches(step.labels) >= more * self._loop.accumulate_grad_batches
             counted += more if is_missed else min(more, 1)
         return counted
 
@@ -231,6 +236,8 @@ class SelfCheck:
         self._report(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
         message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
         self._report(trains and not self._boundaries.forward.was_ever_called, message)
+        if (bypassed := self._boundaries.forward.find_bypassed()) is not None:
+            self._report(True, _BYPASSED, type(bypassed).__name__)
         is_early = self._is_own_loop and self._has_trained and self._early > 0
         self._report(trains and is_early, _EARLY, self._early)
 

@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from threading import get_ident
@@ -11,12 +12,14 @@ from weakref import WeakSet
 
 from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.boundaries import Boundaries
+from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
@@ -42,6 +45,7 @@ from lightning_gputime._session.schedule import (
     TIMED,
     UNTIMED,
     AutoSchedule,
+    Plan,
     Probe,
     Schedule,
     StepKind,
@@ -72,9 +76,10 @@ class Session:
         self._now_ns = clock.host_ns
         self.is_attached = self.was_attached = False  # Now, and ever.
         self._newest: int | None = None  # The number of the last step that ended.
-        # The numbers of the last steps that ended and were due, as many as are needed to know which
-        # one ended `lag` steps ago: every rank has read it by now, if it was timed.
-        self._ended: deque[int] = deque(maxlen=options._lag + 1)
+        self._ended_ns = 0  # The time of all steps when it ended, if its hooks were on.
+        # Numbers and indices of the newest steps that ended and were due. The oldest ended `lag`
+        # steps ago: every rank has read it by now, if it was timed.
+        self._ended: deque[tuple[int, int]] = deque(maxlen=options._lag + 1)
         self._log_at = -inf  # From this number on a step is the next to be logged; at first, any.
         self._warmup = options.timed_warmup_steps
         self.analyzer = SlowStepAnalyzer(clock, results.slow)
@@ -82,11 +87,15 @@ class Session:
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         is_auto = options.every_n_steps == AUTO
         n = 1 if is_auto else int(options.every_n_steps)
+        self._untimed = results.untimed
+        self._wall_clock = results.wall_clock or WallClock.of_steps(clock.host_ns)
+        # Ranks must time the same steps: each would predict other long ones.
+        predicts = {} if is_distributed() else {"next_long": self._untimed.next_long}
         self._schedule = Schedule(
-            n,
-            window=n,
+            Plan(window=n),
             probe_every_n_steps=options.probe_every_n_steps,
             warmup_steps=options.warmup_steps,
+            **predicts,
         )
         self._auto: AutoSchedule | None = None
         if is_auto:
@@ -113,6 +122,7 @@ class Session:
         self._probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._means = means
         means.results, means.groups = results, options.logged_groups
+        means.is_sampled = not self.times_all
         means.on_logged = partial(self.analyzer.end_own_call, "the timer's logging")
         counters = counters_of(clock) if options.memory else None
         self.recorder = Recorder(
@@ -168,6 +178,7 @@ class Session:
         self._boundaries.step_ended(timed=False)
         self.work.reset()
         self.analyzer.loop_begins()
+        self._untimed.restart(self._wall_clock.steps_ns(self._now_ns()))
         if self.is_off:
             self.recorder.rest()  # In this thread from now on.
             return
@@ -212,6 +223,16 @@ class Session:
         return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
+    def ended_ns(self) -> int:
+        """The time of all steps at the end of the last one (in nanoseconds)."""
+        return max(self._ended_ns, self._untimed.since_ns)
+
+    def first_step_ended(self) -> None:
+        """Start the next step, once the wall clock knows what belongs to the first."""
+        self._ended_ns = self._wall_clock.steps_ns(self._now_ns())
+        self._untimed.restart(self._ended_ns)
+
+    @property
     def has_evaluated(self) -> bool:
         """Whether nothing was done in the open step but to evaluate a model that was trained."""
         if self.recorder.label not in EVALUATES or not self.forward.has_trained:
@@ -235,16 +256,19 @@ class Session:
             return self._end_step_off(number)
         self._newest = number
         now_ns = self._now_ns()
+        self._ended_ns = now_ns - self._wall_clock.outside_ns
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
         recorder.items = self.work.take_items()
         if number >= self._log_at:
-            self._end_due_step(number)
+            self._end_due_step(number, self._index)
         reads = self._means.is_owed
         if self.times_all:
             recorder.end_step(number, self._boundaries.step_ended(), reads, label)
         else:
             self._end_planned_step(number, reads)
+            if reads:
+                self._log_sampled()
         if self._comparison.due_step is not None:
             # It is no part of the step that has begun.
             recorder.pause()
@@ -273,12 +297,13 @@ class Session:
                 self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
                 self.recorder.mark(AFTER_UPDATE)
                 last = AFTER_UPDATE
-            has_ended = self.recorder.end_at(last, number)
+            has_ended = self.recorder.end_at(last, number, self._index)
         else:
             has_ended = self.optimizer.has_updated
         if has_ended:
             self._newest = number
-            self._end_due_step(number)
+            self._untimed.end_step(self._now_ns() - self._wall_clock.outside_ns)
+            self._end_due_step(number, self._index)
             self._boundaries.step_ended()
             self._index += 1
             if not self.is_off:
@@ -317,6 +342,12 @@ class Session:
     def publish(self) -> None:
         """Read the steps that have ended, and let other callbacks find their means."""
         self.recorder.flush()
+        if not self.times_all and self._newest is not None:
+            self._settle()
+            if self._newest >= self._log_at > -inf:
+                # Later its row would be one of the next epoch.
+                self._log_at = self._means.next_due(self._newest)
+                self._means.log_at(self._newest)
         self._means.log_means(only_publish=True)
 
     def log_means(self) -> None:
@@ -333,15 +364,20 @@ class Session:
 
     def _end_planned_step(self, number: int, reads: bool) -> None:
         kind = self._kind
+        is_usual = True
         if self._probe is not None:
-            usual = kind is not PROBED and not self._schedule.is_probed(self._index - 1)
-            usual = usual and self._index >= self._schedule.warmup_steps
+            is_usual = kind is not PROBED and not self._schedule.is_probed(self._index - 1)
             # Before all else: reading and logging are no part of the launches.
-            self._probe.step_ends(usual=usual)
+            self._probe.step_ends(usual=is_usual and self._index >= self._schedule.warmup_steps)
         is_timed = kind in (TIMED, PROBED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
+        if is_usual:
+            self._untimed.end_step(self._now_ns() - self._wall_clock.outside_ns)
+        else:
+            self._untimed.leave_out(self._now_ns() - self._wall_clock.outside_ns)
         if is_timed:
-            self.recorder.end_step(number, skipped_update, reads, self._first_label)
+            index, first = self._index, self._first_label
+            self.recorder.end_step(number, skipped_update, reads, first, index=index)
         else:
             self.recorder.end_untimed(reads)
         self._index += 1
@@ -379,13 +415,17 @@ class Session:
         return TIMED if self._schedule.is_timed(self._index) else UNTIMED
 
     def _decide(self, auto: AutoSchedule) -> None:
-        n = auto.decide(self._index)
+        n, recurrence = auto.decide(self._index), None
         if self._agreement is not None:
             # It may wait for others, once: that is no part of the step that has begun.
             self.recorder.pause()
-            n = self._agreement.agree(n)
+            wish = [n, *(self._untimed.next_long() or ())]
+            n, *agreed = self._agreement.agree(wish)
+            recurrence = (agreed[0], agreed[1]) if agreed else None
             self.recorder.resume(self._first_label)
-        self._schedule = auto.schedule(n)
+        plan = replace(auto.plan(n), recurrence=recurrence)
+        if plan != self._schedule.plan:
+            self._schedule.follow(plan, self._index)
         self._results.timed_every_n_steps, self._results.timing_share = n, auto.share
 
     # Off: no hooks, between blocks of timed steps
@@ -424,16 +464,20 @@ class Session:
     def _end_step_off(self, number: int) -> bool:
         """Count a step while off. Return whether hooks are on again."""
         self._index += 1
+        self._newest = number
+        self._untimed.end_step(self._now_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             optimizer = self.optimizer
             optimizer.updates, optimizer.depth, optimizer.was_tried = 0, 0, False
-        if self._index < self._due_at:
+        if self._index < self._due_at and number < self._log_at:
             return False
-        self._newest = number
         before_ns, before = self._looked
         now_ns, steps = self._now_ns(), self._index - before
-        self._end_due_step(number)
-        self.recorder.end_untimed(self._means.is_owed, steps=steps)
+        self._end_due_step(number, self._index - 1)
+        reads = self._means.is_owed
+        self.recorder.end_untimed(reads, steps=steps)
+        if reads:
+            self._log_sampled()
         if not self.is_attached:
             return False
         if self._auto is not None:
@@ -461,17 +505,37 @@ class Session:
 
     # Steps that were read, and logs
 
-    def _end_due_step(self, number: int) -> None:
+    def _end_due_step(self, number: int, index: int) -> None:
         """Note the end of the first step, or of one that is due: others need not be noted."""
         if self._log_at == -inf:
             self._means.start(number - 1)
             self._log_at = self._means.next_due(number - 1)
-        self._ended.append(number)
-        finished = self._ended[0]
+        self._ended.append((number, index))
+        finished, _ = self._ended[0]
         if len(self._ended) == self._ended.maxlen and finished >= self._log_at:
             self._log_at = self._means.next_due(finished)
             self._means.note_finished(finished)
             self._comparison.log_is_due(finished)
+
+    def _log_sampled(self) -> None:
+        """Log the steps up to the one that is due, of which all that were timed are read."""
+        number, index = self._ended[0]
+        self._results.settle(number, until=index + 1)
+        self.analyzer.start_own_call()
+        self._means.log_at(number)
+        self.analyzer.end_own_call("the timer's logging")
+
+    def _settle(self) -> None:
+        """Estimate the untimed steps up to the last one that has ended."""
+        if self._newest is not None:
+            self._results.settle(self._newest, until=self._index)
+
+    def _log_rest(self) -> None:
+        """Log the steps since the last log, of which all that were timed are read."""
+        if self.times_all or self._newest is None:
+            self._means.log_means()
+        else:
+            self._means.log_at(self._newest)
 
     def _steps_read(self, records: list[StepRecord]) -> None:
         auto, since_ns = self._auto, self.recorder.pending.reading_since_ns
@@ -539,7 +603,8 @@ class Session:
                 self._results.ended_steps = self._index
                 self.is_attached = self.is_off = False
                 self._agreement = None
-                call_safely([self._means.log_means, self._self_check.end])
+                ends = [self._log_rest, self._self_check.end]
+                call_safely([self._settle, *ends])
         finally:
             while self._to_remove:
                 call_safely(methods(self._to_remove[:1], "remove"))

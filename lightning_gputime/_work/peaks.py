@@ -33,7 +33,7 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+    dtypes = (one.dtype for one in nn.Module.parameters(model) if one.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
 
 
@@ -60,7 +60,7 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
         return False
     # By default convolutions are allowed it and products of matrices are not: what holds most of
     # the parameters decides.
-    convolutions = [one for one in model.modules() if isinstance(one, _CONVOLUTIONS)]
+    convolutions = [one for one in nn.Module.modules(model) if isinstance(one, _CONVOLUTIONS)]
     if 2 * sum(map(_size, convolutions)) > _size(model):
         setting = getattr(torch.backends.cudnn, "conv", None)
         if setting is not None:
@@ -74,7 +74,7 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(one.numel() for one in nn.Module.parameters(module))
 
 
 def peaks_tflops(device_name: str) -> Mapping[str, float]:

@@ -1,24 +1,29 @@
+import contextlib
 import errno
 import io
 import logging
 import os
 import pickle
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
-from fake_gpu import FakeGPU
+import torch
+from fake_gpu import Adder, FakeGPU, Layer
 from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, trainer
 from processes import run
+from torch import Tensor
 
-from lightning_gputime import GPUPhaseTimer, load
-from lightning_gputime._measurement.wall_time import (
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
+from lightning_gputime._measurement.wall_clock import (
     STEPS,
     VALIDATION,
-    WallTimeBreakdown,
-    WallTimeRecorder,
+    WallClock,
+    WallClockBreakdown,
 )
 
 
@@ -46,6 +51,7 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
         on_fit_start=7.0,
         on_sanity_check_start=3.0,
         on_validation_batch_end=5.0,
+        on_train_epoch_start=2.0,
         on_train_epoch_end=11.0,
         on_train_end=13.0,
     )
@@ -63,7 +69,7 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
 
 def test_wall_time_says_where_the_whole_fit_went() -> None:
     gpu = FakeGPU()
-    whole_fit = checked(gpu).summary().wall_time
+    whole_fit = checked(gpu).summary().wall_clock
     assert whole_fit is not None
     whole = {name: round(s * 1e3) for name, s in whole_fit.entries_s.items()}
     device = {name: ms for name, ms in whole.items() if name in ("first step", "steps")}
@@ -73,8 +79,8 @@ def test_wall_time_says_where_the_whole_fit_went() -> None:
         "sanity check": 8,
         "validation": 20,
         "checkpoints": 80,
-        "epoch ends": 22,
-        "the rest": 13,
+        "epoch ends": 26,
+        "tear-down": 13,
     }
     assert device["first step"] == pytest.approx(500, abs=20)
     assert device["steps"] == pytest.approx(500, abs=80)
@@ -83,17 +89,250 @@ def test_wall_time_says_where_the_whole_fit_went() -> None:
 def test_the_entries_add_up_to_the_wall_time() -> None:
     gpu = FakeGPU()
     begin = gpu.host_ns()
-    whole_fit = checked(gpu).summary().wall_time
+    whole_fit = checked(gpu).summary().wall_clock
     assert whole_fit is not None
     assert whole_fit.wall_s == pytest.approx((gpu.host_ns() - begin) / 1e9)
     assert sum(whole_fit.shares.values()) == pytest.approx(1.0)
+
+
+# Plain loops
+
+
+class TakesHost:
+    """A plain loop whose steps take the host 5 ms, the first one 50, and a fetch 1."""
+
+    def __init__(self) -> None:
+        self.gpu = FakeGPU()
+        self.net = Layer(self.gpu, 0.0)
+        self.optimizer = Adder(self.net.parameters(), self.gpu, 0.0)
+        self.timer = GPUPhaseHooks(self.net, self.optimizer, _clock=self.gpu, warmup_steps=0)
+        self.ms = 50.0
+
+    def batches(self, n: int = 4) -> Iterator[Tensor]:
+        for _ in range(n):
+            self.gpu.host_work(1.0)
+            yield torch.ones(1, 2)
+
+    def step(self, x: Tensor) -> None:
+        self.gpu.host_work(self.ms)
+        self.ms = 5.0
+        self.net(x).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, n: int = 4) -> None:
+        for x in self.timer.steps(self.batches(n)):
+            self.step(x)
+
+
+STEPS_MS = {"first step": 51.0, "steps": 66.0}  # Three loops of four steps each.
+
+
+def entries_ms(timer: GPUPhaseHooks) -> dict[str, float]:
+    """Return the entries of a training, in milliseconds."""
+    found = timer.summary().wall_clock
+    assert found is not None
+    return {name: round(1e3 * s, 6) for name, s in found.entries_s.items()}
+
+
+def between(loop: TakesHost) -> None:
+    for _ in range(3):
+        loop.train()
+        loop.gpu.host_work(20.0)
+
+
+def leaves(loop: TakesHost) -> None:
+    for _ in range(3):
+        for i, x in enumerate(loop.timer.steps(loop.batches(99))):
+            loop.step(x)
+            if i == 3:
+                break
+        loop.gpu.host_work(20.0)
+
+
+def raises(loop: TakesHost) -> None:
+    def fails() -> Iterator[Tensor]:
+        yield from loop.batches()
+        raise RuntimeError("mine")
+
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            for x in loop.timer.steps(fails()):
+                loop.step(x)
+        loop.gpu.host_work(20.0)
+
+
+def pauses(loop: TakesHost) -> None:
+    for i, x in enumerate(loop.timer.steps(loop.batches(12))):
+        loop.step(x)
+        if i % 4 == 3:
+            with loop.timer.paused(), loop.timer.paused():
+                loop.gpu.host_work(20.0)
+
+
+def pauses_around_a_loop(loop: TakesHost) -> None:
+    for _ in range(2):
+        loop.train(6)
+        with loop.timer.paused():
+            loop.gpu.host_work(12.0)
+            for _ in loop.timer.steps(range(4)):
+                loop.gpu.host_work(7.0)
+
+
+def evaluates(loop: TakesHost) -> None:
+    for i, x in enumerate(loop.timer.steps(loop.batches(12))):
+        loop.step(x)
+        if i in (4, 8):
+            loop.net.eval()
+            with torch.no_grad():
+                for y in loop.timer.steps(loop.batches(2)):
+                    loop.gpu.host_work(19.0)
+                    loop.net(y)
+            loop.net.train()
+
+
+def once(loop: TakesHost) -> None:
+    loop.gpu.host_work(30.0)
+    loop.train(12)
+    loop.gpu.host_work(30.0)
+
+
+@pytest.mark.parametrize(
+    ("run_loops", "outside"),
+    [
+        (between, {"between loops": 60.0}),
+        (leaves, {"between loops": 60.0}),
+        (raises, {"between loops": 60.0}),
+        (pauses, {"paused": 60.0}),
+        (pauses_around_a_loop, {"paused": 80.0}),
+        (evaluates, {"evaluation": 80.0}),
+        (once, {"set-up": 30.0, "tear-down": 30.0}),
+    ],
+)
+def test_breakdown_of_plain_loops_has_all_time_from_attach_to_remove(
+    run_loops: Callable[[TakesHost], None], outside: dict[str, float]
+) -> None:
+    loop = TakesHost()
+    begin = loop.gpu.now
+    with loop.timer:
+        run_loops(loop)
+    summary = loop.timer.summary()
+    assert summary.wall_clock is not None
+    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_clock.entries_s.items()}
+    assert entries_ms == STEPS_MS | outside
+    assert sum(entries_ms.values()) == pytest.approx((loop.gpu.now - begin) / 1e6)
+    breakdown = summary.time_breakdown
+    assert breakdown is not None
+    assert {name: round(1e3 * breakdown[name].seconds, 6) for name in outside} == outside
+    assert breakdown.wall_s == pytest.approx(sum(entries_ms.values()) / 1e3)
+    assert breakdown.scope == "training"
+
+
+def test_breakdown_of_a_loop_that_calls_step_has_the_time_after_its_last_step() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        loop.gpu.host_work(30.0)  # Nothing shows where the first step starts.
+        for x in loop.batches():
+            loop.step(x)
+            loop.timer.step()
+        loop.gpu.host_work(40.0)
+    assert entries_ms(loop.timer) == {"first step": 81.0, "steps": 18.0, "tear-down": 40.0}
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
+def test_steps_of_a_loop_that_calls_step_are_steps(every_n_steps: Any) -> None:
+    loop = TakesHost()
+    options: dict[str, Any] = {"_clock": loop.gpu, "warmup_steps": 0}
+    timer = GPUPhaseHooks(loop.net, loop.optimizer, every_n_steps=every_n_steps, **options)
+    with timer:
+        for x in loop.batches(20):
+            loop.step(x)
+            timer.step()
+    assert entries_ms(timer) == {"first step": 51.0, "steps": 114.0}
+
+
+def test_steps_after_a_loop_over_steps_are_steps() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        loop.train()
+        for x in loop.batches(10):
+            loop.step(x)
+            loop.timer.step()
+    # Until the first of the second loop ends, nothing shows that it is a step.
+    found = entries_ms(loop.timer)
+    assert found == {"first step": 51.0, "steps": 18.0 + 54.0, "tear-down": 6.0}
+
+
+def test_pause_in_another_thread_does_not_pause_the_training() -> None:
+    loop = TakesHost()
+
+    def pause() -> None:
+        with loop.timer.paused():
+            is_paused.set()
+            is_trained.wait()
+
+    is_paused, is_trained = threading.Event(), threading.Event()
+    thread = threading.Thread(target=pause)
+    with loop.timer:
+        thread.start()
+        is_paused.wait()
+        loop.train(12)
+        is_trained.set()
+        thread.join()
+    assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 66.0}
+
+
+def test_a_step_that_ends_in_a_pause_makes_no_entry_negative() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        for x in loop.batches(5):
+            loop.step(x)
+            with loop.timer.paused():
+                loop.gpu.host_work(50.0)
+                loop.timer.step()
+    assert min(entries_ms(loop.timer).values()) > 0
+
+
+def test_evaluation_whose_iterator_is_kept_ends_with_the_step() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        for i, x in enumerate(loop.timer.steps(loop.batches(12))):
+            loop.step(x)
+            if i == 2:
+                loop.net.eval()
+                with torch.no_grad():
+                    kept = iter(loop.timer.steps(loop.batches(100)))
+                    loop.net(next(kept))
+                loop.net.train()
+    assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 66.0, "evaluation": 1.0}
+    assert loop.timer.summary().rows["forward"].n == 12
+
+
+def test_a_measurement_that_is_over_has_the_breakdown_of_its_loops() -> None:
+    loop = TakesHost()
+    with loop.timer:
+        between(loop)
+    loop.train()  # Untimed.
+    with loop.timer:
+        loop.ms = 50.0
+        between(loop)
+        copy = pickle.loads(pickle.dumps(loop.timer.summary()))
+        loop.gpu.host_work(1000.0)
+        assert loop.timer.summary().wall_clock != copy.wall_clock
+    found = loop.timer.summary().wall_clock
+    assert found is not None
+    assert found.entries_s["between loops"] == pytest.approx(1.06)
+    assert copy.wall_clock.entries_s["between loops"] == pytest.approx(0.06)
+
+
+# Loggers and copies
 
 
 def test_it_is_in_the_loggers_once() -> None:
     gpu, logger = FakeGPU(), MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, log=["fit"])
     fit(gpu, Slow(gpu), 3, timer=timer, logger=logger)
-    whole_fit = timer.summary().wall_time
+    whole_fit = timer.summary().wall_clock
     assert whole_fit is not None
     [(step, logged)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
     assert step == 2
@@ -101,25 +340,19 @@ def test_it_is_in_the_loggers_once() -> None:
     assert logged["phase_time/fit/first_step_share"] == whole_fit.shares["first step"]
 
 
-def test_a_plain_loop_has_no_wall_time() -> None:
-    from fake_loop import Loop, hooks
-
-    with hooks(Loop(FakeGPU())) as timer:
-        pass
-    assert timer.summary().wall_time is None
-
-
 def test_a_copy_of_the_books_is_of_the_time_until_then() -> None:
-    books = WallTimeRecorder(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
-    books.switch_to(STEPS)
-    copy = pickle.loads(pickle.dumps(books))
-    books.switch_to(VALIDATION)
-    assert copy.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 1.0})
+    wall_clock = WallClock(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
+    wall_clock.switch_to(STEPS)
+    copy = pickle.loads(pickle.dumps(wall_clock))
+    wall_clock.switch_to(VALIDATION)
+    assert copy.summary() == WallClockBreakdown({"set-up": 2.0, "steps": 1.0})
     copy.switch_to(VALIDATION)
-    assert copy.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 1.0})
-    books.remove()
-    books.remove()
-    assert books.summary() == WallTimeBreakdown({"set-up": 2.0, "steps": 5.0, "validation": 2.0})
+    assert copy.summary() == WallClockBreakdown({"set-up": 2.0, "steps": 1.0})
+    wall_clock.stop()
+    wall_clock.stop()
+    assert wall_clock.summary() == WallClockBreakdown(
+        {"set-up": 2.0, "steps": 5.0, "validation": 2.0}
+    )
 
 
 def test_nothing_is_left_on_the_trainer() -> None:
@@ -147,7 +380,7 @@ def test_a_checkpoint_that_fails_is_over(tmp_path: Path) -> None:
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     saves = pl.callbacks.LambdaCallback(on_train_epoch_end=save)
     fit(gpu, Fails(gpu), timer=timer, callbacks=[saves])
-    whole_fit = timer.summary().wall_time
+    whole_fit = timer.summary().wall_clock
     assert whole_fit is not None
     assert whole_fit.entries_s["epoch ends"] >= 0.04
 
@@ -161,7 +394,7 @@ def test_a_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     timer = checked(gpu, save_path=path)
     run = load(path)
     assert run.summary() == timer.summary()
-    assert run.summary().wall_time == timer.summary().wall_time
+    assert run.summary().wall_clock == timer.summary().wall_clock
     assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
@@ -193,7 +426,7 @@ def test_a_run_that_raises_leaves_what_there_is(error: BaseException, tmp_path: 
             timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0),
         )
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
-    assert load(path).summary().wall_time is not None
+    assert load(path).summary().wall_clock is not None
 
 
 class Gone(io.StringIO):
@@ -326,7 +559,7 @@ def test_a_process_that_is_killed_leaves_a_file(name: str, steps: int, of_killed
     path = of_killed / f"{name}.json.gz"
     # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
     assert len(load(path).history) >= steps
-    assert load(path).summary().wall_time is not None
+    assert load(path).summary().wall_clock is not None
 
 
 def test_saving_at_the_end_of_epochs_takes_little_of_the_time(

@@ -1,0 +1,5 @@
+"""What limits a training, and what to do about it: pure functions of a `Measurement`.
+
+`diagnose` returns one `Diagnosis`, and every output shows that one. Thresholds, verdict codes and
+advice belong here. Statistics belong in `_measurement`, tables and texts around them in `_output`.
+"""

@@ -1,0 +1,251 @@
+"""Where the wall clock of a training went, entry by entry."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_gputime._diagnosis.codes import (
+    CODES,
+    COMMUNICATION,
+    CPU_WORK,
+    GAPS,
+    GPU_WORK,
+    HOOKS,
+    LAUNCH,
+    NOT_SAMPLED,
+    OTHER_RANKS,
+    PHASE,
+    SLOW,
+    SLOWEST_RANK,
+    TIMING,
+)
+from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.pace import Pace
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.slow import UNEXPLAINED
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.wall_clock import FIRST_STEP, ONCE, STEPS, WallClockBreakdown
+from lightning_gputime._phases import (
+    CALLBACK_WAIT,
+    CALLBACKS,
+    COPY,
+    DATA,
+    FETCH,
+    GENERATE,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    REWARD,
+    SAVES,
+    TRAINING_STEP,
+    WAIT,
+    is_wait,
+)
+
+KNOWN = (*PHASES, GENERATE, REWARD, TRAINING_STEP)
+# From these fractions of the step on, a phase of the model's own work is an entry of its own.
+_MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
+_MIN_OTHERS = 0.2  # Fraction of the other steps, for a phase that is longest in a single one.
+_NOT_REMOVABLE = (TIMING, NOT_SAMPLED)
+
+
+@dataclass
+class _Part:
+    """Time of an entry inside steps, as fractions of the step.
+
+    Attributes:
+        share: Its part of the step.
+        host: Host time, where that differs.
+        error: Half the width of the 95 % interval of `share`.
+    """
+
+    share: float = 0.0
+    host: float = 0.0
+    error: float = 0.0
+
+
+@dataclass
+class _Parts:
+    parts: defaultdict[str, _Part] = field(default_factory=lambda: defaultdict(_Part))
+
+    def move(self, source: str, entry: str, share: float) -> float:
+        """Give a share of one entry to another. Return how much that had."""
+        moved = max(min(share, self.parts[source].share), 0.0)
+        self.parts[source].share -= moved
+        self.parts[entry].share += moved
+        return moved
+
+
+def break_down(
+    measurement: Measurement,
+    setup: TrainingSetup,
+    pace: Pace,
+    advise: Callable[[str, float], tuple[Advice, ...]],
+) -> TimeBreakdown:
+    """Return the time breakdown. `advise` gets an entry's name and its share of the wall clock."""
+    m = measurement
+    work = CPU_WORK if m.on_host_clock else GPU_WORK
+    wall_clock = m.wall_clock
+    # A training that was looked at before its second step has no steps yet.
+    is_known = wall_clock is not None and STEPS in wall_clock.entries_s
+    if wall_clock is None or not is_known:
+        all_steps = m.steps + m.untimed_steps
+        wall_clock = WallClockBreakdown({STEPS: all_steps * m.step.mean_ms / 1e3})
+    entries_s = dict(wall_clock.entries_s)
+    steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
+    parts = _parts_of_step(m, pace, work, saves_s / (steps_s + saves_s or 1.0))
+    # The wall clock has the checkpoints already, and not among the steps.
+    without_saves = 1.0 - parts.pop(SAVES, _Part()).share
+    # The first step is also a step: only its excess over the others is an entry.
+    first_s = entries_s.get(FIRST_STEP, 0.0)
+    steady_s = min(without_saves * m.step.mean_ms / 1e3, first_s)
+    if first_s:
+        entries_s[FIRST_STEP] = first_s - steady_s
+    steps_s = (steps_s + steady_s) / without_saves if without_saves > 0 else 0.0
+    wall_s = sum(entries_s.values()) + without_saves * steps_s
+    rows = []
+    for name in dict.fromkeys([*entries_s, *parts]):
+        part = parts.get(name, _Part())
+        seconds = entries_s.get(name, 0.0) + part.share * steps_s  # A phase may be named so, too.
+        if seconds <= 0 and name != work:
+            continue
+        share = seconds / wall_s if wall_s else 0.0
+        in_steps = steps_s / wall_s if wall_s else 0.0
+        gain = share + max(_removable(name, part, m, pace) - part.share, 0.0) * in_steps
+        is_single = name in m.rows and _is_of_one_step(m.rows[name], m)
+        blurred = is_blurred(name, m)
+        is_work = name in (work, *_NOT_REMOVABLE)
+        code = (
+            ""
+            if is_work or blurred or is_single
+            else CODES.get(name, PHASE if name in m.rows else "")
+        )
+        can_be_removed = not (is_work or blurred or name in ONCE)
+        rows.append(
+            Entry(
+                name,
+                seconds,
+                share,
+                part.error * in_steps,
+                1 / (1 - gain) if can_be_removed and gain < 1 else None,
+                code,
+                () if blurred else advise(name, max(share, gain)),
+            )
+        )
+    mfu = m.mfu
+    scope = "timed steps" if not is_known else "training" if setup.is_own_loop else "fit"
+    return TimeBreakdown(
+        rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
+        wall_s=wall_s,
+        scope=scope,
+        work=work,
+        # More than 1: the FLOPs, or the peak, are not those of this training.
+        peak_share=None if mfu is None or mfu > 1 or not wall_s else mfu * steps_s / wall_s,
+        unknown=_unknown(m),
+    )
+
+
+def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
+    """Return whether a phase is long in a single step: that does not limit the training."""
+    n = m.steps + m.untimed_steps
+    others_ms = n * row.share * m.step.mean_ms - row.max_ms
+    step_ms = n * m.step.mean_ms - row.max_ms
+    return n > 1 and row.max_ms > others_ms and others_ms < _MIN_OTHERS * step_ms
+
+
+def is_blurred(name: str, m: Measurement) -> bool:
+    """Return whether an entry is, or may include, a phase whose time is not separated."""
+    top = name.partition("/")[0].partition(" ")[0]
+    return top in {phase.partition("/")[0] for phase in m.blurred}
+
+
+def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
+    """Return the fraction of the step that is saved at most if an entry is removed.
+
+    Where the host sets the pace, that is the entry's host time: the GPU time of the phase may be
+    small, as the GPU still works off its queue. No step gets shorter than the work of the GPU.
+    """
+    if pace.code != LAUNCH or name in (GAPS, COMMUNICATION):
+        return part.share
+    busy_ms = sum(
+        row.frequency * (row.gpu_busy_mean_ms or 0.0)
+        for other, row in m.rows.items()
+        if "/" not in other
+    )
+    return min(max(part.share, part.host), 1 - busy_ms / m.step.mean_ms)
+
+
+def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[str, _Part]:
+    """Return the entries of a step, whose shares add up to 1."""
+    entry_of = _entries_of_phases(m, pace, work)
+    found = _Parts()
+    for name, row in m.rows.items():
+        entry, parent = entry_of(name), entry_of(name.partition("/")[0])
+        if "/" not in name or entry != parent:
+            part = found.parts[entry]
+            part.share += row.share
+            part.host += m.host_share(name)
+            part.error = (part.error**2 + row.share_error**2) ** 0.5
+            if "/" in name:
+                found.parts[parent].share -= row.share
+                found.parts[parent].host -= m.host_share(name)
+    found.move(CALLBACKS, SAVES, saves)  # A checkpoint is a callback to the step.
+    work_of_slow_steps = 0.0
+    if m.slow is not None:
+        for name, causes in m.slow.lost_shares.items():
+            for cause, share in causes.items():
+                if cause != UNEXPLAINED:
+                    moved = found.move(entry_of(name), f"{SLOW}{cause}", share)
+                    work_of_slow_steps += moved * (entry_of(name) == work)
+    if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
+        # This is rank zero: if it is the slowest, it does not wait.
+        source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
+        found.move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
+    # Slow steps are not probed: their excess is no launch gap.
+    found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
+    found.move(work, TIMING, (m.timing_share or 0.0) / m.timed_every_n_steps)
+    if m.not_sampled_share:
+        found.parts[NOT_SAMPLED].share = m.not_sampled_share
+    parts = dict(found.parts)
+    rest = 1.0 - sum(part.share for part in parts.values())
+    parts.setdefault(work, _Part()).share += rest  # Rounding only.
+    return parts
+
+
+def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
+    """Return a function from a phase, or a part of one, to its entry."""
+    alone: Mapping[str, bool] = {
+        OTHER: m.share(OTHER) >= _MIN_OTHER or m.host_share(OTHER) >= _MIN_OTHER,
+        LOSS: m.share(LOSS) >= _MIN_LOSS
+        if m.on_host_clock
+        else pace.code == LAUNCH and m.host_share(LOSS) >= _MIN_LOSS_ON_DEVICE,
+        OPTIMIZER: m.on_host_clock and m.share(OPTIMIZER) >= _MIN_OPTIMIZER,
+    }
+    data = HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
+
+    def entry_of(name: str) -> str:
+        top = name.partition("/")[0]
+        if name in (WAIT, CALLBACK_WAIT):
+            return OTHER_RANKS
+        if is_wait(name):
+            return COMMUNICATION
+        if name in (FETCH, COPY):
+            return name
+        if top == DATA:
+            return data
+        if top not in KNOWN or top == CALLBACKS or alone.get(top):
+            return top
+        return work
+
+    return entry_of
+
+
+def _unknown(m: Measurement) -> str:
+    if m.on_host_clock or m.stage:
+        return ""
+    how = "no step can be probed" if m.probe_failure else "set probe_every_n_steps=100"
+    gaps = "" if m.probed_steps else f"launch gaps ({how})"
+    peak = "" if m.mfu is not None else "work at the peak (set flops=)"
+    return "; ".join(filter(None, (gaps, peak)))

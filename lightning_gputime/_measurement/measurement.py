@@ -1,0 +1,121 @@
+"""The facts about a run, as an immutable snapshot."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.ranks import RankSummary
+from lightning_gputime._measurement.slow import SlowSummary
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.sums import WorkSummary
+from lightning_gputime._measurement.table import Section
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._memory import MemorySummary
+from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a timer has measured of a run. Nothing in it is judged.
+
+    Attributes:
+        rows: Statistics of each phase that ran, in the order of a step. Where a sample of the steps
+            was timed, they are estimates for all steps.
+        step: Statistics of whole steps.
+        steps: Number of timed steps, without the warm-up.
+        warmup_steps: Number of steps before them, which are excluded.
+        host_wait_mean_ms: Mean time per step that the host was blocked until the device had
+            finished one (in milliseconds). Near zero, the host cannot keep the device busy.
+        skipped_updates: Number of steps whose update was skipped, including the warm-up.
+        on_host_clock: True if there was no device, and all times are the host's.
+        ranks: On rank zero of a distributed run, the comparison of all ranks.
+        probed_steps: Number of steps that were probed; no other statistic includes them.
+        probe_failure: Reason why no step can be probed; empty if none.
+        untimed_steps: Number of steps that were not timed, or were probed.
+        not_sampled_steps: Number of long steps that no timed step represents.
+        not_sampled_share: Fraction of the time of all steps that these took, from 0 to 1.
+        timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
+        timing_share: Cost of timing every step as a fraction of the step (0 to 1), where "auto" has
+            measured it; else None.
+        each_timed_for: With `every_n_steps="auto"`: option that requires that each step is timed.
+        is_warmup: True if only the warm-up was timed, and these are its steps.
+        hint: What to do if no step was timed.
+        slow: Cost of slow steps; None if none was slow.
+        slowdown: Lasting change of the step time; None if there is none.
+        wall_clock: Host time of the training by entry; None if unknown.
+        memory: Peak memory of each phase; None if it was not measured.
+        stage: "validation", "test" or "prediction"; empty for training.
+        work: Work per second, and its fraction of the GPU's peak.
+        sections: What observers add to the summary.
+        not_measured: A sentence for each thing that could not be measured.
+        blurred: Phases whose times are not separated because of that.
+    """
+
+    rows: Mapping[str, PhaseStats] = field(default_factory=dict)
+    step: PhaseStats = field(default_factory=lambda: PhaseStats(0))
+    steps: int = 0
+    warmup_steps: int = 0
+    host_wait_mean_ms: float = math.nan
+    skipped_updates: int = 0
+    on_host_clock: bool = False
+    ranks: RankSummary | None = None
+    probed_steps: int = 0
+    probe_failure: str = ""
+    untimed_steps: int = 0
+    not_sampled_steps: int = 0
+    not_sampled_share: float = 0.0
+    timed_every_n_steps: int = 1
+    timing_share: float | None = None
+    each_timed_for: str = ""
+    is_warmup: bool = False
+    hint: str = ""
+    slow: SlowSummary | None = None
+    slowdown: Slowdown | None = None
+    wall_clock: WallClockBreakdown | None = None
+    memory: MemorySummary | None = None
+    stage: str = ""
+    work: WorkSummary | None = None
+    sections: tuple[Section, ...] = ()
+    not_measured: tuple[str, ...] = ()
+    blurred: tuple[str, ...] = ()
+
+    @property
+    def items_per_sec(self) -> float | None:
+        """Items per second; None if unknown."""
+        return self.work.items_per_sec if self.work is not None else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's FLOPs as a fraction of the peak, from 0 to 1; None if unknown."""
+        return self.work.mfu if self.work is not None else None
+
+    @property
+    def launch_gap_share(self) -> float | None:
+        """Fraction of the step in which the device waits for launches, from 0 to 1.
+
+        Waits for the loader, for callbacks and for other ranks are not counted. None if no step was
+        probed.
+        """
+        if not self.probed_steps or not self.steps or not self.step.mean_ms:
+            return None
+        gaps_ms = 0.0
+        for name, row in self.rows.items():
+            if name.partition("/")[0] in BETWEEN_BATCHES:
+                continue
+            if is_wait(name):
+                gaps_ms -= row.frequency * row.mean_ms
+            elif "/" not in name and row.gpu_busy_mean_ms is not None:
+                gaps_ms += row.frequency * (row.mean_ms - row.gpu_busy_mean_ms)
+        return max(gaps_ms / self.step.mean_ms, 0.0)
+
+    def share(self, name: str) -> float:
+        """Return the fraction of the step that a phase takes, from 0 to 1."""
+        return self.rows[name].share if name in self.rows else 0.0
+
+    def host_share(self, name: str) -> float:
+        """Return the host time of a phase as a fraction of the step."""
+        row = self.rows.get(name)
+        if row is None or not self.step.mean_ms or row.host_mean_ms != row.host_mean_ms:
+            return 0.0
+        return row.frequency * row.host_mean_ms / self.step.mean_ms

@@ -1,0 +1,271 @@
+"""The wall clock of a training: where each second between its start and its end went."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any
+
+from lightning_gputime._phases import EXCLUDED, SAVES
+
+SET_UP = "set-up"
+SANITY_CHECK = "sanity check"
+FIRST_STEP = "first step"
+STEPS = "steps"
+VALIDATION = "validation"
+EVALUATION = "evaluation"
+CHECKPOINTS = "checkpoints"
+EPOCH_ENDS = "epoch ends"
+PAUSED = "paused"
+BETWEEN_LOOPS = "between loops"
+TEAR_DOWN = "tear-down"
+ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
+"""Entries that a training has once, however long it is."""
+
+_ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
+
+
+@dataclass(frozen=True, slots=True)
+class WallClockBreakdown:
+    """Host time of a training from its start to its end, by entry. The entries add up to it.
+
+    A training lasts from `fit()` or `train()` to its return, or from `attach` to `remove`.
+
+    Attributes:
+        entries_s: Host time of each entry that occurred (in seconds).
+
+            - `set-up`: until the first batch is fetched, without the `sanity check`
+            - `first step`, with compilation and first allocations; in a loop that only calls
+              `step()`, with all that precedes it
+            - `steps`: all other steps, with the fetch of their batches and their callbacks
+            - `validation`, or `evaluation` outside of Lightning
+            - `checkpoints`, inside steps and outside
+            - `epoch ends`: hooks at the start and the end of epochs
+            - `paused`: code inside `timer.paused()`
+            - `between loops`: code between loops over `steps()`, and after the last of several
+            - `tear-down`: after the last epoch or loop
+        saves_in_steps_s: Part of `checkpoints` that was saved inside `steps` (in seconds).
+        after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
+            (in seconds).
+    """
+
+    entries_s: Mapping[str, float]
+    saves_in_steps_s: float = 0.0
+    after_batches_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Duration of the training, or of what has run so far (in seconds)."""
+        return sum(self.entries_s.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Fraction of the wall clock of each entry, from 0 to 1."""
+        wall_s = self.wall_s
+        return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged: the fraction of each entry, and the duration in seconds."""
+        keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
+        shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
+        return {**shares, "fit/wall_s": self.wall_s}
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """Times of all entries until `since_ns`, and the entry that is open since then."""
+
+    since_ns: int
+    entry: str
+    is_step: bool  # Time since then belongs to a step: checkpoints that a step saves do, too.
+    is_save_in_steps: bool = False
+    entries_ns: Mapping[str, int] = field(default_factory=dict)
+    steps_ns: int = 0
+    saves_in_steps_ns: int = 0
+
+    def until(self, now_ns: int) -> "_Account":
+        """Return the account with the time until `now_ns`."""
+        elapsed_ns = now_ns - self.since_ns
+        total_ns = self.entries_ns.get(self.entry, 0) + elapsed_ns
+        return replace(
+            self,
+            since_ns=now_ns,
+            entries_ns={**self.entries_ns, self.entry: total_ns},
+            steps_ns=self.steps_ns + elapsed_ns * self.is_step,
+            saves_in_steps_ns=self.saves_in_steps_ns + elapsed_ns * self.is_save_in_steps,
+        )
+
+    def with_moved(self, entry: str, other: str, ns: int | None = None) -> "_Account":
+        """Return the account with the time of one entry, or a part of it, moved to another."""
+        entries_ns = dict(self.entries_ns)
+        total_ns = entries_ns.get(entry, 0)
+        ns = total_ns if ns is None else min(ns, total_ns)
+        entries_ns[entry] = total_ns - ns
+        entries_ns[other] = entries_ns.get(other, 0) + ns
+        return replace(self, entries_ns=entries_ns)
+
+
+class WallClock:
+    """Attribute all time of a training to the entry that is open.
+
+    The thread of the training opens entries. Any thread may read.
+
+    Args:
+        now_ns: The host's clock; None for a clock that is stopped.
+        since_ns: When the training started, on this clock; by default now.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] | None, since_ns: int | None = None) -> None:
+        self._now_ns = now_ns  # None once stopped.
+        self._thread = get_ident()  # The one that trains.
+        self.entry = SET_UP
+        """The entry that is open outside of nested ones, such as checkpoints."""
+        self._nested: list[str] = []  # Innermost last.
+        self.has_stepped = False
+        """True once the first step has ended."""
+        self.after_batches_ns = 0
+        """Time of evaluations after their last batch (in nanoseconds)."""
+        self._open_loops = self._started_loops = 0  # Over `steps()`.
+        if since_ns is None:
+            since_ns = now_ns() if now_ns is not None else 0
+        # Replaced as one object, so that other threads read times that belong together.
+        self._account = _Account(since_ns, SET_UP, is_step=False)
+        self.outside_ns = since_ns
+        """Host clock minus the time of all steps, while a step runs: what lies outside of steps."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no clock: it is stopped at this moment.
+        return {**self.__dict__, "_account": self._current(), "_now_ns": None}
+
+    @property
+    def is_running(self) -> bool:
+        return self._now_ns is not None
+
+    def steps_ns(self, now_ns: int) -> int:
+        """Return the time of all steps so far, the first and checkpoints in steps included.
+
+        At the end of a step it is `now_ns - outside_ns`, without a call.
+
+        Args:
+            now_ns: The current time of the host's clock.
+        """
+        account = self._account
+        elapsed_ns = now_ns - account.since_ns if account.is_step else 0
+        return account.steps_ns + elapsed_ns
+
+    @classmethod
+    def of_steps(cls, now_ns: Callable[[], int]) -> "WallClock":
+        """Return a clock all of whose time belongs to steps."""
+        clock = cls(now_ns)
+        clock.has_stepped = True
+        clock.resume_steps()
+        return clock
+
+    # What a training does
+
+    def switch_to(self, entry: str) -> None:
+        """Attribute time to an entry, outside of nested ones, until the next switch."""
+        if entry != self.entry:
+            self.entry = entry
+            self._update()
+
+    def resume_steps(self) -> None:
+        """Attribute time to steps: a batch is fetched, or trained on."""
+        self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
+
+    def end_first_step(self) -> None:
+        """Note that the first step has ended."""
+        self.has_stepped, self._thread = True, get_ident()
+        if self.entry == SET_UP:
+            # A loop without `steps()`: nothing shows where its first step starts.
+            account = self._current()
+            self._put(
+                replace(
+                    account.with_moved(SET_UP, FIRST_STEP),
+                    steps_ns=account.steps_ns + account.entries_ns.get(SET_UP, 0),
+                )
+            )
+        self.resume_steps()
+
+    # `NamedPhase` calls these two, as those of a recorder.
+
+    def enter_phase(self, entry: str) -> None:
+        """Attribute time to a nested entry until `leave_phase`, in the training's thread alone."""
+        if get_ident() == self._thread:
+            self._nested.append(entry)
+            self._update()
+
+    def leave_phase(self, entry: str) -> None:
+        if get_ident() == self._thread and entry in self._nested:
+            self._nested.remove(entry)
+            self._update()
+
+    # Loops over `steps()`
+
+    def start_loop(self) -> None:
+        self._open_loops += 1
+        if self._open_loops == 1:
+            self._thread = get_ident()
+            self._started_loops += 1
+            self.resume_steps()
+
+    def end_loop(self) -> None:
+        self._open_loops -= 1
+        if not self._open_loops:
+            self.switch_to(BETWEEN_LOOPS)
+
+    def stop(self) -> None:
+        """Stop the clock. Safe to call twice."""
+        self._account, self._now_ns = self._current(), None
+
+    def stop_own_loop(self, ended_ns: int) -> None:
+        """Stop the clock of a plain loop. If it only calls `step()`, only this shows its end.
+
+        Args:
+            ended_ns: The time of all steps at the end of the last one, as `steps_ns` returns it.
+        """
+        if self._now_ns is not None and not self._started_loops and self.has_stepped:
+            account = self._current()
+            self._put(account.with_moved(STEPS, TEAR_DOWN, max(account.steps_ns - ended_ns, 0)))
+        self.stop()
+
+    # Results
+
+    @property
+    def steps_ms(self) -> float:
+        """Duration of all steps but the first, without pauses (in milliseconds)."""
+        account = self._current()
+        return (account.entries_ns.get(STEPS, 0) + account.saves_in_steps_ns) / 1e6
+
+    def summary(self) -> WallClockBreakdown:
+        """Return the breakdown of the time so far."""
+        account = self._current()
+        if self._started_loops == 1:
+            account = account.with_moved(BETWEEN_LOOPS, TEAR_DOWN)
+        return WallClockBreakdown(
+            {name: ns / 1e9 for name, ns in account.entries_ns.items() if ns},
+            account.saves_in_steps_ns / 1e9,
+            self.after_batches_ns / 1e9,
+        )
+
+    def _current(self) -> _Account:
+        now_ns, account = self._now_ns, self._account
+        return account if now_ns is None else account.until(now_ns())
+
+    def _update(self) -> None:
+        """Attribute time from now on to what is open now."""
+        if self._now_ns is None:
+            return
+        is_in_step = self.entry in (FIRST_STEP, STEPS)
+        entry = self._nested[-1] if self._nested else self.entry
+        self._put(
+            replace(
+                self._current(),
+                entry=_ENTRY_OF_PHASE.get(entry, entry),
+                is_step=is_in_step and self._nested in ([], [SAVES]),
+                is_save_in_steps=self.entry == STEPS and self._nested == [SAVES],
+            )
+        )
+
+    def _put(self, account: _Account) -> None:
+        self._account = account
+        self.outside_ns = account.since_ns - account.steps_ns

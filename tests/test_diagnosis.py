@@ -1,0 +1,544 @@
+"""The diagnosis: a pure function of a measurement and the set-up."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU, Layer
+from fake_lightning import Model, SavingTrainer, trainer
+from fake_loop import Loop, hooks
+from torch import Tensor
+
+from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
+from lightning_gputime._diagnosis.diagnose import diagnose
+from lightning_gputime._diagnosis.diagnosis import Diagnosis
+from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.ranks import RankSummary
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.slow import SlowSummary
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.summary import PhaseSummary
+
+LOADER = TrainingSetup(has_loader=True, num_workers=2, pin_memory=True, cores=16)
+STEP = {"data": 0.4, "forward": 4.0, "loss": 0.2, "backward": 8.0, "optimizer": 1.0, "other": 0.1}
+
+
+def measurement(
+    phases_ms: Mapping[str, float],
+    *,
+    host_ms: Mapping[str, float] | None = None,
+    wait_ms: float = 3.0,
+    **facts: Any,
+) -> Measurement:
+    """100 steps on a GPU that sets the pace, unless the host waits less."""
+    step_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
+    host_ms = {**phases_ms, **(host_ms or {})}
+    rows = {
+        name: PhaseStats(
+            100, ms, ms, ms, ms, share=ms / step_ms, host_mean_ms=host_ms[name], p5_ms=ms
+        )
+        for name, ms in phases_ms.items()
+    }
+    step = PhaseStats(100, step_ms, step_ms, step_ms, step_ms, share=1.0, p5_ms=step_ms)
+    return Measurement(rows, step, 100, host_wait_mean_ms=wait_ms, **facts)
+
+
+def on_host(phases_ms: Mapping[str, float], **facts: Any) -> Measurement:
+    return measurement(phases_ms, wait_ms=0.0, on_host_clock=True, **facts)
+
+
+def fit(steps_s: float, **entries_s: float) -> dict[str, WallClockBreakdown]:
+    named = {name.replace("_", " "): s for name, s in entries_s.items()}
+    return {"wall_clock": WallClockBreakdown({"steps": steps_s, **named})}
+
+
+def check(diagnosis: Diagnosis) -> Diagnosis:
+    """Return a diagnosis whose time breakdown adds up."""
+    breakdown = diagnosis.time_breakdown
+    assert breakdown is not None
+    assert sum(row.share for row in breakdown.rows) == pytest.approx(1, abs=1e-9)
+    assert sum(row.seconds for row in breakdown.rows) == pytest.approx(breakdown.wall_s)
+    assert all(row.speed_up is None or row.speed_up >= 1 for row in breakdown.rows)
+    shares = [row.share for row in breakdown.rows]
+    assert shares == sorted(shares, reverse=True)
+    return diagnosis
+
+
+@pytest.mark.parametrize(
+    ("measured", "code", "grade", "entry", "speed_up"),
+    [
+        # Nothing can be removed: what limits the model's own work.
+        (measurement(STEP), "GPU-bound", "balanced", "GPU work", None),
+        (on_host(STEP), "compute-bound", "balanced", "CPU work", None),
+        (measurement(STEP, wait_ms=0.1), "launch-bound", "bound", "GPU work", None),
+        # From 20 % of the time on it is the bottleneck, from 5 % on worth a look.
+        (on_host(STEP | {"data": 13.3}), "input-bound", "bound", "data", 2.0),
+        (on_host(STEP | {"data": 3.4}), "input-bound", "bound", "data", 1.2556),
+        (on_host(STEP | {"data": 3.2}), "input-bound", "worth a look", "data", 1.2406),
+        (on_host(STEP | {"data": 0.5}), "compute-bound", "balanced", "CPU work", None),
+        # The parts of `data` are entries of their own, and the rest is named by what it is.
+        (
+            on_host(STEP | {"data": 13.3, "data/fetch": 13.3}),
+            "input-bound",
+            "bound",
+            "data/fetch",
+            2.0,
+        ),
+        (
+            on_host(STEP | {"data": 13.3, "data/fetch": 0.3}),
+            "input-bound",
+            "bound",
+            "data (transfer hooks)",
+            1.9559,
+        ),
+        (
+            measurement(STEP | {"data": 13.3, "data/fetch": 0.3, "data/copy": 13.0}),
+            "copy-bound",
+            "bound",
+            "data/copy",
+            1.9559,
+        ),
+        (on_host(STEP | {"callbacks": 13.7}), "callback-bound", "bound", "callbacks", 2.0),
+        (on_host(STEP | {"other": 13.6}), "other-bound", "bound", "other", 2.0),
+        (on_host(STEP | {"loss": 13.5}), "loss-bound", "bound", "loss", 2.0),
+        (on_host(STEP | {"optimizer": 12.7}), "optimizer-bound", "bound", "optimizer", 2.0),
+        (on_host(STEP | {"augment": 13.7}), "phase-bound", "bound", "augment", 2.0),
+        # On a GPU the optimizer is work, and so is the loss.
+        (measurement(STEP | {"optimizer": 12.7}), "GPU-bound", "balanced", "GPU work", None),
+        (
+            measurement(STEP | {"backward/comm": 5.0}),
+            "communication-bound",
+            "bound",
+            "communication",
+            1.5747,
+        ),
+        # Host time of a phase can be removed where the host sets the pace, whatever the GPU took.
+        (
+            measurement(STEP, host_ms={"other": 4.2}, wait_ms=0.0),
+            "other-bound",
+            "bound",
+            "other",
+            1.4421,
+        ),
+        # The whole fit.
+        (
+            on_host(STEP, **fit(10.0, validation=10.0)),
+            "validation-bound",
+            "bound",
+            "validation",
+            2.0,
+        ),
+        (
+            on_host(STEP, **fit(10.0, epoch_ends=10.0)),
+            "epoch-end-bound",
+            "bound",
+            "epoch ends",
+            2.0,
+        ),
+        (on_host(STEP, **fit(10.0, paused=10.0)), "paused-bound", "bound", "paused", 2.0),
+        (
+            on_host(STEP, wall_clock=WallClockBreakdown({"steps": 10.0, "set-up": 10.0})),
+            "startup-bound",
+            "bound",
+            "set-up",
+            None,
+        ),
+    ],
+)
+def test_diagnosis_names_the_largest_removable_entry(
+    measured: Measurement, code: str, grade: str, entry: str, speed_up: float | None
+) -> None:
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.grade, found.entry) == (code, grade, entry)
+    assert found.time_breakdown is not None
+    expected = pytest.approx(speed_up, abs=1e-4) if speed_up else None
+    assert found.time_breakdown[entry].speed_up == expected
+    assert found.headline.startswith(code) or grade == "worth a look"
+
+
+def test_a_phase_that_is_long_in_a_single_step_is_no_bottleneck() -> None:
+    def code_of(untimed_steps: int) -> str:
+        measured = on_host(STEP | {"callbacks": 6.0}, untimed_steps=untimed_steps)
+        rows = measured.rows
+        longest = replace(rows["callbacks"], max_ms=550.0)
+        return check(diagnose(replace(measured, rows={**rows, "callbacks": longest}), LOADER)).code
+
+    # 600 ms in 100 steps, of which one has 550: the others have 50 of 1420 ms.
+    assert code_of(0) == "compute-bound"
+    # 3,600 ms in 600 steps, of which 100 were timed.
+    assert code_of(500) == "callback-bound"
+
+
+def test_diagnosis_says_where_the_cpu_blocks() -> None:
+    phases = {"data": 0.2, "forward": 4.0, "loss": 0.2, "backward": 8.0, "optimizer": 1.0}
+    host = {"data": 0.2, "forward": 0.5, "loss": 9.9, "backward": 2.0, "optimizer": 0.8}
+    found = check(diagnose(measurement(phases, host_ms=host, wait_ms=0.0), LOADER))
+    assert found.code == "sync-bound"
+    assert "`loss`" in found.headline
+    assert found.advice[0].text == "remove .item() and prints from `loss`"
+
+
+def test_speed_up_without_a_wait_is_the_time_in_which_the_gpu_idles() -> None:
+    phases = {"forward": 4.5, "backward": 9.0, "other": 4.5}
+    host = {"forward": 1.2, "backward": 3.6, "other": 13.2}
+    found = check(diagnose(measurement(phases, host_ms=host, wait_ms=0.0), LOADER))
+    assert (found.code, found.entry) == ("sync-bound", "other")
+    assert found.headline.endswith("; without that the training is up to 1.33x as fast")
+    assert found.advice[0].text == "remove .item() and prints from `other`"
+
+
+@pytest.mark.parametrize(
+    ("busy_ms", "speed_up"),
+    [(None, 2.0), (10.0, 1.37)],  # No step gets shorter than the work of the GPU.
+)
+def test_speed_up_is_bounded_by_the_work_of_the_gpu(busy_ms: float | None, speed_up: float) -> None:
+    found = measurement(STEP, host_ms={"other": 6.85}, wait_ms=0.0)
+    if busy_ms is not None:
+        rows = {**found.rows}
+        rows["backward"] = replace(rows["backward"], gpu_busy_mean_ms=busy_ms)
+        found = replace(found, rows=rows)
+    breakdown = diagnose(found, LOADER).time_breakdown
+    assert breakdown is not None
+    assert breakdown["other"].speed_up == pytest.approx(speed_up)
+
+
+@pytest.mark.parametrize(
+    ("setup", "phases", "expected"),
+    [
+        (replace(LOADER, num_workers=0), {}, ["num_workers=4 (now 0)"]),
+        (replace(LOADER, num_workers=0, cores=2), {}, ["num_workers=2 (now 0)"]),
+        (
+            LOADER,
+            {},
+            ["more workers (now num_workers=2; 16 CPU cores per rank)", "cheaper transforms"],
+        ),
+        (
+            replace(LOADER, num_workers=15),
+            {},
+            [
+                "cheaper transforms: the CPU cores are busy (now num_workers=15; 16 CPU cores per"
+                " rank)"
+            ],
+        ),
+        (
+            replace(LOADER, is_in_memory=True),
+            {},
+            ["index whole batches, by dataset[indices]: the tensors are in memory already"],
+        ),
+        (replace(LOADER, num_workers=None), {}, ["cheaper transforms, or workers that load ahead"]),
+        # Not the fetch: hooks between fetch and copy. The dataset does not matter.
+        (
+            replace(LOADER, is_in_memory=True),
+            {"data/fetch": 0.2},
+            [
+                "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
+                " take 11.8 ms of 25.3 ms per step: move them into the dataset, so that its workers"
+                " run them"
+            ],
+        ),
+    ],
+)
+def test_advice_on_the_loader_follows_from_its_parts(
+    setup: TrainingSetup, phases: dict[str, float], expected: list[str]
+) -> None:
+    measured = on_host(STEP | {"data": 12.0, "data/fetch": 12.0} | phases)
+    found = check(diagnose(measured, setup))
+    assert [advice.text for advice in found.advice][: len(expected)] == expected
+    assert all(advice.code for advice in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("measured", "setup", "codes"),
+    [
+        (
+            measurement(STEP),
+            replace(LOADER, precision="32-true", has_bf16=True),
+            ["precision", "modules"],
+        ),
+        (measurement(STEP, wait_ms=0.0), LOADER, ["batch_size", "compile", "cuda_graphs"]),
+        (
+            on_host(STEP | {"callbacks": 13.7, "callbacks/EMA.on_train_batch_end": 13.0}),
+            LOADER,
+            ["callback", "modules"],
+        ),
+        (on_host(STEP, **fit(10.0, checkpoints=10.0)), LOADER, ["save_less", "modules"]),
+        (on_host(STEP, **fit(10.0, validation=10.0)), LOADER, ["evaluate_less", "modules"]),
+        (on_host(STEP | {"optimizer": 12.0}), replace(LOADER, unfused="Adam"), ["fused"]),
+        (on_host(STEP | {"augment": 14.0}), LOADER, ["shorten", "modules"]),
+        (
+            measurement(STEP | {"other": 20.0}),
+            replace(LOADER, pin_memory=False, is_own_loop=True),
+            ["pin_memory", "name_phase"],
+        ),
+        (
+            on_host(STEP | {"augment": 2.0}, blurred=("augment",), not_measured=("x",)),
+            LOADER,
+            ["modules"],
+        ),
+    ],
+)
+def test_advice_belongs_to_the_entries(
+    measured: Measurement, setup: TrainingSetup, codes: list[str]
+) -> None:
+    found = [advice.code for advice in check(diagnose(measured, setup)).advice]
+    assert found[: len(codes)] == codes
+
+
+def test_no_verdict_rests_on_phases_that_are_not_separated() -> None:
+    measured = on_host(STEP | {"data": 20.0}, blurred=("data", "callbacks"))
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.entry, found.headline, found.advice) == ("", "", "", ())
+    assert found.time_breakdown is not None
+    assert found.time_breakdown["data"].speed_up is None
+    # A device that sets the pace does so whatever is missing.
+    measured = measurement(STEP | {"data": 20.0}, wait_ms=9.0, blurred=("data", "callbacks"))
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.entry) == ("GPU-bound", "GPU work")
+    assert "nothing else" not in found.headline
+
+
+def slow(share: float, **causes: float) -> SlowSummary:
+    worst = SlowStep(7, 30.0, 14.0, "forward", (Cause("compilation", 9.0, 9.0, ""),), 7.0)
+    unexplained = causes.pop("unexplained", 0.0)
+    lost = {"forward": {**causes, "unexplained": unexplained}}
+    return SlowSummary(10, 100, share, causes, unexplained, worst, lost)
+
+
+def test_breakdown_adds_up_whatever_the_numbers_are() -> None:
+    chance = random.Random(0)
+    phases = ["data", "data/fetch", "data/comm", "callbacks", "forward", "backward/comm", "own"]
+    for _ in range(300):
+        chosen = ["backward", *chance.sample(phases, chance.randrange(len(phases)))]
+        # A part is no longer than its phase, which may be missing.
+        ms = {name: chance.random() for name in chosen if "/" not in name}
+        ms |= {
+            name: chance.random() * ms.setdefault(name.partition("/")[0], chance.random()) / 2
+            for name in chosen
+            if "/" in name
+        }
+        causes = {"unexplained": chance.random(), "off_cpu": chance.random()}
+        lost = {name: causes for name in ms if chance.random() < 0.7}
+        worst = SlowStep(3, 5.0, 1.0, "backward", (), chance.random(), 1.0, lost)
+        entries_s = {name: chance.random() for name in ("set-up", "validation", "checkpoints")}
+        measured = measurement(
+            ms,
+            host_ms={name: 2 * chance.random() for name in ms},
+            wait_ms=chance.choice([0.0, chance.random()]),
+            on_host_clock=chance.random() < 0.3,
+            timing_share=chance.choice([None, 2 * chance.random()]),
+            slow=chance.choice([None, SlowSummary(1, 100, 0.5, causes, 0.1, worst, lost)]),
+            ranks=RankSummary({}, (0, 1), chance.choice([None, 0, 1]), chance.random(), chosen[-1]),
+            **chance.choice([{}, fit(chance.random(), **entries_s)]),
+        )
+        breakdown = check(diagnose(measured, LOADER)).time_breakdown
+        assert breakdown is not None
+        assert all(row.seconds >= -1e-12 for row in breakdown.rows)
+
+
+def test_unexplained_slow_steps_are_no_entry_and_no_verdict() -> None:
+    measured = on_host(STEP | {"forward": 12.0}, slow=slow(0.3, unexplained=0.3))
+    found = check(diagnose(measured, LOADER))
+    assert found.code == "compute-bound"
+    text = str(PhaseSummary(measured, LOADER))
+    assert "step times vary: 90 % of the steps take" in text
+    assert "unexplained" not in [row.name for row in found.time_breakdown.rows]  # type: ignore[union-attr]
+
+
+def test_a_cause_of_slow_steps_is_an_entry() -> None:
+    measured = on_host(STEP | {"forward": 12.0}, slow=slow(0.3, compilation=0.3))
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.entry) == ("compile-bound", "slow steps: compilation")
+    assert found.time_breakdown is not None
+    assert found.time_breakdown[found.entry].speed_up == pytest.approx(1 / 0.7)
+
+
+def test_long_steps_that_were_not_sampled_are_an_entry_without_verdict() -> None:
+    measured = on_host(STEP)
+    rows = {
+        name: replace(row, share=0.6 * row.share, share_error=0.02)
+        for name, row in measured.rows.items()
+    }
+    measured = replace(measured, rows=rows, not_sampled_steps=40, not_sampled_share=0.4)
+    found = check(diagnose(measured, LOADER))
+    assert found.time_breakdown is not None
+    entry = found.time_breakdown["not sampled"]
+    assert entry.share == pytest.approx(0.4)
+    assert (entry.code, entry.speed_up) == ("", None)
+    assert found.time_breakdown["CPU work"].error > 0.02
+    assert "not sampled: 40 long steps, 40 % of the time" in str(PhaseSummary(measured, LOADER))
+
+
+def test_a_costly_slowdown_is_in_the_headline() -> None:
+    slowdown = Slowdown("jump", 500, 1.0, 0.1, 14.0, "forward", 14.0, lost_share=0.3)
+    assert str(slowdown) in diagnose(on_host(STEP, slowdown=slowdown), LOADER).headline
+    small = replace(slowdown, lost_share=0.05)
+    measured = on_host(STEP, slowdown=small)
+    assert str(small) not in diagnose(measured, LOADER).headline
+    assert str(small) in str(PhaseSummary(measured, LOADER))
+
+
+def test_the_slowest_rank_is_named() -> None:
+    ranks = RankSummary({}, (0, 1), slowest_rank=1, phase="data", behind_median_ms=6.0)
+    measured = measurement(STEP | {"backward": 14.0, "backward/comm": 7.0}, ranks=ranks)
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.entry) == ("rank-bound", "the slowest rank")
+    assert found.advice[0].text == "look at rank 1, in `data`: the other ranks wait for it"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"is_warmup": True}, {"stage": "validation", "steps": 19}, {"steps": 0}],
+)
+def test_nothing_is_said_where_too_little_was_measured(facts: dict[str, Any]) -> None:
+    assert diagnose(replace(on_host(STEP | {"data": 20.0}), **facts), LOADER) == Diagnosis()
+
+
+# Through the public API
+
+
+class HostModel(Model):
+    """A model whose step takes the host a known time, and the device none."""
+
+    def __init__(self, gpu: FakeGPU, first_ms: float, step_ms: float) -> None:
+        super().__init__(gpu)
+        self.net = Layer(gpu, 0.0)
+        self.first_ms, self.step_ms = first_ms, step_ms
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.gpu.host_work(self.step_ms if self.trainer.global_step else self.first_ms)
+        return self(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gpu.host_work(50.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters())
+
+
+class Planted(pl.Callback):
+    """Takes the host a known time at each place of a fit."""
+
+    def __init__(self, gpu: FakeGPU, steps: int, callback_ms: float, saves: list[int]) -> None:
+        self.gpu, self.steps, self.callback_ms, self.saves = gpu, steps, callback_ms, saves
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.gpu.host_work(7.0)
+
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self.gpu.host_work(3.0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # What follows the last step is in none.
+        if trainer.global_step < self.steps:
+            self.gpu.host_work(self.callback_ms)
+        if trainer.global_step in self.saves:
+            trainer.save_checkpoint("none")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.gpu.host_work(11.0)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.gpu.host_work(13.0)
+
+
+class Fetches:
+    """A loader whose batches take the host a known time."""
+
+    def __init__(self, gpu: FakeGPU, n: int, fetch_ms: float) -> None:
+        self.gpu, self.n, self.fetch_ms = gpu, n, fetch_ms
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Any:
+        for _ in range(self.n):
+            self.gpu.host_work(self.fetch_ms)
+            yield torch.ones(1, 2)
+
+
+def planted(
+    *, steps: int = 6, fetch_ms: float = 0.0, callback_ms: float = 0.0, saves: Any = (), **more: Any
+) -> GPUPhaseTimer:
+    """Run a fit of known times: a first step of 500 ms, and others of 60 ms."""
+    gpu = FakeGPU()
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=1, **more)
+    SavingTrainer.gpu = gpu
+    work = Planted(gpu, steps, callback_ms, [*saves])
+    trainer(timer, work, kind=SavingTrainer, num_sanity_val_steps=1).fit(
+        HostModel(gpu, 500.0, 60.0), Fetches(gpu, steps, fetch_ms), Fetches(gpu, 2, 0.0)
+    )
+    breakdown = check(timer.summary().diagnosis).time_breakdown
+    assert breakdown is not None
+    assert breakdown.scope == "fit"
+    assert breakdown.wall_s == pytest.approx(gpu.host_ns() / 1e9)
+    return timer
+
+
+AROUND = {"set-up": 7.0, "sanity check": 53.0, "validation": 100.0, "first step": 440.0}
+AROUND |= {"epoch ends": 11.0, "tear-down": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        # The first step is also one of six steps.
+        ({}, {"other": 360.0, "GPU work": 0.0}),
+        ({"fetch_ms": 20.0}, {"data/fetch": 120.0, "other": 360.0, "GPU work": 0.0}),
+        # No callback precedes the first step, which is taken to be like the others.
+        (
+            {"callback_ms": 10.0},
+            {"callbacks": 60.0, "other": 360.0, "GPU work": 0.0, "first step": 430.0},
+        ),
+        # A checkpoint inside a step is not also a callback.
+        (
+            {"callback_ms": 10.0, "saves": [2, 4]},
+            {
+                "callbacks": 60.0,
+                "checkpoints": 80.0,
+                "other": 360.0,
+                "GPU work": 0.0,
+                "first step": 430.0,
+            },
+        ),
+        ({"saves": [2]}, {"checkpoints": 40.0, "other": 360.0, "GPU work": 0.0}),
+        ({"saves": [2, 6]}, {"checkpoints": 80.0, "other": 360.0, "GPU work": 0.0}),
+    ],
+)
+def test_each_entry_of_a_fit_has_the_time_that_was_planted(
+    plant: dict[str, Any], expected: dict[str, float]
+) -> None:
+    breakdown = planted(**plant).summary().time_breakdown
+    assert breakdown is not None
+    found = {row.name: 1e3 * row.seconds for row in breakdown.rows}
+    assert found == pytest.approx({**AROUND, **expected}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [({"fetch_ms": 60.0}, "data/fetch"), ({"saves": [1, 2, 3, 4, 5]}, "checkpoints")],
+)
+def test_removing_an_entry_brings_the_speed_up(plant: dict[str, Any], name: str) -> None:
+    breakdown, without = (planted(**one).summary().time_breakdown for one in (plant, {}))
+    assert breakdown is not None
+    assert without is not None
+    reached = breakdown.wall_s / without.wall_s
+    assert breakdown[name].speed_up == pytest.approx(reached, rel=1e-6)
+
+
+def test_a_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(8)):
+            loop.train(x)
+    timer.save(tmp_path / "run.json")
+    summary, found = timer.summary(), load(tmp_path / "run.json").summary()
+    assert summary.code
+    assert found.diagnosis == summary.diagnosis
+    assert str(found) == str(summary)
+    assert summary.to_dict()["diagnosis"]["code"] == summary.code

@@ -1,0 +1,288 @@
+"""Models, optimizers and loops that once broke a training, or were slow: the training goes on."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import installed
+from fake_gpu import Adder, FakeGPU, Layer, steps
+from fake_lightning import Loader, Model, fit, trainer
+from fake_loop import Loop, hooks
+from test_nothing_stays import left_on
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
+from lightning_gputime._boundaries.optimizer import OptimizerBoundary
+
+# Attributes of a model that the package must not trust
+
+
+NAMES = ("module", "optimizer", "gradient_state", "is_compiled")
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "text": lambda: "text",
+    "python module": lambda: sys,
+    "nn.Module": lambda: nn.Linear(2, 2),
+    "list": lambda: [1],
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_of_a_model_are_the_users(gpu: FakeGPU, name: str, value: str) -> None:
+    model = Model(gpu)
+    setattr(model, name, VALUES[value]())
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, modules=["net"])
+    fit(gpu, model, 2, timer=timer)
+    assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
+
+
+def test_a_module_that_is_called_module_is_no_wrapper(gpu: FakeGPU) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = Layer(gpu, 4.0, 7.75), Layer(gpu, 1.0, 1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.module(x))
+            return out
+
+    model = Outer()
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    timed = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, modules=["module", "head"])
+    with timed as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 2):
+            model(x).sum().backward()
+            optimizer.step()
+    assert [(step["forward/module"], step["forward/head"]) for step in steps(timer)] == [(4, 1)] * 2
+
+
+def test_a_wrapper_of_torch_is_looked_through(gpu: FakeGPU, two_ranks: None) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(Layer(gpu, 4.0)))
+    timer = GPUPhaseHooks(model, _clock=gpu, modules=["0"])
+    assert [*timer._loop.submodules] == ["0"]
+
+
+def test_a_model_whose_getattr_answers_anything_is_timed(gpu: FakeGPU) -> None:
+    class Proxy(Layer):
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("__"):
+                    raise
+                return self.linear
+
+    model = Proxy(gpu, 4.0, 7.75)
+    optimizer = Adder(model.parameters(), gpu, 2.0)
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 2):
+            model(x).sum().backward()
+            optimizer.step()
+    assert [step["forward"] for step in steps(timer)] == [4.0, 4.0]
+
+
+# Errors of the timer itself
+
+
+class Exotic(torch.optim.Optimizer):
+    """An optimizer whose groups are not torch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.kept = [*self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns nothing
+        with torch.no_grad():
+            for parameter in self.kept:
+                parameter.sub_(1.0)
+
+
+GROUPS: dict[str, Any] = {
+    "no params": [{}],
+    "None": None,
+    "numbers": [1],
+    "params is None": [{"params": None}],
+    "names": [{"params": ["weight"]}],
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_optimizer_with_other_groups_updates(loop: Loop, groups: str, is_given: bool) -> None:
+    optimizer: Any = Exotic(loop.model.parameters())
+    optimizer.param_groups = GROUPS[groups]
+    before = loop.model.linear.bias.clone()
+    given = [loop.optimizer, *[optimizer][:is_given]]
+    with GPUPhaseHooks(loop.model, given, _clock=loop.gpu, warmup_steps=0) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.micro_batch(x)
+            optimizer.step()
+            loop.update()
+    torch.testing.assert_close(loop.model.linear.bias, before - 3.0)
+    assert len(timer.history()) == 3
+
+
+FAILING = {
+    "step()": "lightning_gputime._session.session.Session.end_step",
+    "steps()": "lightning_gputime._session.session.Session.begin",
+    "an update": "lightning_gputime._boundaries.optimizer.OptimizerBoundary._begin",
+    "a backward": "lightning_gputime._boundaries.backward.BackwardBoundary.on_call_end",
+    "remove()": "lightning_gputime._session.session.Session.compare_ranks",
+    "the end of a loop": "lightning_gputime._session.session.Session.loop_ends",
+}
+
+
+@pytest.mark.parametrize("place", FAILING)
+def test_an_error_of_the_timer_ends_the_timing_alone(
+    loop: Loop, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise LookupError("of the timer")
+
+    with hooks(loop) as timer:
+        monkeypatch.setattr(FAILING[place], fails)
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+            timer.step()
+    assert "of the timer" in caplog.text
+    assert installed(*things) == bare
+
+
+# Evaluations that fail while they are set up
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+def test_an_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
+    gpu: FakeGPU, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    class Fails(pl.Callback):
+        def on_validation_start(self, *_: Any) -> None:
+            monkeypatch.setattr(OptimizerBoundary, "patch_zero_grad", fails)
+
+    model = Model(gpu)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    owner = trainer(Fails(), timer)
+    if error is KeyboardInterrupt:
+        with pytest.raises(SystemExit):
+            owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
+    else:
+        owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
+        assert owner.state.finished
+    assert left_on(*model.modules()) == []
+
+
+# Depth and length
+
+
+class Recursive(nn.Module):
+    """A module that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.deepest = 0
+
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        self.deepest = max(self.deepest, depth)
+        try:
+            result: Tensor = self(x, depth + 1)
+        except RecursionError:
+            result = self.linear(x)
+        return result
+
+
+def test_a_module_that_calls_itself_reaches_the_same_depth() -> None:
+    limit = sys.getrecursionlimit()
+    bare, timed = Recursive(), Recursive()
+    bare(torch.ones(1, 2))
+    with GPUPhaseHooks(timed, torch.optim.SGD(timed.parameters(), 0.1)) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 2):
+            timed(x).sum().backward()
+    assert timed.deepest >= bare.deepest
+    assert sys.getrecursionlimit() == limit
+
+
+def test_batches_that_are_passed_over_take_constant_time(loop: Loop) -> None:
+    def time_of(n: int) -> float:
+        start = time.perf_counter()
+        with hooks(loop) as timer:
+            for i in timer.steps(range(n)):
+                if i < 5:
+                    loop.train(torch.ones(1, 2))
+        assert len(timer.history()) == 5
+        return time.perf_counter() - start
+
+    time_of(100)
+    assert time_of(16_000) < 40 * time_of(1_000)  # Some 256 times, if each looks at all before it.
+
+
+# Phases and micro-batches across loops
+
+
+@pytest.mark.parametrize("every", [1, 10, "auto"])
+def test_a_phase_inside_which_a_loader_yields_ends_with_the_fetch(loop: Loop, every: Any) -> None:
+    def load() -> Any:
+        for _ in range(130):
+            with phase("load"):
+                loop.gpu.work(1.0)
+                yield torch.ones(1, 2)
+
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in timer.steps(load()):
+            loop.train(x)
+            loop.gpu.host_work(20.0)
+    first, last = steps(timer)[1], steps(timer)[-1]
+    assert first == last
+    assert (last["load"], last["forward"], last["backward"]) == (1.0, 4.0, 8.0)
+
+
+def test_micro_batches_of_loops_that_were_left_are_kept(loop: Loop) -> None:
+    with hooks(loop, accumulate_grad_batches="auto") as timer:
+        for _ in range(2):
+            for _ in zip(range(1), timer.steps(loop.batches(4)), strict=False):
+                pass
+            for x in timer.steps(loop.batches(4)):
+                loop.micro_batch(x)
+                break
+            loop.gpu.work(100.0)
+            for x in timer.steps(loop.batches(2)):
+                loop.micro_batch(x)
+            loop.update()
+            for x in timer.steps(loop.batches(1)):
+                loop.train(x)
+    assert [step["forward"] for step in steps(timer)] == [12.0, 4.0, 12.0, 4.0]
+
+
+# Ends
+
+
+def test_an_interrupted_last_wait_leaves_nothing(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    timer = hooks(loop).attach()
+    for x in timer.steps(loop.batches(3)):
+        loop.train(x)
+    monkeypatch.setattr("fake_gpu.FakeEvent.synchronize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        timer.remove()
+    assert installed(*things) == bare
+    timer.remove()
+    assert not torch_optimizer._global_optimizer_post_hooks

@@ -1,0 +1,219 @@
+"""Estimates over all steps, of which some were timed, in loops whose times are known exactly."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import MS, Adder, FakeEvent, FakeGPU, Layer
+from fake_loop import Logger, timed_indices
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseHooks, phase
+
+BASE_MS = {"data": 0.05, "forward": 0.25, "backward": 0.35, "other": 0.15}
+WARMUP = 5
+
+
+class HostClock(FakeGPU):
+    """A host's clock on which an event takes 4 us, which are part of no phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worked_ns = 0
+
+    def host_work(self, ms: float) -> None:
+        super().host_work(ms)
+        self.worked_ns += round(ms * MS)
+
+    def work(self, device_ms: float, host_ms: float = 0.0) -> None:
+        self.host_work(device_ms + host_ms)
+
+    def event(self) -> FakeEvent:
+        return _HostEvent(self)
+
+
+class _HostEvent(FakeEvent):
+    def __init__(self, clock: HostClock) -> None:
+        super().__init__(clock)
+        self._clock = clock
+
+    def record(self) -> None:
+        self._clock.now += 4_000
+        self._at = self._clock.worked_ns
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class Trained:
+    """A timer after training, and the time that each phase took without the warm-up."""
+
+    timer: GPUPhaseHooks
+    steps_ms: list[float]
+    phases_ms: dict[str, float]
+
+    @property
+    def mean_ms(self) -> float:
+        return sum(self.steps_ms) / len(self.steps_ms)
+
+
+Extra = Callable[[int], float]
+
+
+def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: Any) -> Trained:
+    """Trains `n` steps, which take `extra` longer in the phase of `place`."""
+    clock = HostClock()
+    model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
+    optimizer = Adder(model.parameters(), clock, 0.0)
+    phases_ms = dict.fromkeys((*BASE_MS, place), 0.0)
+    steps_ms = []
+
+    def work(i: int, name: str) -> None:
+        ms = BASE_MS.get(name, 0.0) + (extra(i) if name == place else 0.0)
+        clock.host_work(ms)
+
+    def loader() -> Iterator[Tensor]:
+        for i in range(n):
+            work(i, "data")
+            yield torch.ones(4, 2)
+
+    with GPUPhaseHooks(model, optimizer, _clock=clock, warmup_steps=WARMUP, **options) as timer:
+        for i, x in enumerate(timer.steps(loader())):
+            work(i, "other")
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if place not in BASE_MS:
+                with phase(place):
+                    work(i, place)
+            if i >= WARMUP:
+                for name in phases_ms:
+                    phases_ms[name] += BASE_MS.get(name, 0.0) + extra(i) * (name == place)
+                steps_ms.append(sum(BASE_MS.values()) + extra(i))
+    return Trained(timer, steps_ms, phases_ms)
+
+
+def every(period: int, ms: float, offset: int = 0) -> Extra:
+    return lambda i: ms if (i + offset) % period == 0 else 0.0
+
+
+def once(ms: float, at: int) -> Extra:
+    return lambda i: ms if i == at else 0.0
+
+
+CASES: dict[str, tuple[int, str, Extra]] = {
+    "a fetch after each log": (3000, "data", every(50, 8.0, 1)),
+    "a fetch in 1 of 10 steps": (3000, "data", every(10, 20.0)),
+    "a jump at step 110": (3000, "other", lambda i: 3.5 if i >= 110 else 0.0),
+    "a logger at i % 50": (3000, "logger", every(50, 20.0)),
+    "a logger at (i + 1) % 50": (3000, "logger", every(50, 20.0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shares_of_planted_phases_are_those_of_all_steps(case: str) -> None:
+    trained = train(CASES[case][0], *CASES[case][1:])
+    summary = trained.timer.summary()
+    assert summary.steps < len(trained.steps_ms)
+    all_ms = sum(trained.phases_ms.values())
+    for name, ms in trained.phases_ms.items():
+        row = summary.rows[name]
+        # Half of a 95 % interval is about two standard errors.
+        assert abs(row.share - ms / all_ms) <= max(0.03, row.share_error), name
+        assert abs(row.share - ms / all_ms) <= row.share_error + 0.01, name
+    # What events take of the timed steps is in no step of the loop, but in its time.
+    assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
+
+
+@pytest.mark.parametrize(("period", "offset"), [(10, 1), (49, 1), (50, 0), (51, 13), (100, 1)])
+def test_periodic_work_is_no_slowdown(period: int, offset: int) -> None:
+    trained = train(600, "data", every(period, 0.64 * period, offset))
+    assert trained.timer.summary().slowdown is None
+
+
+def test_two_runs_that_differ_in_an_offset_have_equal_means_and_throughput() -> None:
+    runs = [train(*CASES[case]) for case in CASES if case.startswith("a logger")]
+    summaries = [run.timer.summary() for run in runs]
+    one, other = (summary.step for summary in summaries)
+    assert one.mean_ms == pytest.approx(other.mean_ms, rel=0.02)
+    for run, summary in zip(runs, summaries, strict=True):
+        assert summary.items_per_sec == pytest.approx(4e3 / run.mean_ms, rel=0.02)
+
+
+def test_percentiles_are_those_of_all_steps() -> None:
+    summary = train(*CASES["a fetch in 1 of 10 steps"]).timer.summary()
+    short_ms = sum(BASE_MS.values())
+    assert summary.step.p5_ms == pytest.approx(short_ms, rel=0.05)
+    assert summary.step.p50_ms == pytest.approx(short_ms, rel=0.05)
+    assert summary.step.p95_ms == pytest.approx(short_ms + 20.0, rel=0.02)
+    assert summary.step.max_ms == pytest.approx(short_ms + 20.0, rel=0.02)
+
+
+def test_a_single_long_step_that_was_not_timed_is_reported() -> None:
+    # Once, long after the first steps: no block can be there but by chance.
+    found = [train(2000, "data", once(400.0, at)) for at in (1203, 1437, 1666)]
+    silent = [run for run in found if run.timer.summary().not_sampled_steps]
+    assert silent
+    for run in silent:
+        summary = run.timer.summary()
+        assert summary.not_sampled_steps == 1
+        assert summary.not_sampled_share == pytest.approx(400.8 / sum(run.steps_ms), rel=0.03)
+        assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
+        shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
+        assert shares + summary.not_sampled_share == pytest.approx(1.0)
+
+
+def test_pauses_between_untimed_steps_are_in_no_step() -> None:
+    def train_with(pause_ms: float) -> GPUPhaseHooks:
+        clock = HostClock()
+        model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
+        with GPUPhaseHooks(model, _clock=clock, warmup_steps=WARMUP) as timer:
+            for i, x in enumerate(timer.steps(torch.ones(2000, 4, 2))):
+                clock.host_work(BASE_MS["other"])
+                model(x).sum().backward()
+                if i % 70 == 0 and pause_ms:
+                    with timer.paused():
+                        clock.host_work(pause_ms)
+        return timer
+
+    found, without = (train_with(ms).summary() for ms in (50.0, 0.0))
+    assert found.steps < 1000
+    assert found.not_sampled_steps == 0
+    assert found.step.mean_ms == pytest.approx(without.step.mean_ms, rel=0.01)
+    assert found.step.max_ms < 2.0
+    assert found.wall_clock is not None
+    assert found.wall_clock.entries_s["paused"] == pytest.approx(29 * 0.05, rel=0.001)
+
+
+def test_a_summary_changes_nothing() -> None:
+    timer = train(*CASES["a fetch after each log"]).timer
+    assert str(timer.summary()) == str(timer.summary())
+
+
+@pytest.mark.parametrize("every_n_steps", [7, 10, 50])
+def test_logs_are_those_of_all_steps_under_the_numbers_that_are_due(every_n_steps: int) -> None:
+    logger = Logger()
+    trained = train(
+        1000,
+        "data",
+        every(10, 20.0),
+        every_n_steps=every_n_steps,
+        logger=logger,
+        log_every_n_steps=20,
+    )
+    # Not before a step was timed.
+    due = [
+        number for number in range(19, 1000, 20) if number >= timed_indices(every_n_steps, 50)[0]
+    ]
+    assert [step for step, _ in logger.calls] == due
+    # The keys of a CSV file are those of its first row.
+    assert len({frozenset(metrics) for _, metrics in logger.calls}) == 1
+    means = [metrics["phase_time/step_ms"] for _, metrics in logger.calls[1:]]
+    assert math.fsum(means) / len(means) == pytest.approx(trained.mean_ms, rel=0.02)

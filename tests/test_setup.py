@@ -1,0 +1,130 @@
+"""What a timer knows of how a training is set up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_lightning import Model, fit, trainer
+from fake_loop import Loop, hooks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from lightning_gputime import GPUPhaseTimer
+from lightning_gputime._boundaries import loop as boundaries
+from lightning_gputime._saved_runs.environment import (
+    Environment,
+    _unfused,
+    cores_of_rank,
+    known_of_loader,
+    setup_of,
+)
+
+
+@pytest.mark.parametrize(("inside", "has_parts"), [(1, True), (0, False)])
+def test_setup_says_if_the_model_has_modules(inside: int, has_parts: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(inside)))
+    setup = setup_of(Environment(), boundaries.Loop(model), told_precision=False)
+    assert setup.has_parts == has_parts
+
+
+def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert [cores_of_rank(ranks) for ranks in (1, 4, 8, 32)] == [64, 16, 8, 8]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores_of_rank(32) == 32
+
+
+def test_setup_has_the_kind_of_dataset() -> None:
+    there = TensorDataset(torch.zeros(8, 2))
+    known = known_of_loader(DataLoader(Subset(there, [0, 1])))
+    assert (known["is_in_memory"], known["is_iterable"]) == (True, False)
+    known = known_of_loader([loader(), DataLoader(Endless())])
+    assert (known["is_in_memory"], known["is_iterable"]) == (True, True)
+    other: Any = [1, 2]
+    assert not known_of_loader(DataLoader(other))["is_in_memory"]
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(8, 2))
+
+
+def test_setup_has_the_loader_of_an_evaluation(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
+    data: Any = torch.zeros(8, 2)
+    trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)
+    setup = timer._evaluations.results["val"].setup
+    assert (setup.has_loader, setup.num_workers, setup.batch_size) == (True, 0, 4)
+
+
+def loader(**options: Any) -> Any:
+    return DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4, **options)
+
+
+def test_setup_has_the_loader_of_a_plain_loop(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in timer.steps(loader()):
+            loop.gpu.host_work(50.0)
+            loop.train(torch.zeros(1, 2))
+    setup = timer._results.setup
+    assert (setup.num_workers, setup.pin_memory, setup.persistent_workers) == (0, False, False)
+    assert (setup.batch_size, setup.prefetch_factor, setup.has_loader) == (4, None, True)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "workers", "pinned"),
+    [
+        ({"a": loader(), "b": loader()}, 0, False),
+        ([loader(), loader(num_workers=2)], None, False),
+        ([torch.zeros(1)] * 3, None, None),
+        ([torch.zeros(1)] * 1000, None, None),
+        ((), None, None),
+        (loader(num_workers=2), 2, False),
+    ],
+)
+def test_setup_has_what_several_loaders_agree_on(
+    loaders: Any, workers: int | None, pinned: bool | None
+) -> None:
+    known = known_of_loader(loaders)
+    assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
+
+
+class Odd:
+    """A loader of a user's own, with an attribute that raises."""
+
+    num_workers = "many"
+
+    @property
+    def pin_memory(self) -> bool:
+        raise RuntimeError("not yet")
+
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(1, 2)] * 3)
+
+
+def test_setup_ignores_attributes_of_other_loaders(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(Odd()):
+            loop.train(x)
+    setup = timer._results.setup
+    assert (setup.num_workers, setup.pin_memory, setup.has_loader) == (None, None, True)
+    assert timer.summary().steps == 3
+
+
+def test_setup_has_the_precision_of_the_trainer(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu))
+    assert timer._results.setup.precision == "32-true"
+    assert not timer._results.setup.has_bf16
+
+
+def test_unfused_names_optimizers_that_could_be_fused() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert _unfused([torch.optim.AdamW(parameters)]) == "AdamW"
+    assert _unfused([torch.optim.AdamW(parameters, fused=True)]) == ""
+    assert _unfused([torch.optim.LBFGS(parameters)]) == ""
+    assert _unfused([]) == ""
+    assert _unfused([SimpleNamespace(param_groups=["none of torch's"])]) == ""
