@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import islice, pairwise, repeat
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._session.schedule import Schedule
+from lightning_gputime._session.schedule import Plan, Schedule
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -55,6 +55,21 @@ ON_A_DEVICE: dict[str, Callable[[], Boundaries]] = (
 LEAST, TIMED = "the least timer", "every step timed"
 
 T = TypeVar("T")
+
+
+class Alternating:
+    """A schedule that times blocks of `BLOCK` steps, with as many untimed ones before each."""
+
+    plan, times_all, warmup_steps = Plan(BLOCK, 2 * BLOCK), False, 0
+
+    def next_timed(self, index: int) -> int:
+        return index + max(BLOCK - index % (2 * BLOCK), 0)
+
+    def is_timed(self, index: int) -> bool:
+        return index == self.next_timed(index)
+
+    def is_probed(self, index: int) -> bool:
+        return False
 
 
 def synchronize() -> None:
@@ -244,7 +259,7 @@ def added_by_timed(training: Training) -> Generator[float, None, None]:
         training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
     ) as timer:
         # As "auto" does it, but whatever it takes.
-        timer._session._schedule = Schedule(2 * BLOCK, BLOCK, 2 * BLOCK)
+        timer._session._schedule = cast("Schedule", Alternating())
         batches = iter(timer.steps(repeat(training.x)))
 
         def step() -> None:
@@ -386,7 +401,7 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
             before = after
     # Of the timer what differs inside of one fit: the host has other moods in the next.
     timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False)
-    watch = Stopwatch(timer, Schedule(2 * BLOCK, BLOCK, 2 * BLOCK))
+    watch = Stopwatch(timer, cast("Schedule", Alternating()))
     blocks = [
         statistics.mean(block)
         for block in batched(fit(task, 4 * rounds * BLOCK, watch, timer)[4 * BLOCK :], BLOCK)

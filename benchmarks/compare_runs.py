@@ -34,6 +34,7 @@ from torch import nn
 from lightning_gputime import Environment, GPUPhaseHooks, Run, RunComparison, compare, load
 from lightning_gputime._auto_instrumentation.command import _LOOKS
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._output.summary import summary_of
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._saved_runs.compare import compare_groups
 from lightning_gputime._saved_runs.page import page
@@ -119,7 +120,7 @@ def run_of(step_ms: Any, phases_ms: dict[str, Any], like: Run | None = None) -> 
         history[name] = times
     if like is not None:
         return replace(like, history=history, warmup_steps=0)
-    return Run(Environment(), history, 0, Results(1, 0).summary())
+    return Run(Environment(), history, 0, summary_of(Results(1, 0)))
 
 
 def made(noise: str, steps: int, rng: np.random.Generator) -> Run:

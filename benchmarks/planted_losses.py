@@ -317,19 +317,18 @@ def measure(run: Callable[..., PhaseSummary], case: Case, rounds: int) -> dict[s
         name: [] for name in ("promised", "with_waits", "got", "largest", "with_it", "without")
     }
     for i in range(rounds + 1):
-        summary, base = run(**with_it), run(**without).losses
-        losses = summary.losses
+        summary, base = run(**with_it), run(**without).time_breakdown
+        losses = summary.time_breakdown
         assert losses is not None
         assert base is not None
         if i:  # Before, some things were imported or compiled for the first time.
             for key, of in ("promised", lines), ("with_waits", {*lines, *WAITS}):
-                found[key].append(1 / (1 - sum(losses[line] for line in of)))
+                found[key].append(1 / (1 - sum(losses[line].share for line in of)))
             found["got"].append(losses.wall_s / base.wall_s)
-            promises = [(row.at_most, row.name) for row in losses.rows if row.at_most is not None]
+            promises = [(row.speed_up, row.name) for row in losses.rows if row.speed_up is not None]
             found["largest"].append(max(promises))
             for key, one in ("with_it", losses), ("without", base):
-                entries = (*one.rows, one.work)
-                found[key].append({row.name: round(row.share * one.wall_s, 4) for row in entries})
+                found[key].append({row.name: round(row.seconds, 4) for row in one.rows})
     fits = [found.pop(key) for key in ("with_it", "without")]
     everything: dict[str, Any] = {"rounds": found, "seconds": seconds_by_line(*fits)}
     if summary.probe_failure:

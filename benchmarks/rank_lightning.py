@@ -11,7 +11,7 @@ from rank_nets import Delimiter, Job, Listener, Net, shard
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._output.summary import PhaseSummary
 
 
 class Loader:

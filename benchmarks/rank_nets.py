@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._output.summary import PhaseSummary
 
 SLOW_RANK = 1
 LAYERS = 8

@@ -31,7 +31,7 @@ from record import ENVIRONMENT, command, new_parser, save
 from torch.profiler import ProfilerActivity
 
 from lightning_gputime import StepTimes
-from lightning_gputime._measurement.summary import PhaseSummary
+from lightning_gputime._output.summary import PhaseSummary
 
 IN_LIGHTNING = {"lightning ddp": "ddp", "lightning fsdp2": "fsdp2"}
 STRATEGIES = (*PLAIN, *IN_LIGHTNING)

@@ -130,9 +130,8 @@ def with_probes(task: Task, batch: Batch, device: torch.device, steps: int) -> d
             loss.backward()
             optimizer.step()
     summary = timer.summary()
-    assert summary.losses is not None
-    print(summary.losses, flush=True)
-    return {"mfu": summary.mfu, "losses": summary.to_dict()["losses"]}
+    print(summary, flush=True)
+    return {"mfu": summary.mfu, "diagnosis": summary.to_dict()["diagnosis"]}
 
 
 class Kept(pl.loggers.logger.DummyLogger):
