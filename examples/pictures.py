@@ -39,7 +39,7 @@ ENVIRONMENT = " · torch "
 SHOW = (
     "import runpy, sys; sys.argv.pop(0); runpy.run_module('lightning_gputime', run_name='__main__')"
 )
-VERDICT = re.compile(r"(longest phase|mixed|[\w-]+-bound): ")
+VERDICT = re.compile(r"(cpu-contention|[\w-]+-bound)")
 NOTEBOOK = (
     "import matplotlib.pyplot as plt\nfrom lightning_gputime import load\n"
     "from plot_phases import plot_steps",
