@@ -53,7 +53,7 @@ SOURCE = Path(planted_projects.__file__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What the timer concludes from one run.
+    """Conclusions of the timer from one run.
 
     Attributes:
         code: Verdict code.

@@ -534,7 +534,7 @@ def rank_metrics(found: Any) -> dict[str, float]:
 
 
 class PairwiseTrainer(Trainer):
-    """A Trainer with a slow loss of its own."""
+    """A Trainer with a slow custom loss."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return pairwise_loss(model(**inputs)["logits"])

@@ -28,7 +28,7 @@ EVENT_US = 4.0
 PERIODS = (7, 10, 25, 49, 50, 51, 64, 100, 500)
 PLACES = ("fetch", "body", "logger", "callback")
 PHASE_OF = {"fetch": "data", "body": "other", "logger": "logger", "callback": "callback"}
-THRESHOLDS = (0.05, 0.2)  # Shares at which what is said of a phase changes.
+THRESHOLDS = (0.05, 0.2)  # Shares at which the verdict on a phase changes.
 
 
 class ExactClock:

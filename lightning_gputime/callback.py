@@ -226,7 +226,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._wall_clock.after_batches_ns += self._evaluations.end()
+        self._wall_clock.add_after_batches(self._evaluations.end())
         if self._fit is not None:
             self._fit.evaluation_ends(trainer)
 

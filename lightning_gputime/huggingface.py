@@ -105,7 +105,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is in no training.
+        # A copy is not attached to a training.
         own = {"_trainer": None, "_handled": None, "_train_call": None, "_before": None}
         off = {"_run_start_ns": None, "_is_table_due": False, "_is_in_step": False}
         return {**super().__getstate__(), **own, **off}
@@ -138,7 +138,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             if self._session.is_attached:
                 self._end_run(None)
             if self._session.is_attached:
-                self._detach()  # No event has told the end of the training.
+                self._detach()  # The Trainer returned without `on_train_end`.
         finally:
             self._leave()
             self._leave_run()
@@ -353,7 +353,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if output is None:  # It raised.
             self._evaluations.abort()
         else:
-            self._wall_clock.after_batches_ns += self._evaluations.end()
+            self._wall_clock.add_after_batches(self._evaluations.end())
         self._end_evaluate(output)
 
     # Logs

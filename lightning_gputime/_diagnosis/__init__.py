@@ -1,4 +1,4 @@
-"""What limits a training, and what to do about it: pure functions of a `Measurement`.
+"""Diagnosis of a training and advice, as pure functions of a `Measurement`.
 
 `diagnose` returns one `Diagnosis`, and every output shows that one. Thresholds, verdict codes and
 advice belong here. Statistics belong in `_measurement`, tables and texts around them in `_output`.

@@ -1,4 +1,4 @@
-"""What to do about an entry of the time breakdown, as far as the numbers support it."""
+"""Advice on an entry of the time breakdown, as far as the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

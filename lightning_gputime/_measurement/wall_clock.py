@@ -122,8 +122,7 @@ class WallClock:
         self._nested: list[str] = []  # Innermost last.
         self.has_stepped = False
         """True once the first step has ended."""
-        self.after_batches_ns = 0
-        """Time of evaluations after their last batch (in nanoseconds)."""
+        self._after_batches_ns = 0  # Time of evaluations after their last batch.
         self._open_loops = self._started_loops = 0  # Over `steps()`.
         if since_ns is None:
             since_ns = now_ns() if now_ns is not None else 0
@@ -199,6 +198,10 @@ class WallClock:
             self._nested.remove(entry)
             self._update()
 
+    def add_after_batches(self, ns: int) -> None:
+        """Note how long an evaluation took after its last batch (in nanoseconds)."""
+        self._after_batches_ns += ns
+
     # Loops over `steps()`
 
     def start_loop(self) -> None:
@@ -244,7 +247,7 @@ class WallClock:
         return WallClockBreakdown(
             {name: ns / 1e9 for name, ns in account.entries_ns.items() if ns},
             account.saves_in_steps_ns / 1e9,
-            self.after_batches_ns / 1e9,
+            self._after_batches_ns / 1e9,
         )
 
     def _current(self) -> _Account:
