@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
-from models import bare_trainer, be_quiet
+from models import Repeat, bare_trainer, be_quiet
 from record import environment, new_parser, save
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
@@ -263,7 +263,7 @@ class Stopwatch(pl.Callback):
 def fit(layers: int, steps: int, watch: Stopwatch) -> list[float]:
     """Train in Lightning, and return the microseconds of each step."""
     trainer = bare_trainer(max_epochs=1, callbacks=[watch, watch._timer])
-    trainer.fit(Task(layers), [torch.randn(64, 96)] * (steps + 1))
+    trainer.fit(Task(layers), Repeat(torch.randn(64, 96), steps + 1))
     return [end - start for start, end in pairwise(watch.starts_us)]
 
 

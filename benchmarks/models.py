@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,6 +98,19 @@ def load(name: str, device: torch.device) -> tuple[Task, Batch]:
     if x.is_floating_point():
         x = x.to(torch.bfloat16)
     return Task(net.to(device, torch.bfloat16)), (x.to(device), y.to(device))
+
+
+class Repeat:
+    """A loader that yields the same batch n times. Lightning takes a list for several loaders."""
+
+    def __init__(self, batch: object, n: int) -> None:
+        self._batch, self._n = batch, n
+
+    def __iter__(self) -> Iterator[object]:
+        return repeat(self._batch, self._n)
+
+    def __len__(self) -> int:
+        return self._n
 
 
 def bare_trainer(**options: Any) -> pl.Trainer:

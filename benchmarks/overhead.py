@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from models import Batch, Task, bare_trainer, be_quiet, load
+from models import Batch, Repeat, Task, bare_trainer, be_quiet, load
 from record import environment, new_parser, save
 
 from lightning_gputime import GPUPhaseTimer
@@ -49,11 +49,21 @@ class FourSynchronize(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self.times = [time.perf_counter()]
 
-    def _wait(self, *_: Any) -> None:
+    def _wait(self) -> None:
         torch.cuda.synchronize()
         self.times.append(time.perf_counter())
 
-    on_before_zero_grad = on_before_backward = on_after_backward = on_train_batch_end = _wait
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._wait()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._wait()
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._wait()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._wait()
 
 
 WAYS: dict[str, Callable[[], Tool]] = {
@@ -134,7 +144,7 @@ def train(task: Task, batch: Batch, ways: Sequence[str]) -> Times:
         callbacks=[turns],
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer.fit(task, [batch] * (len(ways) * (SETTLE + BLOCK) + 1))
+        trainer.fit(task, Repeat(batch, len(ways) * (SETTLE + BLOCK) + 1))
     times: Times = {}
     for way, step_ms in zip(ways, turns.step_ms(), strict=True):
         times.setdefault(way, []).append(step_ms)

@@ -266,7 +266,7 @@ def _wait_us(window: Span, own: list[Event], busy: list[Span], strategy: str, na
 
 def _in_pauses(window: Span, own: list[Event], busy: list[Span]) -> float:
     """Return the time of collectives on the stream, and of its pauses while others are busy."""
-    wait = sum(event["dur"] for event in own if is_collective(event))
+    wait: float = sum(event["dur"] for event in own if is_collective(event))
     until = window[0]
     for start, end in [*((event["ts"], end_of(event)) for event in own), (window[1], window[1])]:
         if start - until > GAP_US:
@@ -282,7 +282,9 @@ def _after_own_work(window: Span, own: list[Event]) -> float:
     """
     kernels = [event for event in own if event["cat"] == "kernel"]
     last = max((end_of(event) for event in kernels if not is_collective(event)), default=window[0])
-    before = sum(event["dur"] for event in kernels if is_collective(event) and event["ts"] < last)
+    before: float = sum(
+        event["dur"] for event in kernels if is_collective(event) and event["ts"] < last
+    )
     return window[1] - last + before
 
 

@@ -190,11 +190,12 @@ def main() -> None:
         loops.append(judge(pattern, *train(pattern)))
         if not loops[-1]["is_close"] or not loops[-1]["is_right"]:
             print("WRONG", pattern, loops[-1])
-    off = np.array([loop["off"] for loop in loops])
+    off = np.concatenate([loop["off"] for loop in loops])
+    covered = np.concatenate([loop["is_covered"] for loop in loops])
     results = {
         "loops": len(loops),
         "within_3_points_or_error": sum(loop["is_close"] for loop in loops),
-        "intervals_that_cover": round(float(np.mean([loop["is_covered"] for loop in loops])), 3),
+        "intervals_that_cover": round(float(covered.mean()), 3),
         "right_side_of_thresholds": sum(loop["is_right"] for loop in loops),
         "rms_off_points": round(100 * float(np.sqrt(np.mean(np.square(off)))), 2),
         "max_off_points": round(100 * float(off.max()), 2),
