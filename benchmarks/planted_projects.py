@@ -861,7 +861,7 @@ PLAIN = [
     plain("slow first step", FIRST_STEP, net=partial(Net, first_s=ONCE_S)),
     plain("garbage collected", GARBAGE, "collect_garbage|line:gc.collect()",
           after_step=collect_garbage, both={"net": Hoarding}),
-    plain("recompilation", answer("compile-bound"), "Recompiling", net=partial(Recompiling, 6),
+    plain("recompilation", answer("compile-bound"), "line:self.layers(x)", net=partial(Recompiling, 6),
           clean={"net": partial(Recompiling, 0)}),
     plain("named phase", answer("phase-bound", "augment"), "augment", augment=be_slow),
     plain("a tenth after the update", {**OTHER, "grade": "worth a look"}, UPDATES,

@@ -146,9 +146,7 @@ def source_between(start: Place, end: Place) -> Source | None:
                 return _source(first, _line_reached(first, last))
     if start:  # The function was left.
         return _source(start[0], start[0].last_line)
-    if end:  # The function was called.
-        return _source(end[0]._replace(line=end[0].first_line), end[0].line)
-    return None
+    return None  # A function that was called since: other code of a trainer ran before it.
 
 
 def _line_reached(first: Frame, last: Frame) -> int:

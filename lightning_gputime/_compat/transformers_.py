@@ -155,7 +155,7 @@ _NAMED_EVENTS = (
     *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"),
     *("on_evaluate", "on_predict", "on_save", "on_log"),
 )
-_NAMED_METHODS = ("compute_loss", "save_model", "log", "create_optimizer_and_scheduler")
+_NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
 
 
 def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:

@@ -85,7 +85,7 @@ class Session:
         self._ended: deque[tuple[int, int]] = deque(maxlen=options._lag + 1)
         self._log_at = -inf  # From this number on a step is the next to be logged; at first, any.
         self._warmup = options.timed_warmup_steps
-        self.analyzer = SlowStepAnalyzer(clock, results.slow)
+        self.analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = _UserCalls(options.observers, self.analyzer)
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         is_auto = options.every_n_steps == AUTO
