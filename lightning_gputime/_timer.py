@@ -19,9 +19,11 @@ from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.named_calls import NamedCalls
 from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._boundaries.sources import Frame, PlaceTimer
+from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.table import Table, Tabular, show
 from lightning_gputime._measurement.wall_clock import WallClock
@@ -31,6 +33,7 @@ from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._saved_runs import saved
+from lightning_gputime._saved_runs.costly import CostlySettings, merge
 from lightning_gputime._saved_runs.environment import (
     Environment,
     environment_of,
@@ -94,6 +97,7 @@ class Timer(Tabular):
         self._patches = Attachments()  # What is on the objects of a trainer.
         self._warn_once = WarnOnce()
         self._environment = Environment()
+        self._costly_settings = CostlySettings()
         self._evaluations = Evaluations(options)
         self._wall_clock = WallClock(None)
         self._culprits = CulpritSums()
@@ -151,6 +155,9 @@ class Timer(Tabular):
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
+        work = CPU_WORK if on_host else GPU_WORK
+        self._costly_settings = CostlySettings.of(self._environment, loop, work)
+        self._read_costly_settings()
         # Owned before it is attached: whatever is interrupted, `_detach` finds it.
         self._session = session = Session(options, clock, loop, self._results, means, outside)
         try:
@@ -196,6 +203,8 @@ class Timer(Tabular):
         """End the measurement: read and compare the last steps, and take the hooks off."""
         session = self._session
         try:
+            # Some can be turned on during training.
+            self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()
         finally:
             self._forget(session)
@@ -237,8 +246,16 @@ class Timer(Tabular):
         self._loader = loader
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known, loader_prefix=prefix)
+        if not self._wall_clock.has_stepped:
+            self._read_costly_settings()  # Those of torch are often set after `attach`.
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
+
+    def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
+        """Read the settings that are known to cost time, and keep those read before."""
+        setup = self._results.setup
+        settings = merge(before, self._costly_settings.read(setup))
+        self._results.setup = replace(setup, costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""

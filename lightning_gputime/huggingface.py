@@ -194,6 +194,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             expects=transformers_.expected_of(trainer),
             counts_steps=True,
             accumulate_grad_batches=args.gradient_accumulation_steps,
+            every_step_log="logging_steps" if _logs_every_step(args, state) else "",
         )
         self._unlogged.clear()
         self._has_fetched = False
@@ -446,6 +447,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer = self._handled = None
         is_due, self._is_table_due = self._is_table_due, False
         self._show(is_due)
+
+
+def _logs_every_step(args: Any, state: Any) -> bool:
+    # `args.logging_steps` may be a fraction of all steps; the state has the number.
+    return bool(args.logging_strategy == "steps" and state.logging_steps == 1)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:
