@@ -1,13 +1,12 @@
-"""Counts the calls of Python functions that this package makes in a step.
+"""Count the calls of this package's Python functions per step.
 
-The host's clock is a fake one, which stands still but where a step moves it. So the counts are the
-same on every machine, as long as Python and Lightning are of the same versions.
+The host clock is simulated: it advances only in forward. So the counts are the same on every
+machine that has the same versions of Python and Lightning. `host_bounds.json` has the maximum per
+step; `tests/test_host_cost.py` asserts it.
 
     python benchmarks/host_counts.py
     python benchmarks/host_counts.py --each     # by function
-    python benchmarks/host_counts.py --record   # the bounds that no step may exceed
-
-`host_bounds.json` has how many calls a step may take; `tests/test_host_cost.py` asserts it.
+    python benchmarks/host_counts.py --record   # write host_bounds.json
 """
 
 import argparse
@@ -17,15 +16,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
-from loops import bare_trainer, be_quiet
+from models import bare_trainer, be_quiet
 from torch import Tensor, nn
 
 import lightning_gputime
@@ -33,22 +31,26 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 PACKAGE = os.path.dirname(lightning_gputime.__file__)
 BOUNDS = Path(__file__).parent / "host_bounds.json"
+SETTLE, STEPS = 60, 400  # Steps before the measured ones, and measured steps.
+NEVER = 10**9  # With this `every_n_steps` no step is timed.
+SLOW_EVERY = 4  # On a noisy host 1 of this many steps is slow.
 
-SETTLE, STEPS = 60, 400
-"""Of each run this many steps are not counted, and then this many are."""
 
-NEVER = 10**9
-"""No step of a run is the last of so many: with this `every_n_steps` none is timed."""
+class Meter(Protocol):
+    """Measures the steps between two moments."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class Calls:
-    """Counts calls of the package's functions, events of its host clock included."""
+    """Counter of calls of the package's functions."""
 
     def __init__(self) -> None:
         self.of = Counter[str]()
 
     def begin(self) -> None:
-        # Where a collection falls depends on what else has run in this process.
+        # When garbage is collected depends on what else has run in this process.
         gc.disable()
         sys.setprofile(self._count)
 
@@ -64,19 +66,14 @@ class Calls:
         return self.of.total() / STEPS
 
 
-SLOW_EVERY = 4
-"""On a noisy host 1 of this many steps is slow."""
-
-
 class HostTime:
-    """The host's time, which stands still but where it is told to move."""
+    """A simulated host clock. Forward takes 1 ms, or 3 ms in the slow steps of a noisy host."""
 
     def __init__(self, *, is_noisy: bool = False) -> None:
         self.ns = self._forwards = 0
         self._is_noisy = is_noisy
 
     def pass_forward(self) -> None:
-        """Let a forward pass take 1 ms, or 3 ms in the slow steps of a noisy host."""
         self._forwards += 1
         is_slow = self._is_noisy and self._forwards % SLOW_EVERY == 0
         self.ns += 3_000_000 if is_slow else 1_000_000
@@ -86,8 +83,6 @@ class HostTime:
 
 
 class Net(nn.Module):
-    """A small net, in whose forward pass a millisecond passes."""
-
     def __init__(self, time: HostTime) -> None:
         super().__init__()
         self.linear, self._time = nn.Linear(2, 2), time
@@ -99,8 +94,6 @@ class Net(nn.Module):
 
 
 class Task(pl.LightningModule):
-    """Its training in Lightning."""
-
     def __init__(self, time: HostTime) -> None:
         super().__init__()
         self.net = Net(time)
@@ -114,74 +107,63 @@ class Task(pl.LightningModule):
 
 
 class Batches:
-    """The loader, which begins and ends the counting."""
+    """A loader that begins and ends a measurement."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
 
     def __len__(self) -> int:
-        # One more, before which the counting ends.
-        return SETTLE + STEPS + 1
+        return SETTLE + STEPS + 1  # The measurement ends before the last batch.
 
     def __iter__(self) -> Iterator[Tensor]:
         x = torch.ones(2, 2)
         for number in range(len(self)):
             if number == SETTLE:
-                self._calls.begin()
+                self._meter.begin()
             elif number == SETTLE + STEPS:
-                self._calls.end()
+                self._meter.end()
             yield x
 
 
-def in_steps(time: HostTime, calls: Calls, every_n_steps: int) -> None:
-    """Trains in a plain loop over `steps()`."""
+def in_steps(time: HostTime, meter: Meter, every_n_steps: int) -> None:
+    """Train in a plain loop over `steps()`."""
     net = Net(time)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with GPUPhaseHooks(net, optimizer, every_n_steps=every_n_steps) as timer:
-        for x in timer.steps(Batches(calls)):
+        for x in timer.steps(Batches(meter)):
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
 
 
-def in_step(time: HostTime, calls: Calls, every_n_steps: int) -> None:
-    """Trains in a plain loop that calls `step()`."""
+def in_step(time: HostTime, meter: Meter, every_n_steps: int) -> None:
+    """Train in a plain loop that calls `step()`."""
     net = Net(time)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with GPUPhaseHooks(net, optimizer, every_n_steps=every_n_steps) as timer:
-        for x in Batches(calls):
+        for x in Batches(meter):
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
             timer.step()
 
 
-def in_lightning(time: HostTime, calls: Calls, every_n_steps: int) -> None:
-    """Trains in Lightning, without other callbacks."""
+def in_lightning(time: HostTime, meter: Meter, every_n_steps: int) -> None:
     timer = GPUPhaseTimer(print_summary=False, every_n_steps=every_n_steps)
     trainer = bare_trainer(accelerator="cpu", max_epochs=1, callbacks=[timer])
-    trainer.fit(Task(time), Batches(calls))
+    trainer.fit(Task(time), Batches(meter))
 
 
-WAYS: dict[str, Callable[[HostTime, Calls, int], None]] = {
+WAYS: dict[str, Callable[[HostTime, Meter, int], None]] = {
     "GPUPhaseHooks.steps": in_steps,
     "GPUPhaseHooks.step": in_step,
     "GPUPhaseTimer": in_lightning,
 }
 
 
-@contextmanager
-def standing_still(*, is_noisy: bool = False) -> Iterator[HostTime]:
-    """Puts a fake clock in the place of the host's."""
-    time = HostTime(is_noisy=is_noisy)
-    with patch("time.perf_counter_ns", time.read):
-        yield time
-
-
 def count(way: str, every_n_steps: int = 1, *, is_noisy: bool = False) -> Calls:
-    """Returns the calls in the steps of one way to train."""
-    calls = Calls()
-    with standing_still(is_noisy=is_noisy) as time:
+    calls, time = Calls(), HostTime(is_noisy=is_noisy)
+    with patch("time.perf_counter_ns", time.read):
         try:
             WAYS[way](time, calls, every_n_steps)
         finally:
@@ -189,30 +171,22 @@ def count(way: str, every_n_steps: int = 1, *, is_noisy: bool = False) -> Calls:
     return calls
 
 
-def count_all() -> dict[str, dict[str, float]]:
-    """Returns how many calls a step takes in each way to train.
+def count_each(way: str) -> dict[str, Calls]:
+    """Return the calls of timed steps, of timed steps on a noisy host, and of untimed steps."""
+    return {"timed": count(way), "noisy": count(way, is_noisy=True), "untimed": count(way, NEVER)}
 
-    "noisy" is a timed step on a host where a quarter of the steps is slow.
-    """
+
+def count_all() -> dict[str, dict[str, float]]:
+    """Return the calls per step in each loop."""
     return {
-        way: {
-            "timed": count(way).each_step(),
-            "noisy": count(way, is_noisy=True).each_step(),
-            "untimed": count(way, NEVER).each_step(),
-        }
-        for way in WAYS
+        way: {kind: calls.each_step() for kind, calls in count_each(way).items()} for way in WAYS
     }
 
 
 def print_each() -> None:
-    """Prints how often each function is called in a step."""
     for way in WAYS:
-        for title, calls in (
-            ("timed", count(way)),
-            ("noisy", count(way, is_noisy=True)),
-            ("untimed", count(way, NEVER)),
-        ):
-            print(f"\n{way}, {title}: {calls.each_step()}")
+        for kind, calls in count_each(way).items():
+            print(f"\n{way}, {kind}: {calls.each_step()}")
             for name, times in calls.of.most_common():
                 print(f"{times / STEPS:8.4g}  {name}")
 
@@ -226,7 +200,7 @@ if __name__ == "__main__":
     if arguments.each:
         print_each()
     else:
-        found = count_all()
-        print(json.dumps(found, indent=2))
+        counts = count_all()
+        print(json.dumps(counts, indent=2))
         if arguments.record:
-            BOUNDS.write_text(json.dumps(found, indent=2) + "\n")
+            BOUNDS.write_text(json.dumps(counts, indent=2) + "\n")

@@ -1,8 +1,8 @@
-"""Kernels: those that spin for a known time, and those in a trace of the profiler."""
+"""Spin kernels of a known length, and the kernels in a trace of torch.profiler."""
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
-
 Event = dict[str, Any]
-"""An event of a trace, with its times in microseconds."""
+"""An event of a trace, with times in microseconds."""
 
 
 class SpinInBackward(torch.autograd.Function):
@@ -21,30 +20,28 @@ class SpinInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spin: Callable[[], object]) -> Tensor:
-        """Returns `x`."""
         ctx.spin = spin
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Spins, and returns the gradient."""
         ctx.spin()
         return grads[0], None
 
 
 def spin_in_backward(x: Tensor, spin: Callable[[], object]) -> Tensor:
-    """Returns `x`; its backward calls `spin`."""
+    """Return `x`; its backward calls `spin`."""
     spinning: Tensor = SpinInBackward.apply(x, spin)  # type: ignore[no-untyped-call]
     return spinning
 
 
 def cycles_of(ms: float) -> int:
-    """Returns how many cycles `torch.cuda._sleep` needs to take `ms`."""
+    """Return the cycles for which `torch.cuda._sleep` takes `ms`."""
     return round(100_000_000 / spin_ms(100_000_000) * ms)
 
 
 def spin_ms(cycles: int) -> float:
-    """Returns how long a spin kernel takes (in milliseconds)."""
+    """Return the milliseconds that a spin kernel takes."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(10_000_000)
     start.record()
@@ -56,7 +53,7 @@ def spin_ms(cycles: int) -> float:
 
 
 def traced(run: Callable[[], T], *activities: ProfilerActivity) -> tuple[T, list[Event]]:
-    """Returns what `run` does, and the events of its trace."""
+    """Return the result of `run`, and the events of its trace."""
     with profile(activities=activities) as profiler:
         result = run()
         torch.cuda.synchronize()
@@ -66,13 +63,12 @@ def traced(run: Callable[[], T], *activities: ProfilerActivity) -> tuple[T, list
         return result, json.loads(path.read_text())["traceEvents"]
 
 
-def of_categories(events: list[Event], *categories: str) -> list[Event]:
-    """Returns the events of these categories, in the order of their starts."""
+def of_categories(events: Iterable[Event], *categories: str) -> list[Event]:
+    """Return the events of these categories, sorted by start."""
     found = (event for event in events if event.get("cat") in categories)
     return sorted(found, key=lambda event: event["ts"])
 
 
 def end_of(event: Event) -> float:
-    """Returns when an event ends (in microseconds)."""
     end: float = event["ts"] + event["dur"]
     return end

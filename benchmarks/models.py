@@ -1,7 +1,10 @@
-"""The models that the benchmarks train, with their batches, as LightningModules."""
+"""Models, batches, and a Trainer without extras, shared by the benchmarks."""
 
-import itertools
+import logging
+import warnings
 from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +26,6 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns hidden states of the shape of `x`, (batch, length, width)."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv
@@ -34,19 +36,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model; predicts the next token."""
+    """A language model that predicts the next token."""
 
-    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+    def __init__(self, layers: int, width: int, vocabulary: int, length: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns logits of shape (batch, length, vocabulary)."""
-        hidden = self.blocks(self.tokens(x) + self.positions[: x.shape[1]])
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(self.blocks(self.tokens(x) + self.positions[: x.shape[1]]))
         return logits
 
 
@@ -57,28 +57,20 @@ class Task(pl.LightningModule):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the net's logits."""
-        logits: Tensor = self.net(x)
-        return logits
-
     def loss(self, out: Tensor, y: Tensor) -> Tensor:
-        """Returns the loss of what the net returned."""
         return nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the loss of one batch."""
         x, y = batch
-        return self.loss(self(x), y)
+        return self.loss(self.net(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def _gpt(layers: int, width: int, batch: int) -> tuple[nn.Module, Batch]:
-    tokens = torch.randint(0, 32768, (batch, 513))
-    return GPT(layers, width, width // 64, 32768, 512), (tokens[:, :-1], tokens[:, 1:])
+def _gpt12() -> tuple[nn.Module, Batch]:
+    tokens = torch.randint(0, 32768, (14, 513))
+    return GPT(12, 768, 32768, 512), (tokens[:, :-1], tokens[:, 1:])
 
 
 def _mlp() -> tuple[nn.Module, Batch]:
@@ -95,28 +87,46 @@ def _resnet50() -> tuple[nn.Module, Batch]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "mlp": _mlp,
-    "gpt4": lambda: _gpt(4, 512, 16),
-    "gpt12": lambda: _gpt(12, 768, 14),
+    "gpt12": _gpt12,
     "resnet50": _resnet50,
 }
 
 
-class Repeat:
-    """A loader that yields the same batch `n` times, and costs nothing."""
+def load(name: str, device: torch.device) -> tuple[Task, Batch]:
+    """Return a task in bfloat16 and a batch, both on the device."""
+    net, (x, y) = MODELS[name]()
+    if x.is_floating_point():
+        x = x.to(torch.bfloat16)
+    return Task(net.to(device, torch.bfloat16)), (x.to(device), y.to(device))
 
-    def __init__(self, batch: Batch, n: int) -> None:
+
+class Repeat:
+    """A loader that yields the same batch n times. Lightning takes a list for several loaders."""
+
+    def __init__(self, batch: object, n: int) -> None:
         self._batch, self._n = batch, n
 
-    def __iter__(self) -> Iterator[Batch]:
-        return itertools.repeat(self._batch, self._n)
+    def __iter__(self) -> Iterator[object]:
+        return repeat(self._batch, self._n)
 
     def __len__(self) -> int:
         return self._n
 
 
-def load(name: str, device: torch.device) -> tuple[Task, Batch]:
-    """Returns a task with its net on the device, in bfloat16 throughout, and a batch there."""
-    net, (x, y) = MODELS[name]()
-    if x.is_floating_point():
-        x = x.to(torch.bfloat16)
-    return Task(net.to(device, torch.bfloat16)), (x.to(device), y.to(device))
+def bare_trainer(**options: Any) -> pl.Trainer:
+    """Return a Trainer for one device without logger, checkpoints and progress bar."""
+    bare = {
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**(bare | options))
+
+
+def be_quiet() -> None:
+    """Silence warnings and Lightning's messages."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,147 +1,228 @@
-"""Measures what timing a step costs: added time per step, against no timer at all.
+"""Measure the time that timing adds to a step, for several tools in Lightning.
 
-All ways of timing take turns in one Lightning loop, and in a plain one: each joins for some steps,
-in an order that is drawn anew in every round, so that all meet the same moods of the host. "no
-timer" has two turns in each round; the difference of the two is the noise. Packages that are not
-installed are reported as absent.
-
-What leaves something in the process when it ends (patches, threads, CUPTI) would slow whatever runs
-after it: with `--alone` each of these runs in a process of its own, after runs without a timer.
+All ways of timing take turns in one training loop: each is attached for some steps, in an order
+that is drawn anew in every round, so the host's moods affect all alike. "no timer" has two turns in
+each round; the difference between the two is the noise.
 
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
-    python benchmarks/overhead.py --alone --out benchmarks/results/overhead_alone.json
+    python benchmarks/overhead.py --plot examples/images/overhead.png   # needs no GPU
 """
 
-import multiprocessing
+import contextlib
+import io
+import json
+import random
 import statistics
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import matplotlib as mpl
 import torch
-import turns
-from loops import AGAIN, NONE, Times, be_quiet, in_rounds
-from models import Batch, Task, load
+from matplotlib.figure import Figure
+from models import Batch, Repeat, Task, bare_trainer, be_quiet, load
 from record import environment, new_parser, save
-from turns import in_lightning
 
-ROUNDS = {"mlp": 30, "gpt4": 20, "gpt12": 8, "resnet50": 5, "gpt12 compiled": 8}
+from lightning_gputime import GPUPhaseTimer
 
-Results = dict[str, dict[str, Any]]
+ROUNDS = {"mlp": 30, "gpt12": 8, "resnet50": 5}
+NONE, AGAIN = "no timer", "no timer, again"
+SETTLE, BLOCK = 10, 25  # Steps of a turn that are left out, and steps that are timed together.
+RESULTS = Path(__file__).parent / "results" / "overhead.json"
+# The picture leaves the MLP out: the host sets its pace, and its noise exceeds most bars.
+PLOTTED = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F00")}
 
-
-def prepared(model: str) -> tuple[Task, Batch]:
-    """Returns a model, compiled if its name says so, and its batch."""
-    name, _, compiled = model.partition(" ")
-    task, batch = load(name, torch.device("cuda"))
-    if compiled:
-        task.net.compile()
-    in_lightning(task, batch, [NONE])
-    return task, batch
+Tool = pl.Callback | pl.profilers.Profiler | None
+Times = dict[str, list[float]]
+"""Milliseconds per step of each way, one value per turn."""
 
 
-def summarize(times: Times) -> dict[str, Any]:
-    """Returns the times of each way, and what it adds.
+class FourSynchronize(pl.Callback):
+    """The host clock, after `torch.cuda.synchronize()` at each of four boundaries."""
 
-    A way's time is compared with that of no timer in the same round, and of these ratios the median
-    is taken; `error` is its standard error, from the quartiles of the ratios.
-    """
-    rows: dict[str, Any] = {}
-    without = [statistics.mean(both) for both in zip(times[NONE], times[AGAIN], strict=True)]
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.times = [time.perf_counter()]
+
+    def _wait(self) -> None:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._wait()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._wait()
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._wait()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._wait()
+
+
+WAYS: dict[str, Callable[[], Tool]] = {
+    NONE: lambda: None,
+    AGAIN: lambda: None,
+    "GPUPhaseTimer()": partial(GPUPhaseTimer, print_summary=False),
+    "GPUPhaseTimer(every_n_steps=10)": partial(
+        GPUPhaseTimer, print_summary=False, every_n_steps=10
+    ),
+    "Lightning SimpleProfiler": pl.profilers.SimpleProfiler,
+    "Lightning ThroughputMonitor": lambda: pl.callbacks.ThroughputMonitor(
+        batch_size_fn=lambda batch: len(batch[0])
+    ),
+    "four synchronize": FourSynchronize,
+}
+
+
+class Turns(pl.Callback):
+    """Let ways of timing take turns in one training loop."""
+
+    def __init__(self, ways: Sequence[str]) -> None:
+        self._ways = iter(ways)
+        self._events: list[torch.Event] = []
+        self._callbacks: list[pl.Callback] = []
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        place = batch_idx % (SETTLE + BLOCK)
+        if place == SETTLE:
+            self._record()
+        elif place == 0:
+            if batch_idx:
+                self._record()
+                self._detach(trainer, pl_module)
+            if (way := next(self._ways, None)) is not None:
+                self._attach(trainer, pl_module, WAYS[way]())
+
+    def _record(self) -> None:
+        self._events.append(torch.Event(device="cuda", enable_timing=True))
+        self._events[-1].record()
+
+    def _attach(self, trainer: Any, pl_module: pl.LightningModule, tool: Tool) -> None:
+        self._profiler = trainer.profiler
+        if isinstance(tool, pl.profilers.Profiler):
+            trainer.profiler = tool
+        elif tool is not None:
+            self._callbacks = [tool]
+            tool.setup(trainer, pl_module, "fit")
+            tool.on_fit_start(trainer, pl_module)
+            tool.on_train_start(trainer, pl_module)
+            tool.on_train_epoch_start(trainer, pl_module)
+            trainer.callbacks.append(tool)
+
+    def _detach(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        trainer.profiler = self._profiler
+        for callback in self._callbacks:
+            trainer.callbacks.remove(callback)
+            callback.on_train_epoch_end(trainer, pl_module)
+            callback.on_train_end(trainer, pl_module)
+            callback.on_fit_end(trainer, pl_module)
+            callback.teardown(trainer, pl_module, "fit")
+        self._callbacks = []
+
+    def step_ms(self) -> list[float]:
+        self._events[-1].synchronize()
+        starts, ends = self._events[::2], self._events[1::2]
+        return [start.elapsed_time(end) / BLOCK for start, end in zip(starts, ends, strict=True)]
+
+
+def train(task: Task, batch: Batch, ways: Sequence[str]) -> Times:
+    """Return the step times of each way in one fit."""
+    turns = Turns(ways)
+    trainer = bare_trainer(
+        accelerator="gpu",
+        max_epochs=1,
+        logger=pl.loggers.logger.DummyLogger(),
+        callbacks=[turns],
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(task, Repeat(batch, len(ways) * (SETTLE + BLOCK) + 1))
+    times: Times = {}
+    for way, step_ms in zip(ways, turns.step_ms(), strict=True):
+        times.setdefault(way, []).append(step_ms)
+    return times
+
+
+def summarize(times: Times) -> dict[str, dict[str, float]]:
+    """Return the median ratio of each way to no timer in the same round, and its standard error."""
+    rows = {}
+    without = [statistics.mean(pair) for pair in zip(times[NONE], times[AGAIN], strict=True)]
     for way, steps_ms in times.items():
         base = times[NONE] if way == AGAIN else without
         ratios = [ms / base_ms for ms, base_ms in zip(steps_ms, base, strict=True)]
         first, ratio, third = statistics.quantiles(ratios, method="inclusive")
-        quartiles_ms = statistics.quantiles(steps_ms, method="inclusive")
         rows[way] = {
-            "turns": len(steps_ms),
-            "quartiles_ms": [round(ms, 5) for ms in quartiles_ms],
+            "step_ms": round(statistics.median(steps_ms), 5),
             "ratio": round(ratio, 6),
-            # As for a normal distribution.
+            # From the quartiles, as for a normal distribution.
             "error": round(0.93 * (third - first) / len(ratios) ** 0.5, 6),
         }
-    return rows
+    return {way: rows[way] for way in WAYS}
 
 
-def together(models: list[str], rounds: int | None, with_peers: bool) -> Iterator[Results]:
-    """Measures the ways that leave nothing behind; yields what was found after each model."""
-    ways = [*turns.IN_LIGHTNING, *(turns.PEERS if with_peers else ())]
-    present = [way for way in ways if turns.is_present(way)]
-    results: Results = {}
-    for model in models:
-        n, (task, batch) = rounds or ROUNDS[model], prepared(model)
-        absent = {way: "absent" for way in ways if way not in present}
-        results[model] = {
-            "plain": summarize(turns.in_plain_loop(task, batch, in_rounds([*turns.IN_PLAIN], n))),
-            "lightning": summarize(in_lightning(task, batch, in_rounds(present, n))) | absent,
-        }
-        print(f"{model} is measured", flush=True)
-        yield results
+def plot(target: Path) -> None:
+    """Draw the results as a bar chart."""
+    results = json.loads(RESULTS.read_text())
+    rows = {model: results["results"][model] for model in PLOTTED}
+    ways = [way for way in WAYS if way != NONE]
+    ways.sort(key=lambda way: max(rows[model][way]["ratio"] for model in PLOTTED))
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    ax = figure.add_subplot()
+    for i, (model, (label, colour)) in enumerate(PLOTTED.items()):
+        percent = [(rows[model][way]["ratio"] - 1) * 100 for way in ways]
+        bars = ax.barh(
+            [y + 0.2 - 0.4 * i for y in range(len(ways))],
+            percent,
+            0.38,
+            xerr=[rows[model][way]["error"] * 100 for way in ways],
+            error_kw={"lw": 0.8, "ecolor": "0.4"},
+            color=colour,
+            label=f"{label}, {rows[model][NONE]['step_ms']:.1f} ms",
+        )
+        ax.bar_label(bars, [f"{value:+.2f} %" for value in percent], padding=3, fontsize=8)
+    ax.set_yticks(range(len(ways)), ways)
+    for place, way in enumerate(ways):
+        if way.startswith("GPUPhaseTimer"):
+            ax.axhspan(place - 0.45, place + 0.45, color="#009E73", alpha=0.15, lw=0)
+    ax.margins(x=0.12)
+    ax.set(xlabel="added time per step (%)", title=f"Cost of timing a step on an {results['gpu']}")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower right")
+    figure.savefig(target, dpi=120)
 
 
-def each_alone(models: list[str], rounds: int) -> Iterator[Results]:
-    """Measures each of the others in a process of its own; yields what was found after each."""
-    context = multiprocessing.get_context("spawn")
-    results: Results = {model: {} for model in models}
-    for way in turns.ALONE:
-        with ProcessPoolExecutor(1, context) as executor:
-            rows = executor.submit(alone, way, models, rounds).result()
-        for model in models:
-            results[model][f"lightning, {way}"] = rows[model]
-        yield results
-
-
-def alone(way: str, models: list[str], rounds: int) -> dict[str, Any]:
-    """Measures one way on every model, after runs without a timer on all of them."""
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=[*ROUNDS], choices=[*ROUNDS])
+    parser.add_argument("--rounds", type=int, help="turns of each way")
+    parser.add_argument("--plot", type=Path, help="draw the recorded results instead")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        mpl.use("agg")
+        plot(arguments.plot)
+        return
     be_quiet()
-    tasks = {model: prepared(model) for model in models}
-    found = {
-        model: in_lightning(*task, [way for _ in range(rounds) for way in (NONE, AGAIN)])
-        for model, task in tasks.items()
-    }
-    for model, task in tasks.items():
-        try:
-            # All turns are its own.
-            found[model][way] = in_lightning(*task, [NONE] * rounds, turns.new_tool(way))[NONE]
-        except ImportError as error:
-            print(f"{way} is absent: {error}", flush=True)
-    return {model: summarize(times) for model, times in found.items()}
-
-
-def print_table(results: Results) -> None:
-    """Prints what each way adds, and its median."""
-    for model, loops in results.items():
-        for loop, rows in loops.items():
-            for way, row in sorted(rows.items()):
-                text = row
-                if row != "absent":
-                    added, error = (row["ratio"] - 1) * 100, row["error"] * 100
-                    text = f"{added:+7.2f} ± {error:.2f} % {row['quartiles_ms'][1]:9.3f} ms"
-                print(f"{model:15} {loop:9} {way:32} {text}", flush=True)
-
-
-def main(
-    models: list[str], rounds: int | None, no_peers: bool, alone: bool, out: Path | None
-) -> None:
-    """Measures, saves after each model, and prints what was found."""
-    start = time.monotonic()
-    results: Results = {}
-    for results in (
-        each_alone(models, rounds or 4) if alone else together(models, rounds, not no_peers)
-    ):
-        header = environment("gpu", "torch", "lightning", "host", "command")
-        seconds = round(time.monotonic() - start)
-        save(out, header | {"seconds": seconds, "results": results})
-    print_table(results)
+    results: dict[str, Any] = {}
+    for model in arguments.models:
+        task, batch = load(model, torch.device("cuda"))
+        train(task, batch, [NONE])
+        rounds = range(arguments.rounds or ROUNDS[model])
+        ways = [way for _ in rounds for way in random.sample([*WAYS], len(WAYS))]
+        results[model] = summarize(train(task, batch, ways))
+        for way, row in results[model].items():
+            added, error = (row["ratio"] - 1) * 100, row["error"] * 100
+            print(f"{model:9} {way:32} {added:+7.2f} ± {error:.2f} % {row['step_ms']:9.3f} ms")
+    header = environment("gpu", "torch", "lightning", "host", "command")
+    save(arguments.out, header | {"results": results})
 
 
 if __name__ == "__main__":
-    parser = new_parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
-    parser.add_argument("--rounds", type=int, help="how many turns each way has")
-    parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
-    parser.add_argument("--alone", action="store_true", help="measure those that leave something")
-    be_quiet()
-    main(**vars(parser.parse_args()))
+    main()

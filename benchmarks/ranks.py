@@ -1,270 +1,389 @@
 """Check which rank is named as the straggler, and compare `comm` with the kernel trace.
 
-Each rank trains linear layers in several kinds of parallelism, in a plain loop and in Lightning,
-while one rank is delayed at one place of the step. `comm` of each phase is compared with the trace
-of the same steps: the time in which the timed stream ran a collective or waited for another stream.
+Each rank trains linear layers in several kinds of parallelism, while rank 1 is delayed at one place
+of the step. `comm` of each phase is compared with the trace of the same steps: the time in which
+the timed stream ran a collective or waited for another stream.
 
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --out FILE
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --strategies fsdp2 --cases balanced data
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
     torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 12
 """
 
 import argparse
-import gc
 import os
 import shlex
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kernels import traced
-from loops import be_quiet
-from rank_lightning import LightningLoop
-from rank_nets import PLAIN, SLOW_RANK, Job, PlainLoop, late_cycles
-from rank_trace import in_trace
+from kernels import Event, cycles_of, end_of, of_categories, spin_in_backward, traced
 from record import ENVIRONMENT, command, new_parser, save
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
-from lightning_gputime import StepTimes
-from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime import GPUPhaseHooks, PhaseSummary, StepTimes
 
-IN_LIGHTNING = {"lightning ddp": "ddp", "lightning fsdp2": "fsdp2"}
-STRATEGIES = (*PLAIN, *IN_LIGHTNING)
-EXPECTED = {
+SLOW_RANK, LAYERS = 1, 8
+MICRO_BATCHES, LAYERS_PER_STAGE = 4, 4
+WARMUP, SETTLE = 5, 3
+MAX_RELATIVE_ERROR, MAX_ERROR_MS = 0.1, 0.2
+"""A wait agrees with the trace within one of these."""
+
+PHASE_OF = {
     "balanced": None,
     "data": "data",
     "forward": "forward",
     "third layer": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
-    "callback": "callbacks",
 }
-"""For each case the phase in which the slow rank must be named."""
+"""The phase to be named in each case."""
 
-WARMUP, SETTLE = 5, 3
 PHASES_IN = {
     "step": ("forward", "loss", "backward", "optimizer"),
-    "data": ("data", "callbacks", "other"),
+    "data": ("data", "other"),
 }
-"""The phases in a window of the trace, where it is not the one of its name."""
+"""Phases in the windows of the trace that contain several."""
 
-CLOSE, CLOSE_MS = 0.1, 0.2
-"""A time agrees with another within this part of it, or within so many milliseconds."""
+GAP_US = 20.0  # A longer pause of a stream is more than the time between two kernels.
+DELIMITED = ("forward", "loss", "backward", "optimizer", "data")
+"""The windows that follow the delimiters of a step; the last is part of the next step."""
+
+Observers = Sequence[Callable[[Any], object]]
+Span = tuple[float, float]
+"""A start and an end, in microseconds."""
 
 
-def step_waits(times: StepTimes, windows: tuple[str, ...]) -> dict[str, float]:
-    """Returns what the timer says of the waits in each window (in milliseconds)."""
-    return {
-        window: sum(
-            times.phase_ms.get(f"{phase}/comm", 0.0) for phase in PHASES_IN.get(window, (window,))
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The training of this rank. `late_cycles` is 0 where the host sleeps instead."""
+
+    device: torch.device
+    width: int
+    batch: int
+    case: str
+    late_ms: float
+    late_cycles: int
+    delimiter: Tensor
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def delay(self, place: str, parts: int = 1) -> None:
+        """Delay the slow rank if `place` is the one of this case."""
+        if place == self.case and dist.get_rank() == SLOW_RANK:
+            if self.late_cycles:
+                torch.cuda._sleep(self.late_cycles // parts)
+            else:
+                time.sleep(self.late_ms / 1e3 / parts)
+
+    def delimit(self) -> None:
+        """Launch a kernel that separates two windows of the trace."""
+        self.delimiter.erfinv_()
+
+    def batches(self, n: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        x = torch.randn(self.batch, self.width, device=self.device, dtype=dtype)
+        for _ in range(n):
+            self.delay("data")
+            yield x
+
+
+class Net(nn.Module):
+    """Linear layers; forward, the third layer and backward may be delayed."""
+
+    def __init__(self, job: Job, layers: int = LAYERS, parts: int = 1, norm: bool = False) -> None:
+        super().__init__()
+        self.delay = partial(job.delay, parts=parts)
+        width = job.width
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(
+            nn.BatchNorm1d(width) if norm else nn.Identity() for _ in range(layers)
         )
-        for window in windows
-    }
+        self.layers[2].register_forward_pre_hook(lambda *_: self.delay("third layer"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.delay("forward")
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x))
+        return spin_in_backward(x.clone(), partial(self.delay, "backward"))
 
 
-def hold_against_trace(
-    loop: PlainLoop | LightningLoop, strategy: str, steps: int
-) -> dict[str, dict[str, float | bool]]:
-    """Returns the waits by the timer and by the trace, means of each window."""
+class PlainLoop:
+    """A plain training loop; `sync` runs after each backward."""
+
+    windows: tuple[str, ...] = DELIMITED
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        sync: Callable[[nn.Module], None] = lambda model: None,
+        in_bfloat16: bool = False,
+    ) -> None:
+        self.job, self.model, self.sync = job, model, sync
+        self.dtype = torch.bfloat16 if in_bfloat16 and job.is_cuda else torch.float32
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=job.is_cuda)
+
+    def step(self, x: Tensor) -> None:
+        enabled = self.job.is_cuda and x.dtype == torch.float32
+        self.job.delimit()
+        with torch.autocast(self.job.device.type, torch.bfloat16, enabled=enabled):
+            out = self.model(x)
+            self.job.delimit()
+            loss = out.square().mean()
+        self.job.delimit()
+        loss.backward()
+        self.job.delimit()
+        self.job.delay("optimizer")
+        self.sync(self.model)
+        self.optimizer.step()
+        self.job.delimit()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int, warmup_steps: int, observers: Observers = ()) -> PhaseSummary:
+        with GPUPhaseHooks(
+            self.model, self.optimizer, warmup_steps=warmup_steps, observers=observers
+        ) as timer:
+            for x in timer.steps(self.job.batches(steps, self.dtype)):
+                self.step(x)
+        return timer.summary()
+
+
+class PipelineLoop(PlainLoop):
+    """A stage of a pipeline, whose forwards and backwards alternate."""
+
+    windows = ("step", "data")
+
+    def __init__(self, job: Job) -> None:
+        rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        with job.device:
+            net = Net(job, LAYERS_PER_STAGE, MICRO_BATCHES)
+        net = net.to(torch.bfloat16) if job.is_cuda else net
+        super().__init__(job, net, in_bfloat16=True)
+        stage = PipelineStage(net, rank, self.last + 1, job.device)
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, nn.functional.mse_loss)
+
+    def step(self, x: Tensor) -> None:
+        self.job.delimit()
+        rank = dist.get_rank()
+        # The gradient of the input gives each stage the same work.
+        given = (x.detach().requires_grad_(),) if rank == 0 else ()
+        self.schedule.step(*given, target=torch.zeros_like(x) if rank == self.last else None)
+        self.job.delay("optimizer")
+        self.optimizer.step()
+        self.job.delimit()
+        self.optimizer.zero_grad()
+
+
+def _net(job: Job, norm: bool = False) -> Net:
+    with job.device:
+        return Net(job, norm=norm)
+
+
+def _fsdp2(job: Job) -> PlainLoop:
+    net = _net(job)
+    for part in (*net.layers, net):
+        fully_shard(part)
+    return PlainLoop(job, net)
+
+
+def _ddp(job: Job, view: bool = False, norm: bool = False) -> PlainLoop:
+    net: nn.Module = _net(job, norm)
+    if norm:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    ids = [job.device] if job.is_cuda else None
+    model = DistributedDataParallel(net, device_ids=ids, gradient_as_bucket_view=view)
+    return PlainLoop(job, model)
+
+
+def _tensor_parallel(job: Job) -> PlainLoop:
+    mesh = init_device_mesh(job.device.type, (dist.get_world_size(),))
+    net = _net(job).to(torch.bfloat16) if job.is_cuda else _net(job)
+    styles: Any = (ColwiseParallel, RowwiseParallel)
+    plan = {f"layers.{i}": styles[i % 2]() for i in range(LAYERS)}
+    return PlainLoop(job, parallelize_module(net, mesh, plan), in_bfloat16=True)
+
+
+def _reduce_each(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+
+
+def _reduce_together(model: nn.Module) -> None:
+    with _coalescing_manager(async_ops=True) as works:
+        _reduce_each(model)
+    works.wait()
+
+
+STRATEGIES: dict[str, Callable[[Job], PlainLoop]] = {
+    "ddp": _ddp,
+    "ddp bucket view": partial(_ddp, view=True),
+    "fsdp2": _fsdp2,
+    "tp": _tensor_parallel,
+    "pp": PipelineLoop,
+    "syncbn": partial(_ddp, norm=True),
+    "all-reduce": lambda job: PlainLoop(job, _net(job), _reduce_each),
+    "all-reduce coalesced": lambda job: PlainLoop(job, _net(job), _reduce_together),
+}
+
+
+def waits_in_trace(
+    events: list[Event], windows: Sequence[str], strategy: str
+) -> Iterator[dict[str, float]]:
+    """Yield the milliseconds of waiting in each window, for each step but the first."""
+    activities = of_categories(events, "kernel", "gpu_memcpy", "gpu_memset")
+    delimiters = [event for event in activities if "erfinv" in event["name"]]
+    stream = delimiters[0]["args"]["stream"]
+    own = [event for event in activities if event["args"]["stream"] == stream]
+    busy = merged(event for event in activities if event["args"]["stream"] != stream)
+    n, turned = len(windows), (windows[-1], *windows[:-1])
+    assert len(delimiters) % n == 0, f"{len(delimiters)} delimiters"
+    for first in range(n, len(delimiters), n):
+        found = {}
+        for place, window in zip(range(first - 1, first + n - 1), turned, strict=True):
+            begin, end = delimiters[place : place + 2]
+            inside = [event for event in own if begin["ts"] < event["ts"] < end["ts"]]
+            found[window] = _wait_us((end_of(begin), end["ts"]), inside, busy, strategy, window)
+        yield {window: us / 1e3 for window, us in found.items()}
+
+
+def _wait_us(window: Span, own: list[Event], busy: list[Span], strategy: str, name: str) -> float:
+    if name == "backward" and ("ddp" in strategy or strategy == "syncbn"):
+        return _after_own_work(window, own)
+    return _in_pauses(window, own, busy)
+
+
+def _in_pauses(window: Span, own: list[Event], busy: list[Span]) -> float:
+    """Return the time of collectives on the stream, and of its pauses while others are busy."""
+    wait: float = sum(event["dur"] for event in own if is_collective(event))
+    until = window[0]
+    for start, end in [*((event["ts"], end_of(event)) for event in own), (window[1], window[1])]:
+        if start - until > GAP_US:
+            wait += sum(max(min(start, b) - max(until, a), 0.0) for a, b in busy)
+        until = max(until, end)
+    return wait
+
+
+def _after_own_work(window: Span, own: list[Event]) -> float:
+    """Return the time after the last kernel of backward, and of collectives before it.
+
+    DDP copies out of its buckets after its wait. Copies are not kernels.
+    """
+    kernels = [event for event in own if event["cat"] == "kernel"]
+    last = max((end_of(event) for event in kernels if not is_collective(event)), default=window[0])
+    before: float = sum(
+        event["dur"] for event in kernels if is_collective(event) and event["ts"] < last
+    )
+    return window[1] - last + before
+
+
+def is_collective(kernel: Event) -> bool:
+    return "nccl" in kernel["name"].lower()
+
+
+def merged(activities: Iterable[Event]) -> list[Span]:
+    """Return the spans in which any activity ran, sorted by start."""
+    spans: list[Span] = []
+    for event in activities:
+        start, end = event["ts"], end_of(event)
+        if spans and start - spans[-1][1] < GAP_US:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def compare_with_trace(loop: PlainLoop, strategy: str, steps: int) -> dict[str, dict[str, Any]]:
+    """Return the mean wait in each window, by the timer and by the trace."""
     found: list[StepTimes] = []
-    train = partial(loop.train, steps, 0, [found.append])
-    _, events = traced(train, ProfilerActivity.CUDA)
+    _, events = traced(partial(loop.train, steps, 0, [found.append]), ProfilerActivity.CUDA)
     # The first steps under the profiler are slow to launch.
-    ours = [step_waits(times, loop.windows) for times in found][SETTLE:]
-    trace = [*in_trace(events, loop.windows, strategy)][SETTLE - 1 :]
-    assert len(ours) == len(trace), f"{len(ours)} steps timed, {len(trace)} in the trace"
-    return {
-        window: _held(
-            [step[window] for step in ours],
-            [step[window].wait_ms for step in trace],
-            [step[window].idle_ms for step in trace],
+    trace = [*waits_in_trace(events, loop.windows, strategy)][SETTLE - 1 :]
+    assert len(found) - SETTLE == len(trace), f"{len(found)} steps timed, {len(trace)} in the trace"
+    rows = {}
+    for window in loop.windows:
+        names = [f"{phase}/comm" for phase in PHASES_IN.get(window, (window,))]
+        comm_ms = statistics.mean(
+            sum(times.phase_ms.get(name, 0.0) for name in names) for times in found[SETTLE:]
         )
-        for window in loop.windows
-    }
-
-
-def _held(ours: list[float], trace: list[float], idle: list[float]) -> dict[str, float | bool]:
-    comm_ms, trace_ms = statistics.mean(ours), statistics.mean(trace)
-    return {
-        "comm_ms": comm_ms,
-        "trace_ms": trace_ms,
-        "largest_difference_ms": max(abs(a - b) for a, b in zip(ours, trace, strict=True)),
-        "launch_gaps_ms": statistics.mean(idle),
-        "agrees": abs(comm_ms - trace_ms) <= max(CLOSE * trace_ms, CLOSE_MS),
-    }
-
-
-def new_loop(strategy: str, job: Job) -> PlainLoop | LightningLoop:
-    """Returns the loop of a strategy."""
-    if strategy in IN_LIGHTNING:
-        return LightningLoop(job, IN_LIGHTNING[strategy])
-    return PLAIN[strategy](job)
+        trace_ms = statistics.mean(step[window] for step in trace)
+        bound = max(MAX_RELATIVE_ERROR * trace_ms, MAX_ERROR_MS)
+        rows[window] = {
+            "comm_ms": comm_ms,
+            "trace_ms": trace_ms,
+            "agrees": abs(comm_ms - trace_ms) <= bound,
+        }
+    return rows
 
 
 def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str, Any]:
-    """Returns what this rank's timer says, and beside it the trace."""
-    loop = new_loop(strategy, job)
-    start = time.perf_counter()
-    summary = loop.train(steps + WARMUP, WARMUP)
-    seconds = time.perf_counter() - start
-    return {
-        "phases_ms": {
-            name: row.share * summary.step.mean_ms
-            for name, row in summary.rows.items()
-            if name.count("/") < 2
-        },
-        "step_ms": summary.step.mean_ms,
-        "host_wait_ms": summary.host_wait_mean_ms,
-        "verdict": summary.verdict,
-        **of_ranks(summary, job.case),
-        "windows": hold_against_trace(loop, strategy, traced_steps) if job.is_cuda else {},
-        "seconds": round(seconds, 1),
-    }
-
-
-def of_ranks(summary: PhaseSummary, case: str) -> dict[str, Any]:
-    """Returns what is said of the ranks, which rank zero knows, and if it is right."""
-    ranks = summary.ranks
-    if ranks is None:
-        return {}
-    expected = EXPECTED[case]
-    right = (None, None) if expected is None else (SLOW_RANK, expected)
-    # Of `data` the part is named, where it is known.
-    phase = ranks.phase.partition("/")[0]
-    named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
-    return {
-        "sentence": ranks.sentence,
-        "slowest_rank": ranks.slowest_rank,
-        "phase": phase,
-        "behind_median_ms": ranks.behind_median_ms,
-        "is_right": named == right,
-    }
-
-
-def show(strategy: str, case: str, found: list[dict[str, Any]]) -> None:
-    """Prints what the ranks found: a line for all, and one for each."""
-    first = found[0]
-    said = first.get("sentence") or "nobody is named"
-    print(f"{strategy}, {case}: {said}{'' if first.get('is_right') else ' <- WRONG'}")
-    for rank, one in enumerate(found):
-        waits = one["windows"] or {
-            name.partition("/")[0]: {"comm_ms": ms}
-            for name, ms in one["phases_ms"].items()
-            if name.endswith("/comm")
-        }
-        words = [_word(name, row) for name, row in waits.items()]
-        line = " ".join(word for word in words if word)
-        print(f" {rank}: {one['step_ms']:.2f} {line}", flush=True)
-
-
-def _word(name: str, row: Mapping[str, Any]) -> str:
-    """Returns "window comm|trace", with the launch gaps if they are long."""
-    ours, trace, gaps = (row.get(key, 0.0) for key in ("comm_ms", "trace_ms", "launch_gaps_ms"))
-    agrees = row.get("agrees", True)
-    if agrees and max(ours, trace) < 0.05 and gaps < CLOSE_MS:
-        return ""
-    held = f"|{trace:.2f}" if "trace_ms" in row else ""
-    idle = f"(gaps {gaps:.2f})" if gaps >= CLOSE_MS else ""
-    return f"{name} {ours:.2f}{held}{idle}{'' if agrees else ' <- OFF'}"
-
-
-def skipped(strategy: str, device: torch.device) -> str:
-    """Returns why a strategy cannot be measured on a device, if so."""
-    if strategy == "syncbn" and device.type == "cpu":
-        return "SyncBatchNorm needs a GPU"
-    return ""
-
-
-def measure_all(
-    arguments: argparse.Namespace, device: torch.device
-) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield what all ranks found, after each strategy. Rank zero prints it."""
-    is_first = dist.get_rank() == 0
-    cycles = late_cycles(arguments.late_ms, device, arguments.late_on == "host")
-    results: dict[str, Any] = {}
-    for strategy in arguments.strategies:
-        if reason := skipped(strategy, device):
-            if is_first:
-                print(f"{strategy} is left out: {reason}", flush=True)
-            continue
-        results[strategy] = {}
-        # Both halve the work of a rank.
-        batch = arguments.batch * (2 if strategy in ("tp", "pp") else 1)
-        for case in arguments.cases:
-            if case == "callback" and strategy not in IN_LIGHTNING:
-                continue
-            torch.manual_seed(0)
-            job = Job(device, arguments.width, batch, case, arguments.late_ms, cycles)
-            one = measure(strategy, job, arguments.steps, arguments.traced)
-            found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, one)
-            results[strategy][case] = found
-            gc.collect()
-            if is_first:
-                show(strategy, case, found)
-        yield results
+    """Return the straggler that rank zero names, and the waits of this rank."""
+    loop = STRATEGIES[strategy](job)
+    ranks = loop.train(steps + WARMUP, WARMUP).ranks
+    found: dict[str, Any] = {"windows": {}}
+    if ranks is not None:
+        # Compare `data`, where the summary may name `data/fetch`.
+        phase, expected = ranks.phase.partition("/")[0], PHASE_OF[job.case]
+        named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
+        found["is_right"] = named == ((SLOW_RANK, expected) if expected else (None, None))
+        found["named"] = "none"
+        if ranks.slowest_rank is not None:
+            found["named"] = f"{phase} +{ranks.behind_median_ms:.1f}"
+        if not found["is_right"]:
+            found["named"] = f"wrong: rank {ranks.slowest_rank}, {found['named']}"
+    if job.is_cuda:
+        found["windows"] = compare_with_trace(loop, strategy, traced_steps)
+    return found
 
 
 def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the straggler that rank zero named in each case, and how far waits are off the trace.
+    """Return the straggler in each case, and the differences of waits from the trace.
 
-    Counts are pairs: the number that is right, and the number of all.
+    Counts are pairs: how many are right, of how many.
     """
     cases = [case for cases in results.values() for case in cases.values()]
-    waits = {strategy: [*_waits(cases)] for strategy, cases in results.items()}
-    rows = [row for rows in waits.values() for _, row in rows]
+    waits = {
+        strategy: [
+            row for ranks in cases.values() for one in ranks for row in one["windows"].values()
+        ]
+        for strategy, cases in results.items()
+    }
+    rows = [row for rows in waits.values() for row in rows]
     return {
         "named_rightly": [sum(case[0].get("is_right", False) for case in cases), len(cases)],
         "agree_with_trace": [sum(row["agrees"] for row in rows), len(rows)],
         "straggler": {
-            strategy: {case: _named(ranks[0]) for case, ranks in cases.items()}
+            strategy: {case: ranks[0].get("named") for case, ranks in cases.items()}
             for strategy, cases in results.items()
         },
         "waits": {strategy: _differences(rows) for strategy, rows in waits.items() if rows},
-        "disagree": [
-            [strategy, *place, row["comm_ms"], row["trace_ms"]]
-            for strategy, rows in waits.items()
-            for place, row in rows
-            if not row["agrees"]
-        ],
     }
 
 
-def _waits(cases: Mapping[str, Any]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    for case, ranks in cases.items():
-        for rank, found in enumerate(ranks):
-            for window, row in found["windows"].items():
-                yield [case, rank, window], row
-
-
-def _named(found: Mapping[str, Any]) -> str:
-    """Return the phase in which the straggler is named, and its milliseconds behind the median."""
-    named = "none"
-    if found.get("slowest_rank") is not None:
-        named = f"{found['phase']} +{found['behind_median_ms']:.1f}"
-    return named if found.get("is_right") else f"wrong: rank {found.get('slowest_rank')}, {named}"
-
-
-def _differences(rows: list[tuple[list[Any], dict[str, Any]]]) -> dict[str, Any]:
-    """Return how far the mean waits of one strategy are off the trace (in milliseconds)."""
-    differences = [row["comm_ms"] - row["trace_ms"] for _, row in rows]
+def _differences(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    differences = [row["comm_ms"] - row["trace_ms"] for row in rows]
     return {
         "waits": len(rows),
-        "agree": sum(row["agrees"] for _, row in rows),
-        "longest_wait_ms": round(max(row["trace_ms"] for _, row in rows), 2),
+        "agree": sum(row["agrees"] for row in rows),
+        "longest_wait_ms": round(max(row["trace_ms"] for row in rows), 2),
         "mean_difference_ms": round(statistics.mean(differences), 4),
         "largest_difference_ms": round(max(map(abs, differences)), 3),
-        "longest_launch_gaps_ms": round(max(row["launch_gaps_ms"] for _, row in rows), 2),
     }
 
 
 def start(device: str) -> torch.device:
-    """Enters the process group of torchrun; returns the device of this rank."""
+    """Enter the process group of torchrun, and return the device of this rank."""
     if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -275,54 +394,42 @@ def start(device: str) -> torch.device:
     return local
 
 
-def environment_of(device: torch.device) -> dict[str, Any]:
-    """Returns on what the results were found, and by which command."""
-    words = shlex.split(command())[1:]
-    launcher = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
-    found = {key: ENVIRONMENT[key]() for key in ("host", "torch", "lightning")}
-    if device.type == "cuda":
-        found = {"gpu": ENVIRONMENT["gpu"](), **found}
-    return found | {"command": shlex.join([*launcher, *words])}
-
-
 def main(arguments: argparse.Namespace) -> None:
-    """Measures in a process group; rank zero saves."""
-    began = time.monotonic()
     device = start(arguments.device)
-    for results in measure_all(arguments, device):
-        if dist.get_rank() != 0:
-            continue
-        found = environment_of(device) | {
-            "late_ms": arguments.late_ms,
-            "late_on": arguments.late_on,
-            "slow_rank": SLOW_RANK,
-            "seconds": round(time.monotonic() - began),
-            **summarize(results),
-        }
-        # After each strategy: a run that is cut off leaves what it found.
-        save(arguments.out, found)
-        print({key: found[key] for key in ("named_rightly", "agree_with_trace", "seconds")})
+    cycles = 0 if device.type == "cpu" else cycles_of(arguments.late_ms)
+    results: dict[str, Any] = {}
+    for strategy in arguments.strategies:
+        results[strategy] = {}
+        # Each rank has half of the work under these.
+        batch = arguments.batch * (2 if strategy in ("tp", "pp") else 1)
+        for case in arguments.cases:
+            torch.manual_seed(0)
+            late_ms, delimiter = arguments.late_ms, torch.zeros(1, device=device)
+            job = Job(device, arguments.width, batch, case, late_ms, cycles, delimiter)
+            measured = measure(strategy, job, arguments.steps, arguments.traced)
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, measured)
+            results[strategy][case] = found
+            if dist.get_rank() == 0:
+                print(f"{strategy}, {case}:", *found, sep="\n  ", flush=True)
+    if dist.get_rank() == 0:
+        keys = ("gpu", "host", "torch")
+        header = {key: ENVIRONMENT[key]() for key in keys[device.type == "cpu" :]}
+        launcher = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
+        header["command"] = shlex.join([*launcher, *shlex.split(command())[1:]])
+        save(arguments.out, header | {"late_ms": arguments.late_ms, **summarize(results)})
     dist.destroy_process_group()
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Returns what was asked for."""
+if __name__ == "__main__":
     parser = new_parser(__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=STRATEGIES)
-    parser.add_argument("--cases", nargs="+", default=[*EXPECTED], choices=[*EXPECTED])
-    parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
+    # SyncBatchNorm needs GPUs.
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=[*STRATEGIES])
+    parser.add_argument("--cases", nargs="+", default=[*PHASE_OF], choices=[*PHASE_OF])
+    parser.add_argument("--steps", type=int, default=30, help="timed steps")
     parser.add_argument("--traced", type=int, default=10, help="steps under the profiler")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--late-ms", type=float, default=17.0)
-    parser.add_argument(
-        "--late-on", choices=("gpu", "host"), default="gpu", help="a spin kernel, or a sleep"
-    )
-    return parser.parse_args(words)
-
-
-if __name__ == "__main__":
-    be_quiet()
-    main(parse(sys.argv[1:]))
+    main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""How the benchmarks take their arguments, and record their results."""
+"""Arguments, environment and result files of the benchmarks."""
 
 import argparse
 import json
@@ -16,14 +16,16 @@ LINE_LENGTH = 200
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that knows `--out`."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, help="write what is found to this file")
+    """Return a parser that knows `--out`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the results to this file")
     return parser
 
 
 def command() -> str:
-    """Returns the command that runs now, without where its results go."""
+    """Return the current command without `--out`."""
     words = [*sys.argv]
     if "--out" in words:
         place = words.index("--out")
@@ -32,7 +34,7 @@ def command() -> str:
 
 
 def host() -> str:
-    """Returns the name of the processor: it decides where steps are bound by launches."""
+    """Return the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
@@ -49,25 +51,25 @@ ENVIRONMENT: dict[str, Callable[[], str]] = {
 
 
 def environment(*keys: str) -> dict[str, Any]:
-    """Returns on what the results were found, and by which command: each result begins with it."""
+    """Return the header of a result file: machine, versions and command."""
     return {key: ENVIRONMENT[key]() for key in keys or ("gpu", "torch", "command")}
 
 
-def save(out: Path | None, found: Mapping[str, Any]) -> None:
-    """Write a result to `out`, unless it is None."""
+def save(out: Path | None, results: Mapping[str, Any]) -> None:
+    """Write results to `out`, unless it is None."""
     if out is not None:
-        out.write_text(as_lines(found) + "\n")
+        out.write_text(as_lines(results) + "\n")
 
 
-def as_lines(found: Any, indent: str = "") -> str:
-    """Return JSON with each object and array on one line, if it fits."""
-    line = json.dumps(found)
-    if len(indent + line) <= LINE_LENGTH or not found or not isinstance(found, dict | list):
+def as_lines(value: Any, indent: str = "") -> str:
+    """Return JSON in which each object and array that fits takes one line."""
+    line = json.dumps(value)
+    if len(indent + line) <= LINE_LENGTH or not value or not isinstance(value, dict | list):
         return line
     inner = indent + "  "
-    if isinstance(found, dict):
-        rows = [f"{json.dumps(key)}: {as_lines(value, inner)}" for key, value in found.items()]
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {as_lines(item, inner)}" for key, item in value.items()]
     else:
-        rows = [as_lines(value, inner) for value in found]
-    opens, closes = "{}" if isinstance(found, dict) else "[]"
-    return f"{opens}\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}{closes}"
+        rows = [as_lines(item, inner) for item in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}{closing}"

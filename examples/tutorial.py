@@ -155,7 +155,7 @@ def main(
         speed = f"{result['images_per_sec']:10,.0f} images/s"
         print(f"{speed}  {', '.join(result['changes']) or 'as found'}: {result['verdict']}")
     if path:
-        Path(path).write_text(json.dumps(results, indent=1) + "\n")
+        Path(path).write_text("[" + ",\n ".join(map(json.dumps, results)) + "]\n")
     return results
 
 

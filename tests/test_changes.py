@@ -1,6 +1,5 @@
 """Slowdowns: since when steps take longer, or shorter, than at the start of a run."""
 
-import runpy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated_runs
 import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Model, fit
 from fake_loop import Loop, hooks
+from simulated_runs import PLANTED, STEADY
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._measurement.changes import Slowdown, StepSeries
 
-SIMULATED = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "slowdowns.py"))
-STEADY, PLANTED, LENGTHS = (SIMULATED[name] for name in ("STEADY", "PLANTED", "LENGTHS"))
-# AR(0.9) noise of 10 % drifts by 20 % within a short run. The benchmark reports how often.
+# AR(0.9) noise of 10 % drifts by 20 % within a short run.
 ACCEPTED = [name for name in STEADY if name != "AR(0.9) noise of 10 %"]
 
 
@@ -231,7 +230,7 @@ def test_a_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_steady_runs_have_no_slowdown(name: str) -> None:
-    found = [one for n in (10, 20, 40, 200) for one in SIMULATED["find"](STEADY[name], 10, n, 5)]
+    found = [one for n in (10, 20, 40, 200) for one in simulated_runs.find(STEADY[name], 10, n, 5)]
     assert found == [None] * 40
 
 
@@ -239,7 +238,7 @@ def test_steady_runs_have_no_slowdown(name: str) -> None:
 def test_planted_slowdowns_are_found(name: str) -> None:
     planted = PLANTED[name]
     for n in (28, 200) if "stretch" in name else (10, 28, 200):
-        checked = SIMULATED["check"](planted, SIMULATED["find"](planted.make, 10, n, 5), n)
+        checked = simulated_runs.check(planted, simulated_runs.find(planted.make, 10, n, 5), n)
         assert checked["found"] >= 90, (n, checked)
         assert checked["phase"] >= 90, (n, checked)
         assert checked["start"] >= (80 if n > 10 else 60), (n, checked)

@@ -30,8 +30,8 @@ _MIN_ROW = 0.01  # Smaller entries of the time breakdown share one line.
 _MIN_VARIATION = 0.05  # From this share of the time on, unexplained slow steps are reported.
 
 _BOUNDARY_MS, _MIN_COST = 0.02, 0.01
-"""What a boundary takes the host where its code is cold, see `benchmarks/README.md`; and from which
-fraction of a step on that is said."""
+"""Host time of a boundary in a loop that does real work (`benchmarks/cold_cost.py`), and the
+smallest share of a step that is reported."""
 
 # Fields that the JSON has only where they say something.
 _RARE = (

@@ -1,19 +1,8 @@
-"""How often a slowdown is reported for a steady run, and how often a planted one is found.
+"""Simulated runs of windows of 50 steps, steady or with a planted slowdown."""
 
-Simulated runs of 10 to 1,000 windows of 50 steps. A steady run has no change that lasts.
-
-    python benchmarks/slowdowns.py --runs 500 --out benchmarks/results/slowdowns.json
-"""
-
-import argparse
-import json
 import math
-import platform
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +12,29 @@ from lightning_gputime._measurement.changes import Slowdown, StepSeries
 Floats = npt.NDArray[np.float64]
 Random = np.random.Generator
 Make = Callable[[Random, int], Floats]
-"""Returns the step time of each of n windows, relative to the usual one."""
+"""Function that returns the step time of each of n windows, relative to the baseline."""
 
 STEPS = 50  # In a window.
-TIMED = 5  # Of them.
-LENGTHS = (10, 20, 28, 40, 200, 1000)
+TIMED = 5  # Timed steps in a window.
 STEP_MS = 10.0
 PHASES = {"data": 0.3, "forward": 0.25, "backward": 0.35, "optimizer": 0.1}
 """The share of each phase of a step."""
 
 
 def noise(random: Random, n: int, size: float = 0.05, correlation: float = 0.0) -> Floats:
-    """Returns AR(1) noise with this standard deviation."""
+    """Return AR(1) noise with this standard deviation."""
     kernel = correlation ** np.arange(200.0 if correlation else 1.0)
     made = random.standard_normal(n + len(kernel) - 1) * size * math.sqrt(1 - correlation**2)
     return np.convolve(made, kernel, mode="valid")
 
 
 def white(random: Random, n: int) -> Floats:
-    """Returns independent noise of 5 %."""
+    """Return independent noise of 5 %."""
     return correlated(0.0)(random, n)
 
 
 def correlated(correlation: float, size: float = 0.05) -> Make:
-    """Returns runs with AR(1) noise."""
+    """Return a function that makes AR(1) noise."""
 
     def make(random: Random, n: int) -> Floats:
         made: Floats = np.exp(noise(random, n, size, correlation))
@@ -56,7 +44,7 @@ def correlated(correlation: float, size: float = 0.05) -> Make:
 
 
 def warming(random: Random, n: int) -> Floats:
-    """Returns a GPU that gets up to 6 % slower, or faster, in its first minutes."""
+    """Return a GPU that becomes up to 6 % slower, or faster, in its first minutes."""
     minutes = np.arange(n) * STEPS * random.choice([0.01, 0.1, 0.5]) / 60
     change = random.uniform(-0.06, 0.06)
     settled = 1 - np.exp(-minutes / random.uniform(0.5, 3.0))
@@ -65,7 +53,7 @@ def warming(random: Random, n: int) -> Floats:
 
 
 def periodic(every: int) -> Make:
-    """Returns runs in which every n-th step takes 2 to 20 times as long."""
+    """Return a function that makes every n-th step 2 to 20 times as long."""
 
     def make(random: Random, n: int) -> Floats:
         each = np.exp(noise(random, n * STEPS, 0.1, 0.5))
@@ -77,13 +65,13 @@ def periodic(every: int) -> Make:
 
 
 def spikes(random: Random, n: int) -> Floats:
-    """Returns runs in which validations, checkpoints and others interrupt 5 % of the windows."""
+    """Return a run in which validations or checkpoints interrupt 5 % of the windows."""
     far = np.where(random.random(n) < 0.05, random.pareto(1.5, n), 0.0)
     return white(random, n) + far
 
 
 def bimodal(random: Random, n: int) -> Floats:
-    """Returns windows of which each is on one of two levels."""
+    """Return windows on two levels."""
     share = random.uniform(0.2, 0.8)
     return np.where(random.random(n) < share, 1.2, 1.0) * np.exp(noise(random, n, 0.03))
 
@@ -136,10 +124,7 @@ PLANTED = {
 
 
 def run(make: Make, random: Random, n: int) -> StepSeries:
-    """Returns a run that changes in `data` alone. The phases are known from 5 steps in 50.
-
-    1 of 10 windows has no timed step.
-    """
+    """Return a run that changes in `data` only; 5 of 50 steps are timed, in 9 of 10 windows."""
     series, factors = StepSeries(), make(random, n)
     shares = np.tile([*PHASES.values()], (n, 1))
     shares[:, 0] = np.maximum(shares[:, 0] + factors - 1, 0.01)
@@ -153,58 +138,25 @@ def run(make: Make, random: Random, n: int) -> StepSeries:
 
 
 def find(make: Make, runs: int, n: int, seed: int = 1) -> list[Slowdown | None]:
-    """Returns what is reported at the end of these runs."""
+    """Return the slowdown that is reported at the end of each run."""
     random = np.random.default_rng([seed, n])
     return [run(make, random, n).find() for _ in range(runs)]
 
 
 def check(planted: Planted, found: list[Slowdown | None], n: int) -> dict[str, float]:
-    """Returns the percentage of runs in which a change was found, and of these how many are right.
+    """Return the percentage of runs in which the change was found, and how many of these are right.
 
-    Size and start are right to within 10 % (of the size, and of the run).
+    Size and start are right within 10 % (of the size, and of the run).
     """
-    reported = [one for one in found if one is not None]
-    size = np.array([one.change for one in reported]) / planted.size - 1
-    error = np.array([one.error for one in reported]) / abs(planted.size)
-    start = np.array([one.since_step for one in reported]) / STEPS / n - planted.start
+    reported = [slowdown for slowdown in found if slowdown is not None]
+    size = np.array([slowdown.change for slowdown in reported]) / planted.size - 1
+    error = np.array([slowdown.error for slowdown in reported]) / abs(planted.size)
+    start = np.array([slowdown.since_step for slowdown in reported]) / STEPS / n - planted.start
     right = {
         "size": np.abs(size) <= 0.1,
         "start": np.abs(start) <= 0.1,
         "interval": np.abs(size) <= error,
-        "phase": np.array([one.phase == "data" for one in reported]),
+        "phase": np.array([slowdown.phase == "data" for slowdown in reported]),
     }
     shares = {name: round(100 * float(np.mean(of)), 1) for name, of in right.items() if reported}
     return {"found": round(100 * len(reported) / len(found), 1), **shares}
-
-
-def main() -> None:
-    """Simulates, prints, and writes a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
-    command = " ".join(["python", "benchmarks/slowdowns.py", *sys.argv[1:]])
-    record: dict[str, Any] = {"command": command, "runs": options.runs, **versions}
-    titles: dict[str, Mapping[str, Make | Planted]] = {"steady": STEADY, "planted": PLANTED}
-    for title, cases in titles.items():
-        record[title] = {}
-        print(f"{title:32}", *(f"{n:>32}" for n in options.lengths), "windows")
-        for name, case in cases.items():
-            make = case.make if isinstance(case, Planted) else case
-            row = record[title][name] = {}
-            for n in options.lengths:
-                found = find(make, options.runs, n)
-                if isinstance(case, Planted):
-                    row[n] = check(case, found, n)
-                else:
-                    row[n] = {"reported": sum(one is not None for one in found)}
-            cells = (" ".join(map(str, cell.values())) for cell in row.values())
-            print(f"{name:32}", *(f"{cell:>32}" for cell in cells), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""Programs that others wrote, run with the timer and without."""
