@@ -50,7 +50,7 @@ class Case:
     build: Build = Loop
     body: Body = loss_of  # Takes the loop and a batch, and returns the loss.
     updates: bool = False  # Whether the body calls backward and the optimizer itself.
-    arguments: dict[str, Any] = field(default_factory=dict)  # Of the body.
+    arguments: tuple[Any, ...] = ()  # Of the body.
     batches: int = 3
     micro_batches: int = 1
     lead_ms: float = 0.125  # Without `steps()`, time before the first model call is `data`.
@@ -61,21 +61,33 @@ class Case:
     def run_body(self, loop: Loop, x: Tensor, number: int) -> Any:
         loop.number = number
         loop.gpu.work(0.125)
-        return self.body(loop, x, **self.arguments)
+        return self.body(loop, x, *self.arguments)
 
 
 CASES: list[Case] = []
 
 
 def case(
-    phases: Phases | list[Phases], front_ends: tuple[str, ...], variant: str = "", **options: Any
+    phases: Phases | list[Phases],
+    front_ends: tuple[str, ...],
+    each: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Callable[[Body], Body]:
-    """Add a case with the function as its body, whose docstring is the row in the README."""
+    """Add a case with the function as its body, whose docstring is the row in the README.
+
+    Args:
+        phases: Phases of every step, or of each.
+        front_ends: What runs it.
+        each: Arguments of the body, by name: each makes a case.
+        **options: Other fields of the case.
+    """
 
     def add(body: Body) -> Body:
-        name = f"{body.__name__}, {variant}" if variant else body.__name__
         about = str(body.__doc__).strip().removesuffix(".")
-        CASES.append(Case(name, about, phases, front_ends, body=body, **options))
+        named = {"": ()} if each is None else {f", {name}": (each[name],) for name in each}
+        for name, arguments in named.items():
+            found = {"body": body, "arguments": arguments, **options}
+            CASES.append(Case(f"{body.__name__}{name}", about, phases, front_ends, **found))
         return body
 
     return add
@@ -129,6 +141,17 @@ def with_optimizer(make: Callable[[Iterator[nn.Parameter], FakeGPU, float], Any]
     def build(gpu: FakeGPU) -> Loop:
         loop = Loop(gpu)
         loop.optimizer = make(loop.model.parameters(), gpu, 2.0)
+        return loop
+
+    return build
+
+
+def beside(make: Callable[[FakeGPU], Any]) -> Build:
+    """A loop with something that the timer does not know."""
+
+    def build(gpu: FakeGPU) -> Loop:
+        loop = Loop(gpu)
+        loop.other = make(gpu)
         return loop
 
     return build
@@ -188,11 +211,6 @@ def vae(net: Any, x: Tensor) -> Tensor:
     return result
 
 
-def calls(loop: Loop, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """`net(x)`, `net.forward(x)`, parts, parts of parts, `ModuleList` and `ModuleDict`."""
-    return loop.tail(call(loop.model, x))
-
-
 CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "net(x)": lambda net, x: net(x),
     "net.forward(x)": lambda net, x: net.forward(x),
@@ -203,8 +221,12 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "ModuleList": module_list,
     "ModuleDict": lambda net, x: net.heads["a"](x),
 }
-for _name, _call in CALLS.items():
-    loss_case(STEP_MS, variant=_name, build=with_model(parts), arguments={"call": _call})(calls)
+
+
+@loss_case(STEP_MS, build=with_model(parts), each=CALLS)
+def calls(loop: Loop, x: Tensor, call: Callable[..., Tensor]) -> Tensor:
+    """`net(x)`, `net.forward(x)`, parts, parts of parts, `ModuleList` and `ModuleDict`."""
+    return loop.tail(call(loop.model, x))
 
 
 def gradient(net: Any, x: Tensor) -> Tensor:
@@ -373,9 +395,9 @@ for _variant, _loss, _scale, _phases in (
     ("perceptual", Perceptual, 1.0, PERCEPTUAL_MS),
     ("perceptual of torch", PerceptualLoss, 1.0, PERCEPTUAL_MS),
 ):
-    _options: dict[str, Any] = {"build": with_loss(_loss), "arguments": {"scale": _scale}}
-    loss_case(_phases, variant=_variant, **_options)(loss_module)
-    _options |= {"variant": f"{_variant}, 2 micro-batches", "batches": 6, "micro_batches": 2}
+    _options: dict[str, Any] = {"build": with_loss(_loss)}
+    loss_case(_phases, each={_variant: _scale}, **_options)(loss_module)
+    _options |= {"each": {f"{_variant}, 2 micro-batches": _scale}, "batches": 6, "micro_batches": 2}
     loss_case(in_two(_phases), (STEPS, STEP, LIGHTNING, MANUAL), **_options)(loss_module)
 
 
@@ -424,25 +446,19 @@ def loss_between_two_model_calls(loop: Loop, x: Tensor) -> Tensor:
 # Backward
 
 
+@loss_case(
+    times(backward=12.0), ALL_AND_TRANSFORMERS, each={"reentrant": True, "not reentrant": False}
+)
 def checkpointed(loop: Loop, x: Tensor, use_reentrant: bool) -> Tensor:
     """Activation checkpointing, both kinds: the recomputation is `backward`."""
     return loop.tail(checkpoint(loop.model, x.requires_grad_(), use_reentrant=use_reentrant))
-
-
-for _variant, _use_reentrant in (("reentrant", True), ("not reentrant", False)):
-    loss_case(
-        times(backward=12.0),
-        ALL_AND_TRANSFORMERS,
-        variant=_variant,
-        arguments={"use_reentrant": _use_reentrant},
-    )(checkpointed)
 
 
 # The penalty recomputes, too: 0.5 + 0.25 + 4 + 7.75 ms of loss.
 @loss_case(times(loss=12.5, backward=12.0))
 def gradient_penalty_of_a_checkpointed_model(loop: Loop, x: Tensor) -> Tensor:
     """A gradient penalty whose gradient recomputes a checkpointed model: `loss`."""
-    loss = checkpointed(loop, x, use_reentrant=False)
+    loss: Tensor = checkpointed(loop, x, use_reentrant=False)
     torch.autograd.grad(loss, [x], retain_graph=True)
     return loss
 
@@ -468,25 +484,20 @@ def by_grad(loss: Tensor, loop: Loop) -> None:
         parameter.grad = grad
 
 
-def ways_to_call_backward(
-    loop: Loop, x: Tensor, backward: Callable[[Tensor, Loop], object]
-) -> None:
-    """`torch.autograd.backward`, also imported by name, or `torch.autograd.grad` in its place."""
-    backward(loop.loss(x), loop)
-    loop.gpu.work(1.0)
-    loop.update()
-
-
 BACKWARDS: dict[str, Callable[[Tensor, Loop], object]] = {
     "torch.autograd.backward(loss)": lambda loss, _: torch.autograd.backward(loss),
     "torch.autograd.backward([loss])": lambda loss, _: torch.autograd.backward([loss]),
     "imported by name": lambda loss, _: imported_backward([loss], retain_graph=True),
     "torch.autograd.grad": by_grad,
 }
-for _name, _backward in BACKWARDS.items():
-    body_case(times(optimizer=3.0), variant=_name, arguments={"backward": _backward})(
-        ways_to_call_backward
-    )
+
+
+@body_case(times(optimizer=3.0), each=BACKWARDS)
+def ways_to_call_backward(loop: Loop, x: Tensor, backward: Callable[..., object]) -> None:
+    """`torch.autograd.backward`, also imported by name, or `torch.autograd.grad` in its place."""
+    backward(loop.loss(x), loop)
+    loop.gpu.work(1.0)
+    loop.update()
 
 
 @body_case(times(backward=16.0, other=1.125))
@@ -512,6 +523,10 @@ def backward_that_raises(loop: Loop, x: Tensor) -> None:
 # Optimizers and gradients
 
 
+PLACES = ("before forward", "before backward", "after the update")
+
+
+@body_case(times(other=16.125), each=dict(zip(PLACES, PLACES, strict=True)))
 def zero_grad(loop: Loop, x: Tensor, where: str) -> None:
     """`zero_grad` before forward, before backward or after the update: `other`."""
 
@@ -520,16 +535,12 @@ def zero_grad(loop: Loop, x: Tensor, where: str) -> None:
             loop.optimizer.zero_grad()
             loop.gpu.work(16.0)
 
-    clear("before forward")
+    clear(PLACES[0])
     loss = loop.loss(x)
-    clear("before backward")
+    clear(PLACES[1])
     loss.backward()
     loop.optimizer.step()
-    clear("after the update")
-
-
-for _where in ("before forward", "before backward", "after the update"):
-    body_case(times(other=16.125), variant=_where, arguments={"where": _where})(zero_grad)
+    clear(PLACES[2])
 
 
 @body_case(times(optimizer=5.0, other=1.125))
@@ -542,10 +553,7 @@ def clipping(loop: Loop, x: Tensor) -> None:
     loop.gpu.work(1.0)
 
 
-def with_scaler(gpu: FakeGPU) -> Loop:
-    loop = Loop(gpu)
-    loop.other = torch.amp.GradScaler("cpu", init_scale=2.0)
-    return loop
+SCALER = beside(lambda _: torch.amp.GradScaler("cpu", init_scale=2.0))
 
 
 def update_by_scaler(loop: Loop) -> None:
@@ -558,7 +566,7 @@ def update_by_scaler(loop: Loop) -> None:
 @body_case(
     [times(optimizer=3.0), times(optimizer=0.0, other=1.125), times(optimizer=3.0)],
     (STEPS, STEP),
-    build=with_scaler,
+    build=SCALER,
     options={"_lag": 0},
     skipped_updates=1,
 )
@@ -573,7 +581,7 @@ def scaler_that_skips(loop: Loop, x: Tensor) -> None:
 @body_case(
     [in_two(times()), in_two(times(optimizer=0.0)), in_two(times())],
     (STEPS, STEP),
-    build=with_scaler,
+    build=SCALER,
     batches=6,
     micro_batches=2,
     skipped_updates=1,
@@ -681,6 +689,12 @@ class Ascending(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
+@body_case(times(other=0.625, optimizer=5.0), (STEPS, SAMPLED), build=with_optimizer(Searches))
+@body_case(
+    times(forward=12.0, loss=1.5, backward=24.0, other=1.625, optimizer=9.0),
+    (STEPS, SAMPLED),
+    build=with_optimizer(SearchesThrice),
+)
 def closure_of_an_update(loop: Loop, x: Tensor) -> None:
     """A closure is the phases that it calls; the rest of `step` is `optimizer`."""
 
@@ -690,15 +704,6 @@ def closure_of_an_update(loop: Loop, x: Tensor) -> None:
         loop.loss(x).backward()
 
     loop.optimizer.step(closure)
-
-
-for _make, _phases in (
-    (Searches, times(other=0.625, optimizer=5.0)),
-    (SearchesThrice, times(forward=12.0, loss=1.5, backward=24.0, other=1.625, optimizer=9.0)),
-):
-    body_case(
-        _phases, (STEPS, SAMPLED), variant=_make.__name__, build=with_optimizer(_make)
-    )(closure_of_an_update)  # fmt: skip
 
 
 @body_case({**TWICE, "optimizer": 2.5}, build=with_optimizer(SAM))
@@ -721,12 +726,10 @@ def update_in_two_halves(loop: Loop, x: Tensor) -> None:
     loop.optimizer.second_step()
 
 
-@body_case(times(optimizer=10.0), build=with_optimizer(Hessian), arguments={"has_closure": True})
 @body_case(
     times(optimizer=10.0),
-    variant="without a closure",
     build=with_optimizer(Hessian),
-    arguments={"has_closure": False},
+    each={"with a closure": True, "without a closure": False},
 )
 def gradient_of_an_update(loop: Loop, x: Tensor, has_closure: bool) -> None:
     """A gradient that an update takes itself (AdaHessian): `optimizer`."""
@@ -784,7 +787,7 @@ def per_parameter(gpu: FakeGPU, *, clears: bool) -> Loop:
 
 
 @body_case(STEP_MS, build=lambda gpu: per_parameter(gpu, clears=False))
-@body_case(STEP_MS, variant="cleared", build=lambda gpu: per_parameter(gpu, clears=True))
+@body_case(STEP_MS, build=lambda gpu: per_parameter(gpu, clears=True))
 def updates_inside_the_backward(loop: Loop, x: Tensor) -> None:
     """Updates inside the backward, by hooks on gradients: `optimizer`."""
     loop.loss(x).backward()
@@ -825,15 +828,15 @@ for _retries, _accumulate, _steps, _skipped in (
     body_case(
         _steps,
         (STEPS,),
-        variant=f"retries={_retries}, accumulate_grad_batches={_accumulate}",
         build=with_optimizer(Failing),
-        arguments={"retries": _retries},
+        each={f"retries={_retries}, accumulate_grad_batches={_accumulate}": _retries},
         batches=8,
         options={"accumulate_grad_batches": _accumulate},
         skipped_updates=_skipped,
     )(update_that_raises)
 
 
+@body_case(STEP_MS, (STEPS, STEP, MANUAL), each={"each batch": (0, 1, 2), "once": (1,)})
 def new_optimizer(loop: Loop, x: Tensor, numbers: tuple[int, ...]) -> None:
     """An optimizer that is made later or replaced: `optimizer`."""
     if loop.number in numbers:
@@ -841,19 +844,10 @@ def new_optimizer(loop: Loop, x: Tensor, numbers: tuple[int, ...]) -> None:
     loop.train_on(x)
 
 
-for _variant, _numbers in (("each batch", (0, 1, 2)), ("once", (1,))):
-    body_case(
-        STEP_MS, (STEPS, STEP, MANUAL), variant=_variant, arguments={"numbers": _numbers}
-    )(new_optimizer)  # fmt: skip
-
-
-def with_other_optimizer(gpu: FakeGPU) -> Loop:
-    loop = Loop(gpu)
-    loop.other = Adder(iter([nn.Parameter(torch.zeros(1))]), gpu, 16.0)
-    return loop
-
-
-@body_case(times(other=16.125), build=with_other_optimizer)
+@body_case(
+    times(other=16.125),
+    build=beside(lambda gpu: Adder(iter([nn.Parameter(torch.zeros(1))]), gpu, 16.0)),
+)
 def optimizer_of_another_model(loop: Loop, x: Tensor) -> None:
     """The optimizer of another model: `other`."""
     loop.train_on(x)
@@ -967,13 +961,9 @@ def several_updates_in_one_batch(loop: Loop, x: Tensor) -> None:
         loop.train_on(x)
 
 
-def with_teacher(gpu: FakeGPU) -> Loop:
-    loop = Loop(gpu)
-    loop.other = Layer(gpu, 2.0)
-    return loop
-
-
-@body_case(times(forward=8.0, other=2.125), build=with_teacher, lead_ms=2.125)
+@body_case(
+    times(forward=8.0, other=2.125), build=beside(lambda gpu: Layer(gpu, 2.0)), lead_ms=2.125
+)
 def teacher_and_an_extra_forward(loop: Loop, x: Tensor) -> None:
     """A teacher that the timer does not know: `other`; an extra call without grad: `forward`."""
     with torch.no_grad():
