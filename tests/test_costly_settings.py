@@ -62,7 +62,7 @@ class Training:
             monkeypatch.setenv(variable, value)
         model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
         if self.marks_module:
-            model[1].gradient_checkpointing = True  # type: ignore[assignment]  # as transformers
+            model[1].gradient_checkpointing = True  # as transformers
         known = {"device_type": "cuda", "world_size": 2, "precision": "float32"}
         reader = CostlySettings.of(
             Environment(**{**known, **self.environment}),
@@ -272,7 +272,7 @@ def test_plain_loop_reports_debugging(
 ) -> None:
     monkeypatch.setattr("torch.version.debug", True)
     monkeypatch.setenv("TORCH_LOGS", "+all")
-    loop.model.linear.gradient_checkpointing = True  # type: ignore[assignment]  # as transformers
+    loop.model.linear.gradient_checkpointing = True  # as transformers
     timer = timed(loop)
     summary = timer.summary()
     assert names_in(summary) == ["gradient_checkpointing", "debug_build", "TORCH_LOGS"]

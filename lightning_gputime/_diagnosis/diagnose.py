@@ -33,9 +33,9 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         return Diagnosis()
     pace = pace_of(m)
 
-    def advise_all(name: str, share: float) -> tuple[Advice, ...]:
+    def advise_all(name: str, seconds: float, share: float) -> tuple[Advice, ...]:
         costly = _on_costly_settings(name, setup) if share >= _WORTH_A_LOOK else ()
-        return (*advise(name, share, m, setup, pace), *costly)
+        return (*advise(name, seconds, share, m, setup, pace), *costly)
 
     breakdown = break_down(m, setup, pace, advise_all)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
