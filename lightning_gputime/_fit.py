@@ -24,14 +24,6 @@ from lightning_gputime._session.session import Session
 # The first update of all is waited for during this many batches that should end a step.
 _PATIENCE = 100
 
-# Hooks inside a step, after whose callbacks a trainer calls that of the module.
-_INSIDE_STEP = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
 _EPOCH_START = "on_train_epoch_start"
 
 Action = tuple[str, Callable[[], None]]
@@ -287,13 +279,14 @@ class Fit:
         ends: dict[str, Callable[[], None]] = {
             "on_train_batch_start": self._callbacks_have_begun,
             "on_train_batch_end": partial(self._session.recorder.mark, CALLBACKS),
-            **dict.fromkeys(_INSIDE_STEP, self._leave_callback),
+            **dict.fromkeys(lightning_.IN_STEP, self._leave_callback),
         }
         for hook, end in ends.items():
             at_work = [one for one in others if lightning_.defines(one, hook)]
             for one in at_work:
                 label = label_of_callback(one, hook)
-                begins = self._enter_callback if hook in _INSIDE_STEP else self._callback_begins
+                in_step = hook in lightning_.IN_STEP
+                begins = self._enter_callback if in_step else self._callback_begins
                 yield lightning_.callback_action(one, hook), partial(begins, label)
             if at_work:
                 # The next that the trainer calls: all callbacks are over.

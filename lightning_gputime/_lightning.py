@@ -41,7 +41,13 @@ def loop_of(
         counts_steps=model.automatic_optimization
         and not lightning_.defines(model, "optimizer_step"),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        every_step_log="log_every_n_steps" if _logs_every_step(trainer) else "",
     )
+
+
+def _logs_every_step(trainer: pl.Trainer) -> bool:
+    every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
+    return every_n_steps == 1 and len(trainer.loggers) > 0
 
 
 def _updates(optimizer: Any) -> bool:

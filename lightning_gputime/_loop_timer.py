@@ -12,8 +12,22 @@ import torch
 
 from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
+from lightning_gputime._boundaries.sources import (
+    PlaceTimer,
+    place_here,
+    source_after_loop,
+    source_between,
+    source_here,
+)
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
-from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
+from lightning_gputime._measurement.wall_clock import (
+    BETWEEN_LOOPS,
+    EVALUATION,
+    SET_UP,
+    STEPS,
+    WallClock,
+)
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_int
 from lightning_gputime._phases import DATA, OTHER
@@ -106,12 +120,22 @@ class LoopTimer(Timer):
         """Start a new measurement, see `_start`."""
         means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
-        self._start(clock, self._loop, means, WallClock(clock.host_ns), **known)
+        wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
+        # Of code that is no loop over `steps`, and of evaluations.
+        self._between = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
+        self._evaluation = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
+        self._attached_at = place_here()
+        self._between.start(None)
+        self._start(clock, self._loop, means, wall_clock, **known)
+        self._time_loader(partial(getattr, self, "_loader"))
         self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()
 
     def _forget(self, session: Session) -> None:
         self._wall_clock.stop_own_loop(session.ended_ns)
+        if self._wall_clock.entry == BETWEEN_LOOPS:
+            self._between.end(BETWEEN_LOOPS)
+        self._patches.remove()
         super()._forget(session)
 
     def remove(self) -> None:
@@ -166,6 +190,7 @@ class LoopTimer(Timer):
         self._know_loader(loader, in_data=True)
         seen, batch, wall_clock = _Seen.NOTHING, self._loop.batch, self._wall_clock
         batch.is_fetched = True
+        self._leave_between()
         wall_clock.start_loop()
         try:
             for item in iterable:
@@ -201,8 +226,22 @@ class LoopTimer(Timer):
                 batch.is_fetched = True
         finally:
             wall_clock.end_loop()
+        self._enter_between()
         batch.is_fetched = False
         self._end_loop(seen)
+
+    @never_raises
+    def _enter_between(self) -> None:
+        if self._wall_clock.entry == BETWEEN_LOOPS:
+            self._between.start(source_after_loop())
+
+    @never_raises
+    def _leave_between(self) -> None:
+        entry = self._wall_clock.entry
+        if entry == SET_UP:
+            self._between.end(entry, source_between(self._attached_at, place_here()))
+        elif entry == BETWEEN_LOOPS:
+            self._between.end(entry)
 
     @never_raises
     def _end_loop(self, seen: _Seen) -> None:
@@ -252,6 +291,7 @@ class LoopTimer(Timer):
         self._is_evaluating, self._had_batch = True, self._loop.batch.is_open
         self._loop.batch.is_open = False
         self._wall_clock.enter_phase(EVALUATION)
+        self._evaluation.start(source_here())
         self._session.recorder.pause_now()
 
     @never_raises
@@ -259,6 +299,7 @@ class LoopTimer(Timer):
         if self._is_evaluating:
             self._is_evaluating, self._loop.batch.is_open = False, self._had_batch
             self._wall_clock.leave_phase(EVALUATION)
+            self._evaluation.end(EVALUATION)
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
     def _is_evaluation(self, loader: object) -> bool:

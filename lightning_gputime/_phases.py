@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DATA = "data"
 CALLBACKS = "callbacks"
@@ -164,6 +164,8 @@ class StepRecord(NamedTuple):
             (in bytes); nothing in a step that was not sampled.
         step_index: Its place among all steps since the timer was attached, timed or not; -1 where
             only timed steps are counted.
+        places: At each mark, its end included, the place in the user's code; empty in a step that
+            was not located.
     """
 
     number: int
@@ -178,6 +180,7 @@ class StepRecord(NamedTuple):
     items: float = nan
     memory: tuple[tuple[int, int], ...] = ()
     step_index: int = -1
+    places: tuple[Any, ...] = ()
 
     @property
     def spin_ms(self) -> float:

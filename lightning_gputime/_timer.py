@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,12 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from lightning_gputime._boundaries.loader import StagedLoaders
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
+from lightning_gputime._boundaries.named_calls import NamedCalls
 from lightning_gputime._boundaries.patching import Attachments, Subscription
+from lightning_gputime._boundaries.sources import Frame, PlaceTimer
+from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.table import Table, Tabular, show
 from lightning_gputime._measurement.wall_clock import WallClock
@@ -27,6 +33,7 @@ from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._saved_runs import saved
+from lightning_gputime._saved_runs.costly import CostlySettings, merge
 from lightning_gputime._saved_runs.environment import (
     Environment,
     environment_of,
@@ -90,12 +97,16 @@ class Timer(Tabular):
         self._patches = Attachments()  # What is on the objects of a trainer.
         self._warn_once = WarnOnce()
         self._environment = Environment()
+        self._costly_settings = CostlySettings()
         self._evaluations = Evaluations(options)
         self._wall_clock = WallClock(None)
+        self._culprits = CulpritSums()
+        self._calls: NamedCalls | None = None
+        self._loader: object = None  # The newest one.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
-        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
+        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments(), "_calls": None}
         return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
 
     def __del__(self) -> None:
@@ -114,10 +125,17 @@ class Timer(Tabular):
     # For front ends
 
     def _start(
-        self, clock: Clock, loop: Loop, means: MeanLog, wall_clock: WallClock, **known: Any
+        self,
+        clock: Clock,
+        loop: Loop,
+        means: MeanLog,
+        wall_clock: WallClock,
+        outside: Collection[Frame] = (),
+        **known: Any,
     ) -> None:
         """Start a new measurement, and put the hooks on.
 
+        `outside` has the functions around the training: their lines say nothing about a phase.
         `known` has fields of the `Environment` that the front end knows better; None if not.
         """
         if self._session.is_attached:
@@ -132,12 +150,16 @@ class Timer(Tabular):
         )
         self._results.libraries = self._libraries
         self._results.wall_clock = self._wall_clock = wall_clock
+        self._results.culprits = self._culprits
         self._evaluations.means.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()
         self._results.setup = setup_of(self._environment, loop, "precision" in known)
+        work = CPU_WORK if on_host else GPU_WORK
+        self._costly_settings = CostlySettings.of(self._environment, loop, work)
+        self._read_costly_settings()
         # Owned before it is attached: whatever is interrupted, `_detach` finds it.
-        self._session = session = Session(options, clock, loop, self._results, means)
+        self._session = session = Session(options, clock, loop, self._results, means, outside)
         try:
             session.attach()
         except BaseException:
@@ -154,6 +176,24 @@ class Timer(Tabular):
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 
+    def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
+        """Time calls by name, until the patches are removed: owners, functions and names."""
+        calls = self._calls
+        if calls is None or calls.sums is not self._culprits:
+            calls = NamedCalls(self._culprits, self._wall_clock, self._host_ns, self._label_now)
+            self._calls = calls
+        for owner, function, name in functions:
+            self._patches.add(calls.subscription(owner, function, name))
+
+    def _label_now(self) -> str | None:
+        label = self._session.recorder.label
+        return label if isinstance(label, str) else None
+
+    def _time_loader(self, find: Callable[[], object]) -> None:
+        """Time the stages of a loader without workers, until the patches are removed."""
+        stages = StagedLoaders(find, self._host_ns, self._culprits.add_loader)
+        self._patches.add(stages)
+
     def _time_saves(self, trainer: Any, name: str) -> None:
         """Time the method by which a trainer saves checkpoints, inside of steps and outside."""
         saves = NamedPhase(SAVES, [*self._session.recorders, self._wall_clock])
@@ -163,6 +203,8 @@ class Timer(Tabular):
         """End the measurement: read and compare the last steps, and take the hooks off."""
         session = self._session
         try:
+            # Some can be turned on during training.
+            self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()
         finally:
             self._forget(session)
@@ -201,10 +243,19 @@ class Timer(Tabular):
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
         """Read a loader's settings; `in_data` says that its fetch is all `data`."""
         self._session.analyzer.set_loader(loader, in_data)
+        self._loader = loader
         known = known_of_loader(loader)
         self._results.setup = replace(self._results.setup, **known, loader_prefix=prefix)
+        if not self._wall_clock.has_stepped:
+            self._read_costly_settings()  # Those of torch are often set after `attach`.
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
+
+    def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
+        """Read the settings that are known to cost time, and keep those read before."""
+        setup = self._results.setup
+        settings = merge(before, self._costly_settings.read(setup))
+        self._results.setup = replace(setup, costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""
@@ -241,7 +292,8 @@ class Timer(Tabular):
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        return NamedPhase(EXCLUDED, [*self._session.recorders, self._wall_clock])
+        place = PlaceTimer(self._culprits, self._host_ns, self._wall_clock)
+        return NamedPhase(EXCLUDED, [*self._session.recorders, self._wall_clock, place])
 
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.

@@ -1,6 +1,7 @@
 """The timer for the Trainer of Lightning."""
 
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
@@ -10,8 +11,10 @@ import lightning.pytorch as pl
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
+from lightning_gputime._boundaries.sources import place_here
 from lightning_gputime._compat import lightning_
 from lightning_gputime._fit import Fit
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.wall_clock import (
@@ -138,6 +141,16 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # Lightning sets it at the start of each run, before `prepare_data`: no hook is as early.
         self._run_start_ns = self._host_ns()
         vars(self)["log"] = method
+        self._note_run(method)
+
+    @never_raises
+    def _note_run(self, method: Any) -> None:
+        trainer = None
+        with suppress(AttributeError, RuntimeError):  # A module that has no Trainer yet.
+            trainer = method.__self__.trainer
+        if trainer is not None and trainer.state.fn == "fit":
+            start_ns, self._run_start_ns = self._run_start_ns, None
+            self._start_clock(trainer, start_ns)
 
     @never_raises
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -169,11 +182,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row),
             self._wall_clock,
+            place_here(),
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
         self._know_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
+        self._time_calls(lightning_.own_functions(trainer, pl_module))
         self._fit = Fit(
             trainer,
             pl_module,
@@ -309,6 +324,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._stop_clock()
             self._wall_clock = WallClock(self._host_ns, start_ns)
             self._clock_trainer, self._is_table_due = trainer, False
+            self._culprits = CulpritSums()
+            named = lightning_.named_functions(trainer, trainer.lightning_module, type(self))
+            self._time_calls(named)
+            self._time_loader(partial(getattr, trainer, "train_dataloader"))
 
     def _stop_clock(self) -> None:
         self._wall_clock.stop()

@@ -20,8 +20,10 @@ except ImportError as error:
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
+from lightning_gputime._boundaries.sources import place_here
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
@@ -192,16 +194,22 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             expects=transformers_.expected_of(trainer),
             counts_steps=True,
             accumulate_grad_batches=args.gradient_accumulation_steps,
+            every_step_log="logging_steps" if _logs_every_step(args, state) else "",
         )
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, tell=state.is_world_process_zero)
+        self._wall_clock = WallClock(clock.host_ns, self._run_start_ns)
+        self._culprits = CulpritSums()
+        named = transformers_.named_functions(trainer)
+        self._time_calls(known for known in named if not isinstance(known[0], Timer))
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         self._start(
             clock,
             loop,
             MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update),
-            WallClock(clock.host_ns, self._run_start_ns),
+            self._wall_clock,
+            place_here(),
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
@@ -212,6 +220,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader, prefix="dataloader_")
+            self._time_loader(lambda: loader)
         self._session.begin()
 
     @never_raises
@@ -438,6 +447,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer = self._handled = None
         is_due, self._is_table_due = self._is_table_due, False
         self._show(is_due)
+
+
+def _logs_every_step(args: Any, state: Any) -> bool:
+    # `args.logging_steps` may be a fraction of all steps; the state has the number.
+    return bool(args.logging_strategy == "steps" and state.logging_steps == 1)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

@@ -16,17 +16,26 @@ from lightning_gputime._session.schedule import Plan, Schedule
 class Loop:
     """A model, its optimizer, and a standard step on them that takes `STEP_MS`."""
 
-    def __init__(self, gpu: FakeGPU) -> None:
+    def __init__(self, gpu: FakeGPU, model: Any = None) -> None:
         self.gpu = gpu
-        self.model = Layer(gpu, 4.0, 7.75)
-        self.optimizer = Adder(self.model.parameters(), gpu, 2.0)
+        self.model: Any = Layer(gpu, 4.0, 7.75) if model is None else model
+        self.optimizer: Any = Adder(self.model.parameters(), gpu, 2.0)
+        self.optimizers: list[Any] = []  # Where there are several, in place of `optimizer`.
+        self.other: Any = None  # What the loop has besides, and the timer does not know.
+        self.number = 0  # Of the batch.
 
     def batches(self, n: int) -> Any:
         return batches(self.gpu, n, copy_ms=1.0)
 
+    def tail(self, out: Tensor) -> Tensor:
+        return work(out, self.gpu, 0.5, 0.25).sum()
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.tail(self.model(x))
+
     def micro_batch(self, x: Tensor) -> None:
         self.gpu.work(0.125)
-        work(self.model(x), self.gpu, 0.5, 0.25).sum().backward()
+        self.loss(x).backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -34,6 +43,11 @@ class Loop:
 
     def train(self, x: Tensor) -> None:
         self.micro_batch(x)
+        self.update()
+
+    def train_on(self, x: Tensor) -> None:
+        """Train without the 0.125 ms of other work before the model."""
+        self.loss(x).backward()
         self.update()
 
 

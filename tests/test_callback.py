@@ -733,3 +733,36 @@ def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
         trainer(timer, val_check_interval=15).fit(Captures(gpu), Loader(gpu, 30), Loader(gpu, 1))
         assert not gpu.capture_broken
         assert timer.summary().steps
+
+
+def test_a_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu))
+    assert not {"log", "log_dict"} & vars(copy.deepcopy(timer)).keys()
+    assert not {"log", "log_dict"} & timer.__getstate__().keys()
+
+
+def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Nested(pl.Callback):
+        done = False
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            if not self.done:
+                self.done = True
+                trainer(timer).fit(Model(gpu), Loader(gpu, 2))
+
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
+    assert (
+        caplog.text.count("A training inside another one has ended the timing of the outer one")
+        == 1
+    )
+
+
+def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    stopping = pl.callbacks.EarlyStopping("phase_time/step_ms", check_on_train_epoch_end=True)
+    runner = trainer(timer, stopping, log_every_n_steps=0)
+    runner.fit(Model(gpu), Loader(gpu, 3))
+    assert runner.callback_metrics["phase_time/forward_ms"] == torch.tensor(4.0)

@@ -70,7 +70,7 @@ def test_alone_there_is_none(gpu: FakeGPU) -> None:
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[str, Any]) -> None:
     loop = Loop(gpu)
-    loop.model = parallel(loop.model, **options)  # type: ignore[assignment]
+    loop.model = parallel(loop.model, **options)
     with hooks(loop, sync_ranks=False) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
@@ -94,7 +94,7 @@ class Normed(nn.Module):
 
 def test_a_validation_of_what_ddp_wraps_belongs_to_no_step(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    model, loop.model = loop.model, parallel(loop.model)  # type: ignore[assignment]
+    model, loop.model = loop.model, parallel(loop.model)
     with hooks(loop, sync_ranks=False) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
             loop.train(x)
@@ -114,7 +114,7 @@ def test_the_broadcast_of_buffers_is_a_wait_in_forward(
     loop = Loop(gpu)
     model = parallel(Normed(gpu))
     monkeypatch.setattr(model, "_sync_buffers", lambda: gpu.work(5.0))
-    loop.model = model  # type: ignore[assignment]
+    loop.model = model
     before = installed(*model.modules())
     with hooks(loop, sync_ranks=False) as timer:
         for x in timer.steps(loop.batches(3)):

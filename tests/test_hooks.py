@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import installed
+from conftest import AUTOGRAD, installed
 from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
 from torch import Tensor, nn
@@ -29,16 +29,6 @@ def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
     assert timer.history()["step"].tolist() == [0, 1, 2, 3]
     assert timer.history()["step_ms"].tolist() == [sum(STEP_MS.values())] * 4
     assert len(loop.gpu.waits) == 4
-
-
-def test_an_ordinary_loop_calls_step_at_its_end(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for x in loop.batches(3):
-            loop.train(x)
-            timer.step()
-    # Nothing tells where the fetch ends and other code begins.
-    expected = {**STEP_MS, "data": 1.125, "other": 0.0}
-    assert steps(timer) == [expected] * 3
 
 
 def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
@@ -773,3 +763,39 @@ def test_a_for_runs_over_the_generator_itself(loop: Loop) -> None:
         items = iter(timer.steps([1, 2]))
         assert inspect.isgenerator(items)
         assert items is iter(items)
+
+
+def test_hooks_only_with_backward_named_by_hand(loop: Loop) -> None:
+    before = AUTOGRAD._engine_run_backward
+    with hooks(loop, wrap_backward=False) as timer:
+        assert AUTOGRAD._engine_run_backward is before
+        for x in timer.steps(loop.batches(3)):
+            loop.gpu.work(0.125)
+            loss = loop.loss(x)
+            with timer.phase("backward"):
+                loss.backward()
+            loop.gpu.work(1.0)
+            loop.optimizer.step()
+    assert steps(timer) == [{**STEP_MS, "optimizer": 3.0}] * 3
+
+
+def test_data_parallel_is_refused_on_several_devices_alone(loop: Loop) -> None:
+    parallel = nn.DataParallel(loop.model)
+    # On one device it calls the module in the loop's thread.
+    loop.model = parallel
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(2)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 2
+    parallel.device_ids = [0, 1]
+    model = nn.Sequential(parallel)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        GPUPhaseHooks(model)
+
+
+def test_a_cell_that_is_run_twice_leaves_nothing_behind(loop: Loop) -> None:
+    bare = installed(loop.model, loop.optimizer)
+    timer = hooks(loop).attach()
+    timer = hooks(loop).attach()
+    timer.remove()
+    assert installed(loop.model, loop.optimizer) == bare

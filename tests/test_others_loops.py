@@ -295,27 +295,6 @@ def test_step_from_a_hook_of_the_optimizer_with_accumulation(loop: Loop, every: 
     assert timer.history()["step"].tolist() == timed_indices(every, 120 - (every > 1))
 
 
-def test_work_before_the_closure_of_an_update_is_optimizer(gpu: FakeGPU) -> None:
-    class Prepares(Adder):
-        def step(self, closure: Any = None) -> Any:
-            gpu.work(3.0)
-            return super().step(closure)
-
-    net = Layer(gpu, 4.0, 8.0)
-    optimizer = Prepares(net.parameters(), gpu, 2.0)
-    with GPUPhaseHooks(net, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for x in timer.steps(batches(gpu, 4, copy_ms=1.0)):
-
-            def closure(x: Tensor = x) -> None:
-                optimizer.zero_grad()
-                gpu.work(0.5)
-                work(net(x), gpu, 0.5).sum().backward()
-
-            optimizer.step(closure)
-    assert ms(timer, "optimizer") == [5.0] * 4
-    assert ms(timer, "other") == [0.5] * 4
-
-
 # What is seen, and told
 
 

@@ -374,15 +374,19 @@ FETCHES = Measurement(
 GPU_PACE, LAUNCHES = Pace("GPU-bound", ""), Pace("launch-bound", "")
 
 
+def case_of(setup: TrainingSetup, pace: Pace) -> advice.Case:
+    return advice.Case("data/fetch", 1.0, FETCHES, setup, pace)
+
+
 @pytest.mark.parametrize(
     ("page", "quoted"),
     [
         (
             "how-to/input-bound",
-            advice._load_faster(FETCHES, TrainingSetup(num_workers=0), GPU_PACE),
+            advice._load_faster(case_of(TrainingSetup(num_workers=0), GPU_PACE)),
         ),
-        ("tutorial", advice._load_faster(FETCHES, TrainingSetup(num_workers=0), GPU_PACE)),
-        ("tutorial", advice._launch_less(FETCHES, TrainingSetup(batch_size=32), LAUNCHES)),
+        ("tutorial", advice._load_faster(case_of(TrainingSetup(num_workers=0), GPU_PACE))),
+        ("tutorial", advice._launch_less(case_of(TrainingSetup(batch_size=32), LAUNCHES))),
     ],
 )
 def test_the_manual_quotes_the_advice(page: str, quoted: Iterator[Advice]) -> None:

@@ -286,3 +286,17 @@ def test_an_interrupted_last_wait_leaves_nothing(
     assert installed(*things) == bare
     timer.remove()
     assert not torch_optimizer._global_optimizer_post_hooks
+
+
+def test_an_error_of_a_boundary_does_not_reach_the_training(
+    loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooks(loop) as timer:
+        monkeypatch.setattr(
+            "lightning_gputime._boundaries.backward.BackwardBoundary.on_call_start",
+            lambda *_: 1 / 0,
+        )
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert caplog.text.count("a phase is no longer timed".capitalize()) == 1
+    assert loop.model.linear.weight.grad is None or loop.model.linear.weight.grad.abs().sum() > 0

@@ -30,6 +30,7 @@ from lightning_gputime._causes.detectors import (
     allocator_of,
     collect_phases,
 )
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._phases import StepRecord
@@ -48,7 +49,7 @@ class Bench:
         self.gpu = gpu
         log = SlowLog()
         log.is_followed = True
-        self.analyzer = SlowStepAnalyzer(gpu, log)
+        self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
         self.analyzer.collectors = [getattr(one, "collect", one) for one in asked]
         for one in asked:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
@@ -236,7 +237,7 @@ def test_a_system_that_does_not_count_for_a_thread_has_no_such_cause(
 ) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
     assert detectors.thread_usage() is None
-    told = SlowStepAnalyzer(HostClock(), SlowLog())
+    told = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())
     assert told._preemption.usage is None
 
 

@@ -70,7 +70,7 @@ def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Pat
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         loop = Loop(gpu)
-        loop.model = DistributedDataParallel(loop.model)  # type: ignore[assignment]
+        loop.model = DistributedDataParallel(loop.model)
         with hooks(loop) as timer:
             for x in timer.steps(loop.batches(3)):
                 loop.train(x)

@@ -46,6 +46,7 @@ class Loop:
     expects: Sequence[Expected] = ()  # Checked in the first steps.
     counts_steps: bool = False  # Step numbers are the trainer's, which counts updates.
     accumulate_grad_batches: int = 1  # Where `counts_steps` is set.
+    every_step_log: str = ""  # Option by which the trainer logs each step; empty if it does not.
 
     @property
     def called(self) -> nn.Module:

@@ -154,7 +154,7 @@ class OptimizerBoundary:
             return
         label, self._interrupted = self._recorder.label, None
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
-        if label == AFTER_BACKWARD and closure is None:
+        if label == AFTER_BACKWARD and closure is None and not self._recorder.is_located:
             return
         if current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD

@@ -16,6 +16,7 @@ from lightning_gputime._causes.detectors import (
     collect_phases,
     thread_usage,
 )
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowEvidence, SlowLog, SlowStep
@@ -38,10 +39,10 @@ class SlowStepAnalyzer:
     Nothing here raises: after an error no evidence is collected any more.
     """
 
-    def __init__(self, clock: Clock, log: SlowLog) -> None:
+    def __init__(self, clock: Clock, log: SlowLog, culprits: CulpritSums) -> None:
         self._log = log
         now_ns = self._now_ns = clock.host_ns
-        self._spans = HostSpans(now_ns)
+        self._spans = HostSpans(now_ns, culprits)
         # To call around loggers and functions of the user's, the second with what was called.
         self.start_own_call = partial(self._spans.start, "callback")
         self.end_own_call = partial(self._spans.end, "callback")

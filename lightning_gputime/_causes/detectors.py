@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from lightning_gputime._boundaries.sources import source_here
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._compat.torch_ import compile_callbacks
+from lightning_gputime._measurement.culprits import PLACE, CulpritSums
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
     BACKWARD,
@@ -37,6 +39,7 @@ from lightning_gputime._phases import (
 
 _MAX_LOOPS = 100  # Number of starts of loops to remember.
 _MAX_SPANS = 1_000  # Number of spans to remember: those of steps that are not judged yet, and more.
+_SHORTEST_LOCATED_NS = 1_000_000  # A shorter span is not located in the code.
 _SHORTEST_NS = 50_000  # A shorter span explains no slow step, and is forgotten at once.
 # The kinds of spans: one may hold those before it.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
@@ -61,8 +64,8 @@ class HostSpans:
     code has, nothing is compiled. Of other spans it is told.
     """
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns = now_ns
+    def __init__(self, now_ns: Callable[[], int], culprits: CulpritSums) -> None:
+        self._now_ns, self._culprits = now_ns, culprits
         self._newest: deque[Span] = deque(maxlen=_MAX_SPANS)
         self._started_ns: dict[CauseKind, int] = {}
 
@@ -105,6 +108,10 @@ class HostSpans:
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
         if started_ns is not None and now_ns - started_ns >= _SHORTEST_NS:
             self._newest.append((started_ns, now_ns, kind, detail))
+            if kind != "callback" and now_ns - started_ns >= _SHORTEST_LOCATED_NS:
+                entry = f"slow steps: {kind.replace('_', ' ')}"
+                source = source_here()
+                self._culprits.add(entry, "", now_ns - started_ns, source=source, kind=PLACE)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         """Return the detector of the spans in slow steps; None if there are none."""

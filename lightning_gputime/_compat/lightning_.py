@@ -1,6 +1,6 @@
 """Internals of Lightning, which `lightning` and `pytorch_lightning` both have: import neither."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from lightning_gputime._compat.names import (
     report_missing_of,
     version_of,
 )
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, label_of_callback
+from lightning_gputime._compat.torch_ import is_compiled
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, is_metric, label_of_callback
 
 TRAINING = {
     "lightning.pytorch.trainer.trainer": "fit",
@@ -135,6 +136,13 @@ def is_idle(profiler: object) -> bool:
 _FETCH_ACTION = "train_dataloader_next"
 _COPY_ACTION = "batch_to_device"
 _PER_BATCH = ("on_train_batch_start", "on_train_batch_end")
+IN_STEP = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""Hooks inside a step, after whose callbacks a trainer calls that of the module."""
 
 
 def fetch_action(trainer: Any) -> str:
@@ -166,6 +174,60 @@ def defines(owner: object, hook: str) -> bool:
     module = getattr(getattr(owner, hook, None), "__module__", None) or ""
     bases = (".callbacks.callback", ".core.hooks", ".core.module")
     return hasattr(owner, hook) and not module.endswith(bases)
+
+
+_NAMED_HOOKS = (
+    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers"),
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("transfer_batch_to_device", "configure_gradient_clipping", "lr_scheduler_step"),
+    *("optimizer_zero_grad",),
+)
+_LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+
+
+def is_compiled_module(model: Any) -> bool:
+    """Return whether a LightningModule is compiled, as a whole or its `training_step`."""
+    return is_step_compiled(model) or is_compiled(model)
+
+
+def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
+    """Yield what a trainer calls to save and to log: owner, function and name."""
+    kinds = dict.fromkeys(type(callback).__name__ for callback in trainer.checkpoint_callbacks)
+    yield trainer, "save_checkpoint", next(iter(kinds)) if len(kinds) == 1 else "save_checkpoint"
+    if not is_compiled_module(model):
+        yield model, "log", "self.log"
+
+
+def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, str, str]]:
+    """Yield what user code, callbacks and loggers run beside the model: owner, function and name.
+
+    Callbacks of class `own`, and hooks that are phases of a step already, are left out.
+    """
+    if is_compiled_module(model):
+        modules = [getattr(trainer, "datamodule", None)]  # A patch would compile the model anew.
+    else:
+        modules = [model, getattr(trainer, "datamodule", None)]
+    for module in modules:
+        for hook in _hooks(module) if module is not None else ():
+            if defines(module, hook):
+                yield module, hook, f"{type(module).__name__}.{hook}"
+    if model in modules:
+        for name, child in model.named_modules():
+            for method in ("update", "compute") if is_metric(child) else ():
+                yield child, method, f"{name}.{method}"
+    for callback in trainer.callbacks:
+        for hook in () if isinstance(callback, own) else _hooks(callback):
+            if hook not in (*_PER_BATCH, *IN_STEP) and defines(callback, hook):
+                yield callback, hook, f"{type(callback).__name__}.{hook}"
+    for logger in trainer.loggers:
+        for method in _LOGGER_METHODS:
+            if callable(getattr(logger, method, None)):
+                yield logger, method, f"{type(logger).__name__}.{method}"
+
+
+def _hooks(owner: object) -> list[str]:
+    found = [name for name in dir(type(owner)) if name.startswith("on_")]
+    return [name for name in (*found, *_NAMED_HOOKS) if callable(getattr(owner, name, None))]
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:

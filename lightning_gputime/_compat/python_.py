@@ -4,10 +4,33 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from traceback import walk_stack
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 _PACKAGE = __name__.partition(".")[0] + "."
+_NOT_USER_CODE = {
+    *sys.stdlib_module_names - {"__main__"},
+    *("lightning_gputime", "torch", "torchmetrics", "lightning", "pytorch_lightning"),
+    *("lightning_fabric", "transformers", "accelerate", "deepspeed", "trl"),
+}
+"""Top-level modules whose frames are not the user's."""
+
+
+def user_frames(most: int) -> list[FrameType]:
+    """Return the innermost frames on the stack that run code of the user, at most `most`.
+
+    Code of installed packages counts only if there is no other, as in a command that is installed.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found: list[FrameType] = []
+    installed: list[FrameType] = []
+    while frame is not None and len(found) < most:
+        name = frame.f_globals.get("__name__")
+        if isinstance(name, str) and name.partition(".")[0] not in _NOT_USER_CODE:
+            is_installed = "-packages" in frame.f_code.co_filename
+            (installed if is_installed else found).append(frame)
+        frame = frame.f_back
+    return found or installed[:most]
 
 
 def interpreter_flags() -> list[str]:

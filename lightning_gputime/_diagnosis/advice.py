@@ -1,11 +1,14 @@
 """Advice on an entry of the time breakdown, as far as the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lightning_gputime._diagnosis.breakdown import KNOWN
 from lightning_gputime._diagnosis.codes import (
+    COLLECTIONS,
     COMMUNICATION,
+    COMPILATIONS,
     CPU_WORK,
     GAPS,
     GPU,
@@ -16,8 +19,10 @@ from lightning_gputime._diagnosis.codes import (
     SLOWEST_RANK,
     SYNC,
 )
+from lightning_gputime._diagnosis.culprit import EntryCulprit, culprits_of, takes, total
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.pace import Pace
+from lightning_gputime._measurement.culprits import PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
@@ -45,7 +50,6 @@ from lightning_gputime._phases import (
     OTHER,
     SAVES,
     is_wait,
-    of_one_callback,
 )
 
 _MIN_SHARE = 0.05  # Smaller entries have no advice.
@@ -54,17 +58,51 @@ _FIRST_WORKERS = 4  # The most workers to begin with, if there are none.
 _MIN_AFTER_BATCHES = 0.3  # Fraction of an evaluation after its last batch that is named.
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An entry that needs advice, and what is known of it.
+
+    Attributes:
+        entry: Name of the entry.
+        seconds: Its time (in seconds).
+        m: The measurement.
+        setup: How the training is set up.
+        pace: What limits the model's own work in a step.
+    """
+
+    entry: str
+    seconds: float
+    m: Measurement
+    setup: TrainingSetup
+    pace: Pace
+
+    @property
+    def culprits(self) -> tuple[EntryCulprit, ...]:
+        """Code in which its time is spent."""
+        return culprits_of(self.entry, self.seconds, self.m)
+
+    @property
+    def per_step(self) -> str:
+        """Its time in words, "4.1 ms of 9.8 ms per step"."""
+        return _per_step(self.m, self.entry)
+
+    def takes(self, culprit: EntryCulprit) -> str:
+        """Return the time of a culprit in words."""
+        return takes(culprit, self.seconds, self.m)
+
+
 def advise(
-    name: str, share: float, m: Measurement, setup: TrainingSetup, pace: Pace
+    name: str, seconds: float, share: float, m: Measurement, setup: TrainingSetup, pace: Pace
 ) -> tuple[Advice, ...]:
-    """Return what to do about an entry that takes this share of the wall clock."""
+    """Return what to do about an entry of this time, which is this share of the wall clock."""
     if share < _MIN_SHARE:
         return ()
+    case = Case(name, seconds, m, setup, pace)
     rule = _RULES.get(name)
     if rule is None:
         is_phase = name in m.rows and name not in KNOWN
-        return tuple(_shorten(name, m, setup)) if is_phase else ()
-    return tuple({advice.text: advice for advice in rule(m, setup, pace)}.values())
+        return tuple(_shorten(name, case)) if is_phase else ()
+    return tuple({advice.text: advice for advice in rule(case)}.values())
 
 
 def _per_step(m: Measurement, name: str) -> str:
@@ -73,14 +111,21 @@ def _per_step(m: Measurement, name: str) -> str:
     return f"{duration(m.share(name) * step_ms)} of {duration(step_ms)} per step"
 
 
-def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
+def _load_faster(case: Case) -> Iterator[Advice]:
+    m, setup = case.m, case.setup
     fetches = m.rows.get(FETCH, m.rows.get(DATA))
     if fetches is None:
         return
+    culprit = next((found for found in case.culprits if found.kind in STAGES), None)
+    who = "" if culprit is None else f"{culprit} takes {case.takes(culprit)}: "
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read tensors on a device.
-        text = "index whole batches, by dataset[indices]: the tensors are in memory already"
+        text = f"{who}index whole batches, by dataset[indices]: the tensors are in memory already"
         yield Advice("index_batches", text)
+        return
+    if culprit is not None and culprit.kind == SAMPLER:
+        text = f"{who}make it cheaper; it runs in the main process, with workers too"
+        yield Advice("sampler", text, {"sampler": culprit.name})
         return
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
     if not setup.has_loader and FETCH not in m.rows and _is_uneven(fetches):
@@ -88,7 +133,7 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
     if workers is None and not setup.has_loader and FETCH not in m.rows:
         text = "iterate over timer.steps(loader): without it, `data` may include your own code"
         yield Advice("iterate_over_steps", text)
-    if fetches.share < _MIN_PART and pace.code != SYNC:
+    if fetches.share < _MIN_PART and case.pace.code != SYNC:
         return  # Workers cost about as much.
     apart = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     of_cores = "" if cores is None else f"; {cores} CPU cores per rank"
@@ -98,7 +143,8 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
         yield Advice("workers", "cheaper transforms, or workers that load ahead")
     elif workers == 0:
         n = min(_FIRST_WORKERS, cores or _FIRST_WORKERS)
-        text = f"{prefix}num_workers={n} (now 0){apart}"
+        cheap = ", or make it cheaper" if culprit is not None else ""
+        text = f"{who}{prefix}num_workers={n} (now 0){cheap}{apart}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
     elif off_cpu >= _MIN_SHARE or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
@@ -131,20 +177,25 @@ def _pause(name: str) -> Advice:
     return Advice("pause", text, {"phase": name})
 
 
-def _move_to_workers(m: Measurement, setup: TrainingSetup, _: Pace) -> Iterator[Advice]:
+def _move_to_workers(case: Case) -> Iterator[Advice]:
+    m = case.m
     rest = m.share(DATA) - m.share(FETCH) - m.share(COPY)
     took = f"{duration(rest * m.step.mean_ms)} of {duration(m.step.mean_ms)} per step"
-    if setup.is_own_loop:
-        text = f"{took} of `data` lie between fetch and copy"
+    move = "move it into the dataset, so that its workers run it"
+    calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
+    if case.setup.is_own_loop:
+        yield Advice("transfer_hooks", f"{took} of `data` lie between fetch and copy")
+    elif calls:
+        text = f"{calls[0]} takes {case.takes(calls[0])}, on the CPU: {move}"
+        yield Advice("transfer_hooks", text, {"hook": calls[0].name})
     else:
-        text = (
-            f"on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device take"
-            f" {took}: move them into the dataset, so that its workers run them"
-        )
-    yield Advice("transfer_hooks", text)
+        hooks = "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
+        text = f"{hooks} take {took}: move them into the dataset, so that its workers run them"
+        yield Advice("transfer_hooks", text)
 
 
-def _copy_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
+def _copy_faster(case: Case) -> Iterator[Advice]:
+    m, setup = case.m, case.setup
     if m.on_host_clock:
         return  # Nothing is copied to a device.
     if setup.pin_memory is False:
@@ -159,16 +210,12 @@ def _pin_memory(setup: TrainingSetup, why: str = "") -> Advice:
     return Advice("pin_memory", text, {"now": False, "suggested": True})
 
 
-def _call_back_less(m: Measurement, _: TrainingSetup, __: Pace) -> Iterator[Advice]:
-    shares = {name: row.share for name, row in m.rows.items() if name != SAVES}
-    single = [name for name in shares if of_one_callback(name)]
-    longest = max(single, key=shares.__getitem__, default="")
-    if shares.get(longest, 0.0) >= 0.3 * m.share(CALLBACKS) > 0:
-        callback = of_one_callback(longest)
-        text = f"`{callback}` takes {_per_step(m, longest)}: run it less often, or make it cheaper"
-        yield Advice("callback", text, {"callback": callback})
+def _call_back_less(case: Case) -> Iterator[Advice]:
+    m = case.m
+    if culprits := case.culprits:
+        yield _run_less(case, culprits[0])
     elif m.share(SAVES) >= _MIN_PART:
-        yield from _save_less(m, _, __)
+        yield from _save_less(case)
     else:
         text = (
             "log less often (log_every_n_steps), or remove callbacks one by one: they take"
@@ -177,31 +224,49 @@ def _call_back_less(m: Measurement, _: TrainingSetup, __: Pace) -> Iterator[Advi
         yield Advice("callbacks", text)
 
 
-def _save_less(*_: object) -> Iterator[Advice]:
-    text = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-    yield Advice("save_less", text)
+def _run_less(case: Case, culprit: EntryCulprit) -> Advice:
+    """Return advice to call a hook, a logger or `self.log` less often."""
+    who = f"{culprit} takes {case.takes(culprit)}"
+    if culprit.name == "self.log":
+        steps = case.m.steps + case.m.untimed_steps
+        n = f", {culprit.calls / steps:.0f} calls" if culprit.calls >= 2 * steps else ""
+        return Advice("log_less", f"{who}{n}: log fewer values, or only every n-th step")
+    if culprit.name.endswith((".log_metrics", ".on_log")):
+        how = "logging_steps" if culprit.name.endswith(".on_log") else "log_every_n_steps"
+        text = f"{who}: log less often ({how})"
+        return Advice("log_less", text, {"callback": culprit.name})
+    text = f"{who}: run it less often, or make it cheaper"
+    return Advice("callback", text, {"callback": culprit.name})
 
 
-def _meet_the_rank(m: Measurement, _: TrainingSetup, __: Pace) -> Iterator[Advice]:
-    if (ranks := m.ranks) is not None:
+def _save_less(case: Case) -> Iterator[Advice]:
+    how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
+    culprits = [culprit for culprit in case.culprits if culprit.kind != PLACE]
+    who = f"{culprits[0]} takes {total(culprits[0])}: " if culprits else ""
+    yield Advice("save_less", f"{who}{how}")
+
+
+def _meet_the_rank(case: Case) -> Iterator[Advice]:
+    if (ranks := case.m.ranks) is not None:
         text = f"look at rank {ranks.slowest_rank}, in `{ranks.phase}`: the other ranks wait for it"
         yield Advice("slowest_rank", text, {"rank": ranks.slowest_rank, "phase": ranks.phase})
 
 
-def _communicate_less(*_: object) -> Iterator[Advice]:
+def _communicate_less(_: Case) -> Iterator[Advice]:
     text = "more work between collectives: larger batches, or accumulation under no_sync()"
     yield Advice("communicate_less", text)
 
 
-def _work_less(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
+def _work_less(case: Case) -> Iterator[Advice]:
+    m, setup, pace = case.m, case.setup, case.pace
     uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and _is_uneven(m.rows[name])]
     if setup.is_own_loop and uneven == [FORWARD]:  # Steps of more micro-batches are longer in both.
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
-        yield from _launch_less(m, setup, pace)
+        yield from _launch_less(case)
         return
     if pace.code == SYNC:
-        yield from _unblock(m, setup, pace)
+        yield from _unblock(case)
         return
     if pace.code == GPU:
         compute = m.share(FORWARD) + m.share(BACKWARD)
@@ -214,13 +279,14 @@ def _work_less(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Adv
         yield from _look_inside(longest, m, setup)
 
 
-def _launch_less(m: Measurement, setup: TrainingSetup, _: Pace) -> Iterator[Advice]:
+def _launch_less(case: Case) -> Iterator[Advice]:
+    setup = case.setup
     now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
     yield Advice("batch_size", f"a larger batch{now}", {"now": setup.batch_size})
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
     yield Advice("compile", f"torch.compile{mode}")
     yield Advice("cuda_graphs", "CUDA graphs")
-    yield from _fuse(m, setup)
+    yield from _fuse(case.m, setup)
 
 
 def _fuse(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
@@ -230,41 +296,61 @@ def _fuse(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
         yield Advice("fused", text, {"optimizer": setup.unfused})
 
 
-def _unblock(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
+def _unblock(case: Case) -> Iterator[Advice]:
     others = []
-    for name in pace.phases:
+    for name in case.pace.phases:
         if name in (FETCH, DATA):
-            yield from _load_faster(m, setup, pace)
+            yield from _load_faster(replace(case, entry=name))
         elif name == COPY:
-            yield from _copy_faster(m, setup, pace)
+            yield from _copy_faster(case)
         else:
             others.append(f"`{name}`")
     if others:
-        copies = " and prints" if setup.pin_memory else ", prints and copies from unpinned memory"
+        copies = (
+            " and prints" if case.setup.pin_memory else ", prints and copies from unpinned memory"
+        )
         text = f"remove .item(){copies} from {', '.join(others)}"
-        yield Advice("remove_syncs", text, {"phases": list(pace.phases)})
+        yield Advice("remove_syncs", text, {"phases": list(case.pace.phases)})
 
 
-def _optimize_faster(m: Measurement, setup: TrainingSetup, _: Pace) -> Iterator[Advice]:
-    yield from _fuse(m, setup)
-    text = "`optimizer` is clipping, hooks before the update, and the update itself"
-    yield Advice("optimizer", text)
+def _optimize_faster(case: Case) -> Iterator[Advice]:
+    yield from _fuse(case.m, case.setup)
+    if culprits := case.culprits:
+        yield _shorten_code(case, culprits)
+    else:
+        text = "`optimizer` is clipping, hooks before the update, and the update itself"
+        yield Advice("optimizer", text)
 
 
-def _own_code(
-    name: str, where: str, m: Measurement, setup: TrainingSetup, _: Pace
-) -> Iterator[Advice]:
-    if setup.is_own_loop and _is_uneven(m.rows[name]):
-        yield _pause(name)
+def _own_code(where: str, case: Case) -> Iterator[Advice]:
+    m, setup, name = case.m, case.setup, case.entry
     if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
         yield _pin_memory(setup, "; `other` includes copies of the batch")
-    text = f'`{name}` is code {where}: name its parts, with phase("name")'
-    yield Advice("name_phase", text, {"phase": name})
+    if culprits := case.culprits:
+        yield _shorten_code(case, culprits)
+    else:
+        text = f'`{name}` is code {where}: name its parts, with phase("name")'
+        yield Advice("name_phase", text, {"phase": name})
+    if setup.is_own_loop and _is_uneven(m.rows[name]):
+        yield _pause(name)
 
 
-def _shorten(name: str, m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
-    inside = [*_look_inside(name, m, setup)]
-    text = f"`{name}` takes {_per_step(m, name)}: run it less often, or make it cheaper"
+def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:
+    """Return advice on lines or calls in a step."""
+    culprit, *inside = culprits
+    if culprit.kind != PLACE:
+        return _run_less(case, culprit)
+    took = f"{culprit} takes {case.takes(culprit)}"
+    parts = f", of which {inside[0]} takes {percent(inside[0].share)}" if inside else ""
+    text = f"{took}{parts}: make it cheaper, or run it less often"
+    return Advice("shorten", text, {"phase": case.entry})
+
+
+def _shorten(name: str, case: Case) -> Iterator[Advice]:
+    inside = [*_look_inside(name, case.m, case.setup)]
+    culprits = case.culprits[:1]
+    where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
+    text = f"`{name}`{where} takes {case.per_step}: run it less often, or make it cheaper"
     yield from inside or [Advice("shorten", text, {"phase": name})]
 
 
@@ -284,28 +370,57 @@ def _look_inside(top: str, m: Measurement, setup: TrainingSetup) -> Iterator[Adv
         yield Advice("modules", text, {"suggested": 2})
 
 
-def _evaluate_less(how: str, after: str, m: Measurement, *_: object) -> Iterator[Advice]:
-    if (wall_clock := m.wall_clock) is not None and wall_clock.after_batches_s:
+def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
+    wall_clock = case.m.wall_clock
+    culprits = case.culprits[:1]
+    calls = [culprit for culprit in culprits if culprit.kind != PLACE]
+    if calls:
+        of = f"{duration(1e3 * calls[0].seconds)} of {duration(1e3 * case.seconds)}"
+        yield Advice("metrics", f"{calls[0]} takes {of}: make it cheaper")
+    elif wall_clock is not None and wall_clock.after_batches_s:
         entries_s, after_s = wall_clock.entries_s, wall_clock.after_batches_s
         all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
         if after_s >= _MIN_AFTER_BATCHES * all_s:
             of = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
             text = f"cheaper metrics: {of} come after the last batch, in {after}"
             yield Advice("metrics", text)
-    yield Advice("evaluate_less", how)
+    who = "".join(f"{culprit}: " for culprit in culprits if culprit.kind == PLACE)
+    yield Advice("evaluate_less", f"{who}{how}")
+
+
+def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
+    """Yield advice on an entry outside of steps: on its culprit, if that is known."""
+    if culprits := case.culprits:
+        culprit = culprits[0]
+        yield Advice(code, f"{culprit} takes {total(culprit)}: {how}", {"name": culprit.name})
+    else:
+        yield Advice(code, general)
 
 
 def _text(code: str, text: str) -> "Rule":
-    return lambda *_: iter([Advice(code, text)])
+    return lambda _: iter([Advice(code, text)])
 
 
-def _free_cores(_: Measurement, setup: TrainingSetup, __: Pace) -> Iterator[Advice]:
-    workers = "" if setup.num_workers == 0 else "workers, "
+def _free_cores(case: Case) -> Iterator[Advice]:
+    workers = "" if case.setup.num_workers == 0 else "workers, "
     text = f"use fewer {workers}threads and other processes than CPU cores"
     yield Advice("free_cores", text)
 
 
-Rule = Callable[[Measurement, TrainingSetup, Pace], Iterator[Advice]]
+def _collect_less(case: Case) -> Iterator[Advice]:
+    if culprits := case.culprits:
+        text = f"most garbage collections start in {culprits[0]}: call gc.collect() less often"
+        yield Advice("collect_less", text)
+    yield Advice("gc_freeze", "gc.freeze() after the set-up")
+
+
+def _compile_once(case: Case) -> Iterator[Advice]:
+    where = f"{case.culprits[0]} is compiled again: " if case.culprits else ""
+    text = f"{where}batches of equal shape, or torch.compile(dynamic=True)"
+    yield Advice("dynamic_shapes", text)
+
+
+Rule = Callable[[Case], Iterator[Advice]]
 
 _RULES: Mapping[str, Rule] = {
     GPU_WORK: _work_less,
@@ -315,8 +430,8 @@ _RULES: Mapping[str, Rule] = {
     HOOKS: _move_to_workers,
     COPY: _copy_faster,
     CALLBACKS: _call_back_less,
-    OTHER: partial(_own_code, OTHER, "outside of the model, the loss, backward and the update"),
-    LOSS: partial(_own_code, LOSS, "between forward and backward"),
+    OTHER: partial(_own_code, "outside of the model, the loss, backward and the update"),
+    LOSS: partial(_own_code, "between forward and backward"),
     OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
@@ -330,22 +445,33 @@ _RULES: Mapping[str, Rule] = {
         _evaluate_less, "evaluate less often, or on fewer samples", "compute_metrics"
     ),
     CHECKPOINTS: _save_less,
-    EPOCH_ENDS: _text(
-        "epoch_ends", "cheaper hooks at the start and end of epochs, or longer epochs"
+    EPOCH_ENDS: partial(
+        _outside_steps,
+        "epoch_ends",
+        "cheaper hooks at the start and end of epochs, or longer epochs",
+        "make it cheaper, or run it in fewer epochs",
     ),
-    SET_UP: _text(
+    SET_UP: partial(
+        _outside_steps,
         "set_up",
         "it occurs once: cache what prepare_data, setup and the construction of loaders compute",
+        "it occurs once; cache what it computes",
     ),
     FIRST_STEP: _text("first_step", "it occurs once: compilation, autotuning, start of workers"),
-    BETWEEN_LOOPS: _text(
-        "between_loops", "run less often what is between two loops, such as an evaluation"
+    BETWEEN_LOOPS: partial(
+        _outside_steps,
+        "between_loops",
+        "run less often what is between two loops, such as an evaluation",
+        "run it less often, or make it cheaper",
     ),
-    PAUSED: _text("paused", "run less often what is in timer.paused(), such as an evaluation"),
-    f"{SLOW}garbage collection": _text("gc_freeze", "gc.freeze() after the set-up"),
-    f"{SLOW}compilation": _text(
-        "dynamic_shapes", "batches of equal shape, or torch.compile(dynamic=True)"
+    PAUSED: partial(
+        _outside_steps,
+        "paused",
+        "run less often what is in timer.paused(), such as an evaluation",
+        "run it less often, or make it cheaper",
     ),
+    COLLECTIONS: _collect_less,
+    COMPILATIONS: _compile_once,
     f"{SLOW}the allocator": _text(
         "expandable_segments", "PYTORCH_ALLOC_CONF=expandable_segments:True"
     ),

@@ -19,6 +19,7 @@ from lightning_gputime._diagnosis.codes import (
     SLOWEST_RANK,
     TIMING,
 )
+from lightning_gputime._diagnosis.culprit import culprits_of
 from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.measurement import Measurement
@@ -82,9 +83,12 @@ def break_down(
     measurement: Measurement,
     setup: TrainingSetup,
     pace: Pace,
-    advise: Callable[[str, float], tuple[Advice, ...]],
+    advise: Callable[[str, float, float], tuple[Advice, ...]],
 ) -> TimeBreakdown:
-    """Return the time breakdown. `advise` gets an entry's name and its share of the wall clock."""
+    """Return the time breakdown.
+
+    `advise` gets an entry's name, its time (in seconds), and its share of the wall clock.
+    """
     m = measurement
     work = CPU_WORK if m.on_host_clock else GPU_WORK
     wall_clock = m.wall_clock
@@ -131,7 +135,8 @@ def break_down(
                 part.error * in_steps,
                 1 / (1 - gain) if can_be_removed and gain < 1 else None,
                 code,
-                () if blurred else advise(name, max(share, gain)),
+                () if blurred else advise(name, seconds, max(share, gain)),
+                () if blurred else culprits_of(name, seconds, m),
             )
         )
     mfu = m.mfu

@@ -28,6 +28,7 @@ OTHER_RANKS = "other ranks"
 SLOWEST_RANK = "the slowest rank"
 GAPS = "launch gaps"
 SLOW = "slow steps: "
+COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
 GPU_WORK, CPU_WORK = "GPU work", "CPU work"
@@ -45,8 +46,8 @@ CODES: Mapping[str, str] = {
     LOSS: "loss-bound",
     OPTIMIZER: "optimizer-bound",
     OTHER: "other-bound",
-    f"{SLOW}garbage collection": "gc-bound",
-    f"{SLOW}compilation": "compile-bound",
+    COLLECTIONS: "gc-bound",
+    COMPILATIONS: "compile-bound",
     f"{SLOW}the allocator": "allocator-bound",
     f"{SLOW}{OFF_CPU}": "cpu-contention",
     VALIDATION: "validation-bound",

@@ -1,6 +1,6 @@
 """From a measurement to the one answer: what limits this training?"""
 
-from functools import partial
+from collections.abc import Iterator
 
 from lightning_gputime._diagnosis.advice import advise
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred
@@ -32,7 +32,12 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     pace = pace_of(m)
-    breakdown = break_down(m, setup, pace, partial(advise, m=m, setup=setup, pace=pace))
+
+    def advise_all(name: str, seconds: float, share: float) -> tuple[Advice, ...]:
+        costly = _on_costly_settings(name, setup) if share >= _WORTH_A_LOOK else ()
+        return (*advise(name, seconds, share, m, setup, pace), *costly)
+
+    breakdown = break_down(m, setup, pace, advise_all)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
     if blurred >= _BOUND and pace.code != GPU:
         # Time that cannot be attributed may be the bottleneck.
@@ -69,6 +74,12 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_LOST:
         headline += f"; {slowdown}"
     return Diagnosis(code, grade, name, headline, breakdown, _advice_of(breakdown, first))
+
+
+def _on_costly_settings(name: str, setup: TrainingSetup) -> Iterator[Advice]:
+    for setting in setup.costly_settings:
+        if setting.entry == name:
+            yield Advice("costly_setting", setting.text, {"setting": setting.name})
 
 
 def _weight(entry: Entry) -> float:

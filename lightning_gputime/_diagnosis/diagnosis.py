@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_gputime._diagnosis.culprit import EntryCulprit
+
 Grade = Literal["bound", "worth a look", "balanced", "unknown"]
 
 
@@ -35,6 +37,7 @@ class Entry:
             cannot be removed, occurs once, or is unknown.
         code: Verdict code if this is the bottleneck; empty if it cannot be one.
         advice: What to do about it.
+        culprits: Code in which its time is spent, the most important first.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Entry:
     speed_up: float | None = None
     code: str = ""
     advice: tuple[Advice, ...] = ()
+    culprits: tuple[EntryCulprit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

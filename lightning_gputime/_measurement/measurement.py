@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats
@@ -50,6 +51,7 @@ class Measurement:
         sections: What observers add to the summary.
         not_measured: A sentence for each thing that could not be measured.
         blurred: Phases whose times are not separated because of that.
+        culprits: Code in which the time of phases and entries was spent, as far as it is known.
     """
 
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Measurement:
     sections: tuple[Section, ...] = ()
     not_measured: tuple[str, ...] = ()
     blurred: tuple[str, ...] = ()
+    culprits: tuple[Culprit, ...] = ()
 
     @property
     def items_per_sec(self) -> float | None:

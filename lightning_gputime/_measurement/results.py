@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
@@ -67,6 +68,7 @@ class Results:
         self.probe_failure = ""  # Why no step is probed any more.
         self.wall_clock: WallClock | None = None  # None for evaluations.
         self.peaks: PhaseMemory | None = None
+        self.culprits = CulpritSums()
         self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
         # With `every_n_steps="auto"`, see `PhaseSummary`.
@@ -233,6 +235,7 @@ class Results:
             sections=sections_of(self.observers),
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
+            culprits=self.culprits.summary(),
         )
 
 

@@ -5,6 +5,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class CostlySetting:
+    """A setting that is known to cost time; how much was not measured.
+
+    Attributes:
+        name: Name, such as "detect_anomaly".
+        entry: Entry of the time breakdown that it inflates.
+        text: What it may cost, and what to do.
+    """
+
+    name: str
+    entry: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSetup:
     """How a training is set up, as far as its timer knows. Unknown values are None."""
 
@@ -25,3 +40,4 @@ class TrainingSetup:
     unfused: str = ""  # The class of the optimizers that could be fused, and are not.
     has_parts: bool = True  # There are modules inside the model.
     classes: Mapping[str, str] = field(default_factory=dict)  # Class names of selected modules.
+    costly_settings: tuple[CostlySetting, ...] = ()

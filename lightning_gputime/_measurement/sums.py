@@ -28,7 +28,7 @@ class Sums:
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         # Without a loop over the steps, and without NumPy: its code is cold where this runs.
-        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, _, _ = zip(
+        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
         )
         n = len(device_ms)

@@ -139,6 +139,17 @@ class WallClock:
     def is_running(self) -> bool:
         return self._now_ns is not None
 
+    @property
+    def is_here(self) -> bool:
+        """True in the thread that trains."""
+        return get_ident() == self._thread
+
+    @property
+    def entry_outside(self) -> str:
+        """The entry that is open now; empty inside of steps, the first one excepted."""
+        entry = self._nested[-1] if self._nested else self.entry
+        return "" if entry == STEPS else _ENTRY_OF_PHASE.get(entry, entry)
+
     def steps_ns(self, now_ns: int) -> int:
         """Return the time of all steps so far, the first and checkpoints in steps included.
 

@@ -34,6 +34,7 @@ class PendingStep:
     skipped_update: bool
     items: float
     index: int = -1
+    is_located: bool = False
     post_spin_index: int = 0
     was_fully_queued: bool | None = None
     # How many steps had ended with it, timed or not, and how many without marks came before it.
@@ -203,8 +204,9 @@ class PendingSteps:
             self._emit(records)
 
     def _read_step(self, step: PendingStep) -> StepRecord:
-        # In a step that was sampled all marks have a fourth part.
-        labels, events, host_ns, *memory = zip(*step.marks, strict=False)
+        # In a step that was sampled or located all marks have a fourth part.
+        labels, events, host_ns, *fourth = zip(*step.marks, strict=False)
+        places = fourth[0] if fourth and step.is_located else ()
         # Without a loop in Python: this runs at every step.
         elapsed_ms = type(events[0]).elapsed_time
         try:
@@ -227,8 +229,9 @@ class PendingSteps:
             step.was_fully_queued,
             step.post_spin_index,
             step.items,
-            memory[0] if memory else (),
+            fourth[0] if fourth and not step.is_located else (),
             step.index,
+            places,
         )
 
 

@@ -74,6 +74,9 @@ class State(Enum):
 AT_REST, OPEN, PAUSED, LOST = State
 
 
+FIRST_LOCATED, LOCATED = frozenset((3, 48, *(98 * 2**k for k in range(30)))), 5
+"""From each of these timed steps on, 5 steps are located. 50 is the most common period of loggers,
+checks and checkpoints. Locating a mark takes some 3 us."""
 FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
 """The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
 sampled step costs the host some 20 us, one of another step nothing."""
@@ -116,6 +119,7 @@ class Recorder:
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
         sample: Called at the marks of some steps, whose records then hold what it returns.
+        locate: The same, for the places in the code that other steps pass.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Recorder:
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
         sample: Callable[[], tuple[int, int]] | None = None,
+        locate: Callable[[], Any] | None = None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         # Asked first, at every mark: it is cheaper, and nearly always enough.
@@ -144,6 +149,10 @@ class Recorder:
         self._free = self.pending.free
         self._annotate = annotate
         self._sample_mark = sample
+        self._locate_mark = locate
+        self.is_located = False
+        """True while the marks of the open step are located."""
+        self._to_locate = 0  # Number of the next steps that are located.
         self.state = AT_REST
         self.thread = -1
         """The thread that is timed; -1 at rest."""
@@ -383,6 +392,9 @@ class Recorder:
         self.state = OPEN
         if self._sample_mark is not None and self._is_due():
             self._watch(sampled=True)
+        elif self._to_locate:
+            self._to_locate -= 1
+            self._is_watched = self.is_located = True
         self._record(self._first_label(label))
 
     def end_step(
@@ -402,8 +414,14 @@ class Recorder:
         if get_ident() != self.thread:
             return
         self._index += 1
+        if self._index in FIRST_LOCATED:
+            self.locate_next(LOCATED)
+        is_located = self.is_located
+        # The end of this step is the first mark of the next.
         if self._sample_mark is not None and self._is_due():
-            self._watch(sampled=True)  # The end of this step is the first mark of the next.
+            self._watch(sampled=True)
+        elif self._to_locate:
+            self._is_watched = self.is_located = True
         is_paused = bool(self.named) and self._is_empty()
         if self.state is OPEN and not is_paused:
             self._base, self._n_outer = label, len(self.named)
@@ -423,8 +441,10 @@ class Recorder:
             skipped_update = False
             if len(marks) == 2 and marks[0][0] == DATA:
                 marks[0] = (OTHER, *marks[0][1:])
-        step = PendingStep(marks, number, skipped_update, self.items, index)
-        if self._is_sampled and not self._is_due():
+        step = PendingStep(marks, number, skipped_update, self.items, index, is_located)
+        if self.is_located and self._to_locate:
+            self._to_locate -= 1
+        elif self.is_located or (self._is_sampled and not self._is_due()):
             self._watch(sampled=False)
         if self._post_spin_index:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
@@ -494,7 +514,9 @@ class Recorder:
             return
         self.label = label
         if self._is_watched:
-            if self._is_sampled:
+            if self.is_located:
+                self._locate()
+            elif self._is_sampled:
                 self._sample()
             if annotate:
                 self._show(None if label == EXCLUDED else label)
@@ -550,12 +572,26 @@ class Recorder:
                 self._watch(sampled=False)
                 self.warn_once("Memory is no longer measured: %r", error)
 
+    def locate_next(self, steps: int) -> None:
+        """Note the place in the code at each mark of the next timed steps."""
+        if self._locate_mark is not None:
+            self._to_locate = steps
+
+    def _locate(self) -> None:
+        if self._locate_mark is not None:
+            try:
+                self._open[-1] = (*self._open[-1][:3], self._locate_mark())
+            except Exception as error:
+                self._locate_mark, self._to_locate = None, 0
+                self._watch(sampled=False)
+                self.warn_once("Phases are no longer located in the code: %r", error)
+
     def _is_due(self) -> bool:
         """Return whether the open step is sampled."""
         return self._index < FIRST_SAMPLED or self._index % SAMPLED_EVERY == 0
 
     def _watch(self, *, sampled: bool) -> None:
-        self._is_sampled = sampled
+        self._is_sampled, self.is_located = sampled, False
         self._is_watched = sampled or self._annotate is not None
 
     # How a step ends, or is lost

@@ -89,6 +89,8 @@ class Schedule:
         self._first_part = self._next_part = 0
         self._is_chase_due = False  # True from a block at its usual place on.
         self._start = self._stop = 0  # The block that was planned last.
+        self.expects_long = False
+        """True if that block lies where a long step is expected."""
 
     @property
     def times_all(self) -> bool:
@@ -130,6 +132,7 @@ class Schedule:
         if self._is_chase_due:
             expected = _expected(plan.recurrence or self._next_long(), first)
         self._is_chase_due = expected is None or expected >= last
+        self.expects_long = expected is not None and expected < last
         if expected is not None and expected < last:
             start = expected - plan.block // 2
         elif plan.ends_in_log and (k - self._first_part) % _LOG_TURNS == 0:

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -14,6 +14,7 @@ from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._boundaries.sources import Frame, PlaceReader, place_here
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._measurement.means import MeanLog
@@ -53,6 +54,7 @@ from lightning_gputime._session.schedule import (
 from lightning_gputime._session.self_check import SelfCheck
 from lightning_gputime._work.work import WorkCounter
 
+_LONG_TO_LOCATE = 10  # Number of blocks around recurring long steps that are located in the code.
 # In this many first steps hooks stay on: they find what the loop calls, and graphs it captures.
 _SEARCH_STEPS = 20
 
@@ -71,6 +73,7 @@ class Session:
         loop: Loop,
         results: Results,
         means: MeanLog,
+        outside: Collection[Frame] = (),
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
@@ -82,7 +85,7 @@ class Session:
         self._ended: deque[tuple[int, int]] = deque(maxlen=options._lag + 1)
         self._log_at = -inf  # From this number on a step is the next to be logged; at first, any.
         self._warmup = options.timed_warmup_steps
-        self.analyzer = SlowStepAnalyzer(clock, results.slow)
+        self.analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = _UserCalls(options.observers, self.analyzer)
         # Which steps are timed. Their index counts all of them; numbers may leave some out.
         is_auto = options.every_n_steps == AUTO
@@ -103,6 +106,7 @@ class Session:
             if not results.each_timed_for:
                 self._auto = AutoSchedule(means.every_n_steps or 50)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
+        self._long_to_locate = _LONG_TO_LOCATE
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
         self._index = 0
@@ -132,6 +136,7 @@ class Session:
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
             sample=sampler(counters) if counters is not None else None,
+            locate=partial(place_here, outside) if counters is None else None,
         )
         self.recorders = [self.recorder]
         self.work = WorkCounter(options, loop, self.recorder)
@@ -140,7 +145,9 @@ class Session:
         self._comparison = RankComparer(results, means, options)
         self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
-        observers = [results, self._comparison, self.analyzer, users, means, self._self_check]
+        places = PlaceReader(results.culprits, _name_of_update(loop))
+        observers = [results, places, self._comparison, self.analyzer, users, means]
+        observers.append(self._self_check)
         if counters is not None:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
@@ -397,6 +404,9 @@ class Session:
             if self._can_turn_off():
                 self._turn_off()
         elif before is UNTIMED:
+            if self._schedule.expects_long and self._long_to_locate:
+                self._long_to_locate -= 1
+                self.recorder.locate_next(self._schedule.plan.block)
             self.recorder.begin(self._first_label)
         if self._probe is not None:
             if self._kind is PROBED:
@@ -681,6 +691,11 @@ class _UserCalls:
             call_safely(self._on_slow_step, one)
         self._analyzer.end_own_call("observers")
         self._analyzer.start_own_call()  # Loggers are next.
+
+
+def _name_of_update(loop: Loop) -> str:
+    kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in loop.optimizers)
+    return " and ".join(f"{kind}.step" for kind in kinds)
 
 
 def _who_looks_at_each(options: Options, means: MeanLog, users: _UserCalls) -> str:

@@ -1,0 +1,175 @@
+"""The code in which most of an entry's time is spent."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_gputime._diagnosis.codes import HOOKS, SLOW
+from lightning_gputime._measurement.culprits import CALL, PLACE, STAGES, Culprit, Source, of_entry
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.table import duration
+from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
+from lightning_gputime._phases import CALLBACKS, DATA, FETCH, SAVES, of_one_callback
+
+_MIN_SHARE = 0.4  # A smaller part of an entry is not its culprit.
+_MIN_SHARE_INSIDE = 0.7  # A call that takes more of the call around it is named in its place.
+_MIN_SHARE_BESIDE = 0.2  # A call that takes less of an entry is not named next to a place.
+_MIN_STEPS = 0.5  # A call in fewer of the steps is described by its total.
+_ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
+"""Where the culprits of an entry are found, if not under its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCulprit:
+    """Code in which an entry of the time breakdown spends its time.
+
+    Attributes:
+        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if only its
+            lines are known.
+        kind: "call", "place", or a stage of a loader: "sampler", "dataset" or "collate".
+        share: Fraction of the entry's time, from 0 to 1.
+        seconds: Time of all calls (in seconds); of a place, of those that were observed.
+        calls: Number of calls.
+        file: Path of the file of the user's that has the code; empty if it is unknown.
+        line: First line; 0 if it is unknown.
+        last_line: Last line; 0 if it is unknown.
+        function: Function around the lines; empty if it is unknown.
+        caller: Name of the call around it; empty if there is none.
+    """
+
+    name: str
+    kind: str
+    share: float
+    seconds: float
+    calls: int
+    file: str = ""
+    line: int = 0
+    last_line: int = 0
+    function: str = ""
+    caller: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its lines, such as "train.py:63-70"; empty if they are unknown."""
+        return str(Source(self.file, self.line, self.last_line)) if self.file else ""
+
+    def __str__(self) -> str:
+        if self.kind != PLACE or self.name.endswith(".step"):
+            name, part = f"`{self.name}`", ""
+        else:
+            name, part = f"`{self.function}`" if self.function != "<module>" else "", self.name
+        where = ", ".join(filter(None, (self.where, part)))
+        caller = f" in `{self.caller}`" if self.caller else ""
+        if not name:
+            return where
+        return (f"{name} ({where})" if where else name) + caller
+
+
+def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulprit, ...]:
+    """Return the code in which an entry spends its time: its culprit first, then what is in it.
+
+    Empty if no known code takes 40 % of it.
+
+    Args:
+        entry: Name of the entry.
+        seconds: Its time (in seconds).
+        m: The measurement.
+    """
+    names = _ENTRIES.get(entry, (entry,))
+    found = [culprit for name in names for culprit in of_entry(m.culprits, name)]
+    if entry in (DATA, FETCH):
+        stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
+        if stages:
+            return _first(map(_of_part, stages))
+    calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
+    if best := _first(calls):
+        return best
+    places = [_of_part(culprit) for culprit in found if culprit.kind == PLACE and culprit.source]
+    if entry in (BETWEEN_LOOPS, TEAR_DOWN):
+        places = [_of_entry(culprit, seconds) for culprit in found if culprit.kind == PLACE]
+    elif entry.startswith(SLOW):
+        all_s = sum(culprit.seconds for culprit in found)
+        places = [_of_entry(culprit, all_s) for culprit in found if culprit.source]
+    beside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_BESIDE]
+    return _first(places, beside)
+
+
+def _first(
+    culprits: "Iterator[EntryCulprit] | Sequence[EntryCulprit] | map[EntryCulprit]",
+    beside: Sequence[EntryCulprit] = (),
+) -> tuple[EntryCulprit, ...]:
+    best = max(culprits, key=lambda culprit: culprit.share, default=None)
+    return () if best is None or best.share < _MIN_SHARE else (best, *beside[:1])
+
+
+def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
+    """Yield the outermost calls, or the single ones inside that take nearly all of their time."""
+    calls = [culprit for culprit in found if culprit.kind == CALL]
+    names = {culprit.name for culprit in calls}
+    for call in calls:
+        if call.caller in names:
+            continue
+        inner, known = call, {call.name}
+        while inside := [
+            culprit
+            for culprit in calls
+            if culprit.caller == inner.name
+            and culprit.name not in known
+            and culprit.seconds >= _MIN_SHARE_INSIDE * inner.seconds
+        ]:
+            inner = inside[0]
+            known.add(inner.name)
+        yield _of_entry(inner, seconds)
+
+
+def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulprit]:
+    """Yield the hooks of callbacks that are parts of `callbacks`."""
+    total = m.share(CALLBACKS)
+    if entry != CALLBACKS or not total > 0:
+        return
+    for name, row in m.rows.items():
+        if name != SAVES and of_one_callback(name):
+            share = row.share / total
+            yield EntryCulprit(of_one_callback(name), CALL, share, share * seconds, row.n)
+
+
+def _of_part(culprit: Culprit) -> EntryCulprit:
+    observed_s = culprit.observed_s or culprit.seconds
+    return _entry_culprit(culprit, culprit.seconds / observed_s if observed_s else 0.0)
+
+
+def _of_entry(culprit: Culprit, seconds: float) -> EntryCulprit:
+    return _entry_culprit(culprit, min(culprit.seconds / seconds, 1.0) if seconds else 0.0)
+
+
+def _entry_culprit(culprit: Culprit, share: float) -> EntryCulprit:
+    source = culprit.source
+    # Lines of an installed library are not the user's to change.
+    if source is None or "-packages" in source.file:
+        where: tuple[str, int, int, str] = "", 0, 0, ""
+    else:
+        where = source.file, source.first_line, source.last_line, source.function
+    name, kind = culprit.name, culprit.kind
+    return EntryCulprit(
+        name, kind, share, culprit.seconds, culprit.calls, *where, caller=culprit.caller
+    )
+
+
+def takes(culprit: EntryCulprit, seconds: float, m: Measurement) -> str:
+    """Return how long a culprit takes, "2.5 ms of 7.1 ms per step" or "0.9 s in 3 calls".
+
+    Args:
+        culprit: The culprit.
+        seconds: Time of its entry (in seconds).
+        m: The measurement.
+    """
+    steps = m.steps + m.untimed_steps + m.warmup_steps
+    if culprit.kind != CALL or culprit.calls >= _MIN_STEPS * steps:
+        step_ms = 1e3 * culprit.share * seconds / max(steps, 1)
+        return f"{duration(step_ms)} of {duration(m.step.mean_ms)} per step"
+    return total(culprit)
+
+
+def total(culprit: EntryCulprit) -> str:
+    """Return the time of all calls, "0.9 s in 3 calls"."""
+    n = culprit.calls
+    return f"{duration(1e3 * culprit.seconds)} in {n} call{'s' * (n != 1)}"

@@ -1,0 +1,165 @@
+"""Code in which the time of an entry was spent: sums by name, and by place in the source."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_gputime._phases import FETCH
+
+CALL, PLACE = "call", "place"
+SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
+MAX_CULPRITS = 500
+"""Further names and places are not added, so that a training of any length needs little memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A range of lines of a function.
+
+    Attributes:
+        file: Path of the file.
+        first_line: First line of the range.
+        last_line: Last line of the range.
+        function: Qualified name of the function; "<module>" outside of functions.
+    """
+
+    file: str
+    first_line: int
+    last_line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        last = f"-{self.last_line}" if self.last_line > self.first_line else ""
+        return f"{Path(self.file).name}:{self.first_line}{last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """Code in which the time of an entry was spent.
+
+    Attributes:
+        entry: Phase, or entry of the wall clock.
+        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if only the
+            place is known.
+        seconds: Time of all calls (in seconds).
+        calls: Number of calls, or of passes through a place.
+        observed_s: Time of the whole entry while these calls were observed (in seconds); None if
+            they were observed all the time.
+        source: Place in the source; None if it is unknown.
+        caller: Name of the culprit whose calls contain these; empty if none.
+        kind: "call" of a function, "place" in a step or between loops, or a stage of a loader:
+            "sampler", "dataset" or "collate".
+    """
+
+    entry: str
+    name: str
+    seconds: float
+    calls: int
+    observed_s: float | None = None
+    source: Source | None = None
+    caller: str = ""
+    kind: str = CALL
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage of a loader calls.
+
+    Attributes:
+        kind: "sampler", "dataset" or "collate".
+        name: Class or function.
+        source: Where it is defined; None if that is unknown.
+    """
+
+    kind: str
+    name: str
+    source: Source | None = None
+
+
+class LoaderStages:
+    """Sum the time of the stages of a loader (in nanoseconds)."""
+
+    def __init__(self, *stages: Stage) -> None:
+        self.stages = stages
+        self._ns = [0] * len(stages)
+        self._batches = 0
+
+    def add(self, *ns: int) -> None:
+        """Add a batch: the time of each stage."""
+        self._batches += 1
+        for place, stage_ns in enumerate(ns):
+            self._ns[place] += stage_ns
+
+    def culprits(self) -> Iterator[Culprit]:
+        batches, all_ns = self._batches, sum(self._ns)
+        if batches:
+            for stage, ns in zip(self.stages, self._ns, strict=True):
+                name, source = stage.name, stage.source
+                seconds, observed_s = ns / 1e9, all_ns / 1e9
+                yield Culprit(FETCH, name, seconds, batches, observed_s, source, "", stage.kind)
+
+
+class CulpritSums:
+    """Sum the time of named calls and of places, by entry. The training's thread adds."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, str, Source | None, str], list[int]] = {}
+        self._observed_ns: dict[tuple[str, str], int] = {}
+        self._loaders: list[LoaderStages] = []
+
+    def add_loader(self, stages: LoaderStages) -> LoaderStages:
+        """Add the stages of a loader; return those of an earlier iterator of the same one."""
+        for known in self._loaders:
+            if known.stages == stages.stages:
+                return known
+        self._loaders.append(stages)
+        return stages
+
+    def add(
+        self,
+        entry: str,
+        name: str,
+        ns: int,
+        *,
+        source: Source | None = None,
+        caller: str = "",
+        kind: str = CALL,
+    ) -> None:
+        """Add a call of `name`, or a pass through a place, that took `ns` nanoseconds."""
+        key = entry, name, kind, source, caller
+        found = self._sums.get(key)
+        if found is not None:
+            found[0] += ns
+            found[1] += 1
+        elif len(self._sums) < MAX_CULPRITS:
+            self._sums[key] = [ns, 1]
+
+    def add_observed(self, entry: str, kind: str, ns: int) -> None:
+        """Add to the time of an entry while calls of one kind were observed."""
+        key = entry, kind
+        self._observed_ns[key] = self._observed_ns.get(key, 0) + ns
+
+    def summary(self) -> tuple[Culprit, ...]:
+        """Return all culprits, the longest of each entry first."""
+        observed_ns = dict(self._observed_ns)
+        found = [
+            Culprit(
+                entry,
+                name,
+                ns / 1e9,
+                calls,
+                observed_ns[entry, kind] / 1e9 if (entry, kind) in observed_ns else None,
+                source,
+                caller,
+                kind,
+            )
+            for (entry, name, kind, source, caller), (ns, calls) in [*self._sums.items()]
+        ]
+        found += [culprit for loader in self._loaders for culprit in loader.culprits()]
+        return tuple(sorted(found, key=lambda culprit: (culprit.entry, -culprit.seconds)))
+
+
+def of_entry(culprits: Sequence[Culprit], entry: str) -> list[Culprit]:
+    """Return the culprits of an entry, the longest first."""
+    found = [culprit for culprit in culprits if culprit.entry == entry]
+    return sorted(found, key=lambda culprit: -culprit.seconds)

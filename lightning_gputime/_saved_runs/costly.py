@@ -1,0 +1,217 @@
+"""Settings that are known to cost time, read from public attributes and the environment."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gputime._boundaries.loop import Loop
+from lightning_gputime._causes.detectors import attribute
+from lightning_gputime._diagnosis.codes import COMMUNICATION
+from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.wall_clock import FIRST_STEP
+from lightning_gputime._phases import CALLBACKS, FETCH
+from lightning_gputime._saved_runs.environment import Environment
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer knows.
+_TF32_CAPABILITY = (8, 0)  # The first compute capability of CUDA with TF32.
+
+
+@dataclass(frozen=True, slots=True)
+class CostlySettings:
+    """Reader of costly settings. It keeps no reference to the model.
+
+    Attributes:
+        environment: What the training runs on.
+        work: Name of the entry of the model's work, "GPU work" or "CPU work".
+        logging: Option by which the trainer logs each step; empty if it does not.
+        has_convolutions: True if the model has convolutions.
+        repeats_forward: True if a part of the model is under gradient checkpointing.
+        finds_unused: True if DDP looks for unused parameters.
+    """
+
+    environment: Environment = field(default_factory=Environment)
+    work: str = ""
+    logging: str = ""
+    has_convolutions: bool = False
+    repeats_forward: bool = False
+    finds_unused: bool = False
+
+    @classmethod
+    def of(cls, environment: Environment, loop: Loop, work: str) -> Self:
+        """Return the reader for a loop. It goes through the modules once."""
+        modules = [*nn.Module.modules(loop.called)]
+        return cls(
+            environment,
+            work,
+            loop.every_step_log,
+            any(isinstance(module, _CONVOLUTIONS) for module in modules),
+            any(map(_is_checkpointed, modules)),
+            any(
+                isinstance(module, DistributedDataParallel)
+                and attribute(module, "find_unused_parameters") is True
+                for module in modules
+            ),
+        )
+
+    def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
+        """Return the settings as they are now. Raise nothing: missing ones only lack advice."""
+        found: list[CostlySetting] = []
+        with suppress(Exception):
+            for setting in self._read(setup):
+                found.append(setting)
+        return tuple(found)
+
+    def _read(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
+        yield from self._of_training(setup)
+        yield from self._of_torch()
+        yield from self._of_variables()
+
+    def _of_training(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
+        if option := self.logging:
+            text = f"{option}=1 may cost time in loggers: log every 50 steps, for example"
+            yield CostlySetting(option, CALLBACKS, text)
+        if self.repeats_forward:
+            yield CostlySetting(
+                "gradient_checkpointing",
+                self.work,
+                "gradient checkpointing may cost time in backward, which repeats parts of forward:"
+                " turn it off if the memory suffices",
+            )
+        if self.finds_unused:
+            yield CostlySetting(
+                "find_unused_parameters",
+                self.work,
+                "find_unused_parameters=True may cost time after forward, in a search of the"
+                " autograd graph: set it to False if no parameter is unused",
+            )
+        # The loader of transformers copies to the device. Other copies have advice already.
+        if self._is_cuda and setup.pin_memory is False and setup.loader_prefix:
+            option = f"{setup.loader_prefix}pin_memory"
+            yield CostlySetting(
+                option,
+                FETCH,
+                f"{option}=False may cost time in copies to the GPU, which `{FETCH}` includes:"
+                " set it to True",
+            )
+
+    def _of_torch(self) -> Iterator[CostlySetting]:
+        if torch.is_anomaly_enabled():
+            yield CostlySetting(
+                "detect_anomaly",
+                self.work,
+                "detect_anomaly=True may cost time in forward and backward: turn it off after"
+                " debugging",
+            )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if is_deterministic:
+            yield CostlySetting(
+                "deterministic_algorithms",
+                self.work,
+                "deterministic algorithms may cost time in forward and backward: turn them off if"
+                " results need not repeat bit by bit",
+            )
+        if torch.version.debug:
+            yield CostlySetting(
+                "debug_build",
+                self.work,
+                "a debug build of torch may cost time in every operation: install a release build",
+            )
+        if not self._is_cuda:
+            return
+        cudnn = torch.backends.cudnn
+        # A benchmark may choose another algorithm in each run.
+        is_repeatable = is_deterministic or cudnn.deterministic
+        if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or is_repeatable):
+            yield CostlySetting(
+                "cudnn.benchmark",
+                self.work,
+                "cudnn.benchmark=False may cost time in convolutions: set"
+                " torch.backends.cudnn.benchmark = True if inputs have fixed shapes",
+            )
+        if self.environment.precision in _FLOAT32 and _leaves_tf32_out():
+            yield CostlySetting(
+                "float32_matmul_precision",
+                self.work,
+                'float32 matmul precision "highest" may cost time in matrix products outside of'
+                ' autocast: torch.set_float32_matmul_precision("high") uses TF32',
+            )
+
+    def _of_variables(self) -> Iterator[CostlySetting]:
+        if self._is_cuda and _is_on("CUDA_LAUNCH_BLOCKING"):
+            yield CostlySetting(
+                "CUDA_LAUNCH_BLOCKING",
+                self.work,
+                "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and all times are those of a"
+                " CPU that waits for each kernel: unset it, and time again",
+            )
+        if _is_on("TORCH_LOGS"):
+            # Most of its logs are the compiler's.
+            entry = FIRST_STEP if self.environment.compiled else self.work
+            text = "TORCH_LOGS may cost time where torch logs: unset it after debugging"
+            yield CostlySetting("TORCH_LOGS", entry, text)
+        if _is_on("TORCH_SHOW_CPP_STACKTRACES"):
+            yield CostlySetting(
+                "TORCH_SHOW_CPP_STACKTRACES",
+                self.work,
+                "TORCH_SHOW_CPP_STACKTRACES=1 may cost time for each error of torch, even if it is"
+                " caught: unset it after debugging",
+            )
+        if self.environment.world_size == 1:
+            return
+        if _value("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+            yield CostlySetting(
+                "TORCH_DISTRIBUTED_DEBUG",
+                COMMUNICATION,
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, which it checks:"
+                " unset it after debugging",
+            )
+        level = _value("NCCL_DEBUG")
+        if self._is_cuda and level in ("INFO", "TRACE"):
+            text = f"NCCL_DEBUG={level} may cost time in collectives: unset it after debugging"
+            yield CostlySetting("NCCL_DEBUG", COMMUNICATION, text)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.environment.device_type == "cuda"
+
+
+def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
+    """Return the settings of several readings, each once."""
+    return tuple({setting.name: setting for found in readings for setting in found}.values())
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    # The first is how transformers and diffusers mark a module, the second torch's own wrapper.
+    is_marked = vars(module).get("gradient_checkpointing") is True
+    return is_marked or type(module).__name__ == "CheckpointWrapper"
+
+
+def _leaves_tf32_out() -> bool:
+    """Return whether the GPU has TF32, and matrix products of float32 do not use it."""
+    if torch.version.hip or torch.cuda.get_device_capability() < _TF32_CAPABILITY:
+        return False
+    # From torch 2.9 on. Where it was set, the older function raises.
+    if attribute(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
+        return False
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        return True
+
+
+def _value(variable: str) -> str:
+    return os.environ.get(variable, "").strip().upper()
+
+
+def _is_on(variable: str) -> bool:
+    return _value(variable) not in ("", "0", "FALSE", "OFF")

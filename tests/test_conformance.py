@@ -1,0 +1,162 @@
+"""Each loop of `conformance.py` in each front end that can run it, with the exact times."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conformance import (
+    CASES,
+    LIGHTNING,
+    PLAIN,
+    README,
+    SAMPLED,
+    STEP,
+    TRANSFORMERS,
+    WRAPPED,
+    Case,
+    Phases,
+    with_table,
+)
+from conftest import hooks_of, installed
+from fake_gpu import FakeGPU, steps
+from fake_lightning import Loader, trainer
+from fake_loop import Loop
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+
+
+class Module(pl.LightningModule):
+    """A LightningModule whose training step is the body of a loop."""
+
+    def __init__(self, case: Case, loop: Loop, front_end: str) -> None:
+        super().__init__()
+        self.case, self.loop, self.net = case, loop, loop.model
+        self.automatic_optimization = front_end == LIGHTNING
+        self.is_wrapped = front_end == WRAPPED
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.is_wrapped and self.loop.optimizers:
+            self.loop.optimizers = self.optimizers()  # type: ignore[assignment]
+        elif self.is_wrapped:
+            self.loop.optimizer = self.optimizers()
+        loss = self.case.run_body(self.loop, batch, batch_idx)
+        if self.automatic_optimization or self.case.updates:
+            return loss
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.case.micro_batches == 0:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return self.loop.optimizers or self.loop.optimizer
+
+
+def run_lightning(case: Case, loop: Loop, front_end: str) -> GPUPhaseTimer:
+    timer = GPUPhaseTimer(_clock=loop.gpu, print_summary=False, warmup_steps=0)
+    micro_batches = case.micro_batches if front_end == LIGHTNING else 1
+    runner = trainer(timer, accumulate_grad_batches=micro_batches)
+    runner.fit(Module(case, loop, front_end), Loader(loop.gpu, case.batches))
+    return timer
+
+
+def run_plain(case: Case, loop: Loop, front_end: str) -> GPUPhaseHooks:
+    options: dict[str, Any] = {"accumulate_grad_batches": case.micro_batches, **case.options}
+    if front_end == SAMPLED:
+        options["every_n_steps"] = 4
+    optimizers = loop.optimizers or loop.optimizer
+    with GPUPhaseHooks(loop.model, optimizers, _clock=loop.gpu, warmup_steps=0, **options) as timer:
+        loader = Loader(loop.gpu, case.batches * (4 if front_end == SAMPLED else 1))
+        for number, x in enumerate(loader if front_end == STEP else timer.steps(loader)):
+            loss = case.run_body(loop, x, number)
+            if not case.updates:
+                loss.backward()
+                if (number + 1) % case.micro_batches == 0:
+                    loop.update()
+            if front_end == STEP:
+                timer.step()
+    return timer
+
+
+def run_transformers(case: Case, loop: Loop, path: Path) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    from lightning_gputime.huggingface import TransformersPhaseTimer
+
+    def collate(rows: list[Any]) -> Any:
+        loop.gpu.work(1.0)
+        return {"x": torch.ones(1, 2)}
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            loss: Tensor = case.run_body(loop, inputs["x"], self.state.global_step)
+            return loss
+
+    loop.optimizer.param_groups[0]["lr"] = 1.0
+    timer = TransformersPhaseTimer(_clock=loop.gpu, print_summary=False, warmup_steps=0)
+    arguments = transformers.TrainingArguments(
+        str(path), max_steps=case.batches, per_device_train_batch_size=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True,
+        max_grad_norm=0.0, logging_nan_inf_filter=False,
+    )  # fmt: skip
+    Trainer(
+        loop.model, arguments, data_collator=collate, train_dataset=[0] * 40,
+        optimizers=(loop.optimizer, None), callbacks=[timer],
+    ).train()  # fmt: skip
+    return timer
+
+
+def expected_steps(case: Case, front_end: str) -> list[Phases]:
+    n = case.batches // case.micro_batches
+    rows = [
+        dict(row) for row in (case.phases if isinstance(case.phases, list) else [case.phases] * n)
+    ]
+    lead_ms = case.lead_ms * case.micro_batches
+    if front_end == STEP:
+        for row in rows:
+            row["data"] += lead_ms
+            row["other"] -= lead_ms
+    if front_end == TRANSFORMERS:
+        rows[0]["data"] += 1.0  # Accelerate's loader is one batch ahead.
+    return [{name: ms for name, ms in row.items() if ms} for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True", "ignore:`torch.jit")
+@pytest.mark.parametrize(
+    ("case", "front_end"),
+    [
+        pytest.param(case, front_end, id=f"{case.name}, {front_end}")
+        for case in CASES
+        for front_end in case.front_ends
+    ],
+)
+def test_phases_of_each_step(
+    case: Case, front_end: str, gpu: FakeGPU, tmp_path: Path, one_thread: None
+) -> None:
+    loop = case.build(gpu)
+    optimizers = loop.optimizers or [loop.optimizer]
+    bare = hooks_of(loop.model), installed(*optimizers)
+    timer: Any
+    if front_end == TRANSFORMERS:
+        timer = run_transformers(case, loop, tmp_path)
+    elif front_end in PLAIN:
+        timer = run_plain(case, loop, front_end)
+    else:
+        timer = run_lightning(case, loop, front_end)
+    found = steps(timer)
+    assert [{name: ms for name, ms in row.items() if ms} for row in found] == expected_steps(
+        case, front_end
+    )
+    assert not [row for row in found if case.absent & row.keys()]
+    step_ms = [sum(ms for name, ms in row.items() if "/" not in name) for row in found]
+    assert timer.history()["step_ms"].tolist() == step_ms
+    assert timer.summary().skipped_updates == case.skipped_updates
+    assert (hooks_of(loop.model), installed(*optimizers)) == bare
+
+
+def test_readme_has_the_table_of_loops() -> None:
+    text = README.read_text()
+    assert text == with_table(text), "run `python tests/conformance.py`"

@@ -1,0 +1,386 @@
+"""Settings that are known to cost time, and the advice on the entries that they inflate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from unittest.mock import Mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import FakeGPU
+from fake_lightning import Loader, MemoryLogger, Model, trainer
+from fake_loop import Loop, hooks
+from test_diagnosis import STEP, measurement
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
+from lightning_gputime._boundaries import loop as boundaries
+from lightning_gputime._diagnosis.diagnose import diagnose
+from lightning_gputime._diagnosis.diagnosis import Diagnosis
+from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._saved_runs.costly import CostlySettings
+from lightning_gputime._saved_runs.environment import Environment
+
+VARIABLES = (
+    *("CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"),
+    *("TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr("torch.backends.cudnn.benchmark", True)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training on two GPUs in float32, with parts that cases replace."""
+
+    patches: Mapping[str, Any] = field(default_factory=dict)  # Results of functions, or values.
+    variables: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    loop: Mapping[str, Any] = field(default_factory=dict)
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    marks_module: bool = False
+
+    def settings(self, monkeypatch: pytest.MonkeyPatch) -> tuple[CostlySetting, ...]:
+        for target, value in self.patches.items():
+            is_function = callable(resolve_name(target))
+            monkeypatch.setattr(target, Mock(return_value=value) if is_function else value)
+        for variable, value in self.variables.items():
+            monkeypatch.setenv(variable, value)
+        model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
+        if self.marks_module:
+            model[1].gradient_checkpointing = True  # as transformers
+        known = {"device_type": "cuda", "world_size": 2, "precision": "float32"}
+        reader = CostlySettings.of(
+            Environment(**{**known, **self.environment}),
+            boundaries.Loop(model, **self.loop),
+            "GPU work",
+        )
+        return reader.read(replace(TrainingSetup(), **self.setup))
+
+
+ANOMALY = Training({"torch.is_anomaly_enabled": True})
+DETERMINISTIC = Training({"torch.are_deterministic_algorithms_enabled": True})
+BENCHMARK = Training({"torch.backends.cudnn.benchmark": False})
+PRECISION = Training({"torch.get_float32_matmul_precision": "highest"})
+PRECISION_OF_LIGHTNING = replace(PRECISION, environment={"precision": "32-true"})
+UNPINNED = Training(setup={"pin_memory": False, "loader_prefix": "dataloader_"})
+
+CASES = [
+    (ANOMALY, "detect_anomaly", "GPU work"),
+    (DETERMINISTIC, "deterministic_algorithms", "GPU work"),
+    (Training({"torch.version.debug": True}), "debug_build", "GPU work"),
+    (BENCHMARK, "cudnn.benchmark", "GPU work"),
+    (PRECISION, "float32_matmul_precision", "GPU work"),
+    (PRECISION_OF_LIGHTNING, "float32_matmul_precision", "GPU work"),
+    (UNPINNED, "dataloader_pin_memory", "data/fetch"),
+    (Training(marks_module=True), "gradient_checkpointing", "GPU work"),
+    (Training(loop={"every_step_log": "log_every_n_steps"}), "log_every_n_steps", "callbacks"),
+    (Training(loop={"every_step_log": "logging_steps"}), "logging_steps", "callbacks"),
+    *(
+        (Training(variables={name: value}), name, entry)
+        for name, value, entry in [
+            ("CUDA_LAUNCH_BLOCKING", "1", "GPU work"),
+            ("TORCH_LOGS", "+autograd", "GPU work"),
+            ("TORCH_SHOW_CPP_STACKTRACES", "1", "GPU work"),
+            ("TORCH_DISTRIBUTED_DEBUG", "detail", "communication"),
+            ("NCCL_DEBUG", "INFO", "communication"),
+            ("NCCL_DEBUG", "TRACE", "communication"),
+        ]
+    ),
+    (
+        Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": True}),
+        "TORCH_LOGS",
+        "first step",
+    ),
+]
+
+
+def diagnosis_of(settings: tuple[CostlySetting, ...], **entries_s: float) -> Diagnosis:
+    """Return the diagnosis of a fit of which steps and the first step take half each."""
+    phases_ms = STEP | {"data": 7.0, "data/fetch": 7.0, "callbacks": 7.0, "backward/comm": 5.0}
+    clock = WallClockBreakdown({"steps": 10.0, "first step": 10.0, **entries_s})
+    measured = measurement(phases_ms, wall_clock=clock)
+    setup = TrainingSetup(has_loader=True, num_workers=2, costly_settings=settings)
+    return diagnose(measured, setup)
+
+
+@pytest.mark.parametrize(("training", "name", "entry"), CASES)
+def test_setting_is_reported_under_the_entry_that_it_inflates(
+    training: Training, name: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = training.settings(monkeypatch)
+    assert [(setting.name, setting.entry) for setting in settings] == [(name, entry)]
+    found = diagnosis_of(settings)
+    assert found.time_breakdown is not None
+    rows = {row.name: row.advice for row in found.time_breakdown.rows}
+    *others, last = rows[entry]
+    assert (last.code, last.parameters) == ("costly_setting", {"setting": name})
+    assert last.text == settings[0].text
+    assert "may cost time" in last.text
+    assert last in found.advice
+    assert not [advice for advice in others if advice.code == last.code]
+    assert [name for name, advice in rows.items() if last in advice] == [entry]
+
+
+@pytest.mark.parametrize(("training", "name", "entry"), CASES)
+def test_setting_is_not_reported_below_five_percent(
+    training: Training, name: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = diagnosis_of(training.settings(monkeypatch), validation=1000.0)
+    assert found.time_breakdown is not None
+    assert 0 < found.time_breakdown[entry].share < 0.05
+    assert [advice.code for advice in found.advice] == ["evaluate_less"]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(environment={"device_type": "cpu"}),
+        # cuDNN is off, or has to repeat its results.
+        replace(BENCHMARK, patches={**BENCHMARK.patches, "torch.backends.cudnn.enabled": False}),
+        replace(
+            BENCHMARK, patches={**BENCHMARK.patches, "torch.backends.cudnn.deterministic": True}
+        ),
+        # Only GPUs of NVIDIA, from Ampere on, have TF32; only products of float32 use it.
+        replace(PRECISION, environment={"precision": "bf16-mixed"}),
+        replace(PRECISION, environment={"precision": "bfloat16"}),
+        replace(
+            PRECISION, patches={**PRECISION.patches, "torch.cuda.get_device_capability": (7, 5)}
+        ),
+        replace(PRECISION, patches={**PRECISION.patches, "torch.version.hip": "6.4"}),
+        Training(setup={"pin_memory": True, "loader_prefix": "dataloader_"}),
+        Training(setup={"pin_memory": None, "loader_prefix": "dataloader_"}),
+        Training(setup={"pin_memory": False}),  # Copies have advice of their own.
+        Training(variables={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_SHOW_CPP_STACKTRACES": "0"}),
+        Training(variables={"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "WARN"}),
+        Training(variables={"TORCH_LOGS": ""}),
+        # Without a GPU, or other ranks.
+        *(
+            replace(training, environment={"device_type": "cpu"})
+            for training in (
+                BENCHMARK,
+                PRECISION,
+                UNPINNED,
+                Training(variables={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}),
+            )
+        ),
+        Training(
+            variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO"},
+            environment={"world_size": 1},
+        ),
+    ],
+)
+def test_setting_is_not_reported_when_off(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert training.settings(monkeypatch) == ()
+
+
+def test_deterministic_training_is_not_told_to_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = replace(DETERMINISTIC, patches={**DETERMINISTIC.patches, **BENCHMARK.patches})
+    [setting] = training.settings(monkeypatch)
+    assert setting.name == "deterministic_algorithms"
+
+
+def test_tf32_by_the_newer_setting_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    reader = CostlySettings(Environment(device_type="cuda", precision="float32"), "GPU work")
+    monkeypatch.setattr("torch.get_float32_matmul_precision", mixed)
+    names = []
+    for precision in ("ieee", "tf32"):
+        matmul = type("Matmul", (), {"fp32_precision": precision})
+        monkeypatch.setattr("torch.backends.cuda.matmul", matmul)
+        names.append([setting.name for setting in reader.read(TrainingSetup())])
+    assert names == [["float32_matmul_precision"], []]
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_ddp_that_looks_for_unused_parameters_is_reported(
+    finds_unused: bool, two_ranks: None
+) -> None:
+    model = nn.Linear(1, 1)
+    ddp = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+    for loop in (boundaries.Loop(ddp), boundaries.Loop(model, wrapper=ddp)):
+        reader = CostlySettings.of(Environment(device_type="cpu"), loop, "CPU work")
+        settings = reader.read(TrainingSetup())
+        assert [setting.name for setting in settings] == finds_unused * ["find_unused_parameters"]
+        assert all("if no parameter is unused" in setting.text for setting in settings)
+
+
+def test_checkpoint_wrapper_of_torch_is_reported() -> None:
+    loop = boundaries.Loop(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
+    [setting] = CostlySettings.of(Environment(), loop, "CPU work").read(TrainingSetup())
+    assert (setting.name, setting.entry) == ("gradient_checkpointing", "CPU work")
+
+
+def test_setting_that_cannot_be_read_costs_only_its_advice(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("not yet")
+
+    monkeypatch.setattr("torch.is_anomaly_enabled", lambda: True)
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", fail)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert timer.summary().steps == 3
+    assert names_in(timer.summary()) == ["detect_anomaly"]
+
+
+# Through the public API
+
+
+def names_in(summary: PhaseSummary) -> list[str]:
+    """Return the settings in the JSON of a summary."""
+    advice = summary.to_dict()["diagnosis"]["advice"]
+    return [one["parameters"]["setting"] for one in advice if one["code"] == "costly_setting"]
+
+
+def timed(loop: Loop, n: int = 3) -> GPUPhaseHooks:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    return timer
+
+
+def test_plain_loop_reports_nothing_by_default(loop: Loop) -> None:
+    summary = timed(loop).summary()
+    assert names_in(summary) == []
+    assert summary.setup.costly_settings == ()
+
+
+def test_plain_loop_reports_debugging(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.version.debug", True)
+    monkeypatch.setenv("TORCH_LOGS", "+all")
+    loop.model.linear.gradient_checkpointing = True  # as transformers
+    timer = timed(loop)
+    summary = timer.summary()
+    assert names_in(summary) == ["gradient_checkpointing", "debug_build", "TORCH_LOGS"]
+    assert "TORCH_LOGS may cost time" in str(summary)
+    timer.save(tmp_path / "run.json")
+    assert load(tmp_path / "run.json").summary().setup == summary.setup
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_setting_of_torch_may_change_after_attach(loop: Loop) -> None:
+    def names(timer: GPUPhaseHooks) -> list[str]:
+        return names_in(timer.summary())
+
+    # Around the loop alone.
+    with hooks(loop) as timer, torch.autograd.detect_anomaly():
+        for x in timer.steps(loop.batches(3)):
+            loop.train(x)
+    assert names(timer) == ["detect_anomaly"]
+    # Turned off before the loop.
+    with torch.autograd.detect_anomaly():
+        timer = hooks(loop).attach()
+    for x in timer.steps(loop.batches(3)):
+        loop.train(x)
+    timer.remove()
+    assert names(timer) == []
+    # Turned on in the middle, and left on.
+    timer = hooks(loop).attach()
+    for n, x in enumerate(timer.steps(loop.batches(3))):
+        loop.train(x)
+        if n == 1:
+            torch.autograd.set_detect_anomaly(True)
+    timer.remove()
+    torch.autograd.set_detect_anomaly(False)
+    assert names(timer) == ["detect_anomaly"]
+
+
+class Slow(pl.Callback):
+    """A callback that takes the host a known time in each step."""
+
+    def __init__(self, gpu: FakeGPU, ms: float) -> None:
+        self.gpu, self.ms = gpu, ms
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.gpu.host_work(self.ms)
+
+
+@pytest.mark.parametrize(
+    ("every_n_steps", "logs", "callback_ms", "names"),
+    [
+        (1, True, 20.0, ["log_every_n_steps"]),
+        (1, True, 0.0, []),
+        (2, True, 20.0, []),
+        (1, False, 20.0, []),
+    ],
+)
+def test_lightning_reports_a_log_of_each_step(
+    every_n_steps: int, logs: bool, callback_ms: float, names: list[str], gpu: FakeGPU
+) -> None:
+    timer = fit(
+        gpu,
+        Slow(gpu, callback_ms),
+        log_every_n_steps=every_n_steps,
+        logger=MemoryLogger() if logs else False,
+    )
+    assert names_in(timer.summary()) == names
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_lightning_reports_its_debugging(gpu: FakeGPU) -> None:
+    try:
+        timer = fit(gpu, detect_anomaly=True, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert names_in(timer.summary()) == ["detect_anomaly", "deterministic_algorithms"]
+    assert names_in(fit(gpu).summary()) == []
+
+
+def fit(gpu: FakeGPU, *callbacks: pl.Callback, **options: Any) -> GPUPhaseTimer:
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    trainer(timer, *callbacks, **options).fit(Model(gpu), Loader(gpu, 6))
+    return timer
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (
+            {"logging_steps": 1, "gradient_checkpointing": True},
+            {"logging_steps", "gradient_checkpointing"},
+        ),
+        ({"logging_steps": 2}, set()),
+        ({"logging_steps": 1}, {"logging_steps"}),
+        ({"logging_steps": 1, "logging_strategy": "epoch"}, set()),
+    ],
+)
+def test_transformers_reports_its_options(
+    options: dict[str, Any], names: set[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from test_huggingface import new
+
+    from lightning_gputime.huggingface import TransformersPhaseTimer
+
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    new([timer], tmp_path, **options)
+    summary = timer.summary()
+    assert {setting.name for setting in summary.setup.costly_settings} == names
+    # Real time decides whether `callbacks` is long enough.
+    assert {*names_in(summary)} - {"logging_steps"} == names - {"logging_steps"}
