@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import islice, pairwise, repeat
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -44,19 +44,14 @@ Added = Generator[float, None, None]
 """Microseconds that a way adds to a step, one value per cycle of steps without and with it."""
 
 
-class Alternating:
+class Alternating(Schedule):
     """A schedule that times `BLOCK` of every 2 * `BLOCK` steps."""
 
-    plan, times_all, warmup_steps = Plan(BLOCK, 2 * BLOCK), False, 0
+    def __init__(self) -> None:
+        super().__init__(Plan(BLOCK, 2 * BLOCK))
 
     def next_timed(self, index: int) -> int:
         return index + max(BLOCK - index % (2 * BLOCK), 0)
-
-    def is_timed(self, index: int) -> bool:
-        return index == self.next_timed(index)
-
-    def is_probed(self, index: int) -> bool:
-        return False
 
 
 class Task(pl.LightningModule):
@@ -189,7 +184,7 @@ def added_by_timed(training: Training) -> Added:
         training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
     ) as timer:
         # Hooks are removed between blocks, as "auto" removes them.
-        timer._session._schedule = cast("Schedule", Alternating())
+        timer._session._schedule = Alternating()
         batches = iter(timer.steps(repeat(training.x)))
 
         def step() -> None:
@@ -255,7 +250,7 @@ class Stopwatch(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._schedule is not None and not self.starts_us:
-            self._timer._session._schedule = cast("Schedule", self._schedule)
+            self._timer._session._schedule = self._schedule
         self.was_off.append(self._timer._session.is_off)
         self.starts_us.append(time.perf_counter() * 1e6)
 
