@@ -12,7 +12,7 @@ import torch
 
 from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
-from lightning_gputime._boundaries.sources import (
+from lightning_gputime._culprits.places import (
     PlaceTimer,
     place_here,
     source_after_loop,
@@ -127,7 +127,7 @@ class LoopTimer(Timer):
         self._attached_at = place_here()
         self._between.start(None)
         self._start(clock, self._loop, means, wall_clock, **known)
-        self._time_loader(partial(getattr, self, "_loader"))
+        self._time_loader()
         self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()
 
@@ -135,7 +135,6 @@ class LoopTimer(Timer):
         self._wall_clock.stop_own_loop(session.ended_ns)
         if self._wall_clock.entry == BETWEEN_LOOPS:
             self._between.end(BETWEEN_LOOPS)
-        self._patches.remove()
         super()._forget(session)
 
     def remove(self) -> None:

@@ -4,21 +4,24 @@ import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.loader import StagedLoaders
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.named_calls import NamedCalls
 from lightning_gputime._boundaries.patching import Attachments, Subscription
-from lightning_gputime._boundaries.sources import Frame, PlaceTimer
+from lightning_gputime._compat.python_ import Frame
+from lightning_gputime._culprits.loader import StagedLoaders
+from lightning_gputime._culprits.named_calls import NamedCalls
+from lightning_gputime._culprits.places import PlaceTimer
 from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
@@ -55,6 +58,10 @@ _NESTED = (
     "A training inside another one has ended the timing of the outer one. Give each trainer a timer"
     " of its own."
 )
+
+
+def _attribute_of(owner: Callable[[], object], name: str) -> object:
+    return getattr(owner(), name, None)
 
 
 def never_raises(hook: Hook) -> Hook:
@@ -106,7 +113,8 @@ class Timer(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
-        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments(), "_calls": None}
+        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
+        alone |= {"_calls": None, "_loader": None}
         return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
 
     def __del__(self) -> None:
@@ -176,6 +184,10 @@ class Timer(Tabular):
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 
+    def _remove_patches(self) -> None:
+        self._patches.remove()
+        self._calls = None  # It holds this object.
+
     def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
         """Time calls by name, until the patches are removed: owners, functions and names."""
         calls = self._calls
@@ -189,10 +201,15 @@ class Timer(Tabular):
         label = self._session.recorder.label
         return label if isinstance(label, str) else None
 
-    def _time_loader(self, find: Callable[[], object]) -> None:
-        """Time the stages of a loader without workers, until the patches are removed."""
-        stages = StagedLoaders(find, self._host_ns, self._culprits.add_loader)
-        self._patches.add(stages)
+    def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
+        """Return what times the stages of the loader that is an attribute of `owner`."""
+        # All loaders of the process call it: it must not keep a timer or its model alive.
+        find = partial(_attribute_of, weakref.ref(owner), name)
+        return StagedLoaders(find, self._host_ns, self._culprits.add_loader)
+
+    def _time_loader(self) -> None:
+        """Time the stages of the newest loader that is known."""
+        self._session.attach_until_end(self._staged_loaders(self, "_loader"))
 
     def _time_saves(self, trainer: Any, name: str) -> None:
         """Time the method by which a trainer saves checkpoints, inside of steps and outside."""

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
-from lightning_gputime._boundaries.sources import place_here
 from lightning_gputime._compat import lightning_
+from lightning_gputime._culprits.places import place_here
 from lightning_gputime._fit import Fit
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.results import Results
@@ -327,11 +327,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._culprits = CulpritSums()
             named = lightning_.named_functions(trainer, trainer.lightning_module, type(self))
             self._time_calls(named)
-            self._time_loader(partial(getattr, trainer, "train_dataloader"))
+            self._patches.add(self._staged_loaders(trainer, "train_dataloader"))
 
     def _stop_clock(self) -> None:
         self._wall_clock.stop()
-        self._patches.remove()
+        self._remove_patches()
         self._clock_trainer = None
 
     def _end_fit(self, trainer: pl.Trainer) -> None:

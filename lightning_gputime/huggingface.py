@@ -20,9 +20,9 @@ except ImportError as error:
 from lightning_gputime._boundaries.loop import Batch, Loop
 from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
-from lightning_gputime._boundaries.sources import place_here
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
+from lightning_gputime._culprits.places import place_here
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
@@ -220,7 +220,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch = loop.batch
         if loader is not None:
             self._know_loader(loader, prefix="dataloader_")
-            self._time_loader(lambda: loader)
+            self._time_loader()
         self._session.begin()
 
     @never_raises
@@ -440,7 +440,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _leave(self) -> None:
         """Stop the wall clock, remove all from the Trainer, and show the table if it is due."""
         self._wall_clock.stop()
-        self._patches.remove()
+        self._remove_patches()
         if self._trainer is not None:
             transformers_.put_callback_after(self._trainer, self, self._before)
             self._before = None

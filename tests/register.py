@@ -6,9 +6,12 @@
 from dataclasses import dataclass
 from types import ModuleType
 
+import lightning.pytorch as pl
 from torch.distributed import ProcessGroup
 
+from lightning_gputime._compat.lightning_ import LOGGER_METHODS, METRIC_METHODS, NAMED_HOOKS
 from lightning_gputime._compat.torch_ import BLOCKING, WORK_WAITS, launches
+from lightning_gputime._compat.transformers_ import NAMED_EVENTS, NAMED_METHODS
 
 MODULE, CLASS, OBJECT = "module", "class", "object"
 
@@ -26,6 +29,12 @@ class Replaced:
     others: str = ""  # If another library replaces it, too, and not both are called.
 
 
+_HOOKS = {
+    name
+    for kind in (pl.Callback, pl.LightningModule, pl.LightningDataModule)
+    for name in dir(kind)
+    if name.startswith("on_")
+}
 _OF_RANKS = "with several ranks"
 _OF_RANKS_IDLE = "idle: 1 to 3 us"
 _OF_RANKS_OTHERS = "what others restore is replaced again by the next timer"
@@ -42,29 +51,19 @@ REGISTER = (
         when="not in evaluations",
     ),
     Replaced(
-        "`zero_grad` of the loop's optimizers",
+        "`zero_grad` of the loop's optimizers; `step` of those without hooks, or whose `step` is"
+        " compiled",
         OBJECT,
-        frozenset({"zero_grad"}),
-        _NO_HOOK,
-    ),
-    Replaced(
-        "`step` of an optimizer without hooks of its own, or whose `step` is compiled",
-        OBJECT,
-        frozenset({"step"}),
+        frozenset({"zero_grad", "step"}),
         "no hook exists, or it would break the compiled graph",
     ),
     Replaced(
-        "`_compiled_call_impl` of a module that was compiled in place",
+        "`_compiled_call_impl` of a module that was compiled in place; `training_step` of a"
+        " LightningModule that was compiled as a whole",
         OBJECT,
-        frozenset({"_compiled_call_impl"}),
+        frozenset({"_compiled_call_impl", "training_step"}),
         _COMPILED,
         others="a new `compile()` ends the timing of this module",
-    ),
-    Replaced(
-        "`training_step` of a LightningModule that was compiled as a whole",
-        OBJECT,
-        frozenset({"training_step"}),
-        _COMPILED,
     ),
     Replaced(
         "`torch.jit._recursive.create_script_module`, and `__getstate__` of `torch.nn.Module`",
@@ -111,6 +110,21 @@ REGISTER = (
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
+        "hooks that a LightningModule, a DataModule or a callback overrides; `log` of the"
+        " LightningModule, methods of the loggers, `update` and `compute` of metrics",
+        OBJECT,
+        frozenset({*_HOOKS, *NAMED_HOOKS, *LOGGER_METHODS, *METRIC_METHODS, "log"}),
+        "the profiler has no action at their end",
+        when="all of the fit",
+    ),
+    Replaced(
+        "`__iter__` of `torch.utils.data.DataLoader`",
+        CLASS,
+        frozenset({"__iter__"}),
+        "a loader without workers does not show its stages",
+        when=_IN_TRAINING,
+    ),
+    Replaced(
         "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, six inner methods,"
         " `on_epoch_begin` of its callback handler, events of its callbacks;"
         " TRL: `_calculate_rewards`, `generate` of vLLM",
@@ -124,6 +138,9 @@ REGISTER = (
                 "_save_checkpoint",
                 "evaluate",
                 "on_epoch_begin",
+                *NAMED_EVENTS,
+                *NAMED_METHODS,
+                "compute_metrics",
                 *(f"on_{name}" for name in ("log", "save", "evaluate", "epoch_end", "step_begin")),
                 *(f"on_{name}" for name in ("pre_optimizer_step", "optimizer_step")),
                 *(f"on_{name}" for name in ("substep_end", "step_end")),

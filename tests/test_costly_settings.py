@@ -62,7 +62,7 @@ class Training:
             monkeypatch.setenv(variable, value)
         model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
         if self.marks_module:
-            model[1].gradient_checkpointing = True  # as transformers
+            model[1].gradient_checkpointing = True  # type: ignore[assignment]  # as transformers
         known = {"device_type": "cuda", "world_size": 2, "precision": "float32"}
         reader = CostlySettings.of(
             Environment(**{**known, **self.environment}),

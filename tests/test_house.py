@@ -32,6 +32,7 @@ FLOORS = [
     "_diagnosis",
     "_output",
     "_options",
+    "_culprits",
     "_causes _work",
     "_saved_runs _session",
     "_lightning _timer",

@@ -176,13 +176,15 @@ def defines(owner: object, hook: str) -> bool:
     return hasattr(owner, hook) and not module.endswith(bases)
 
 
-_NAMED_HOOKS = (
+NAMED_HOOKS = (
     *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers"),
     *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
     *("transfer_batch_to_device", "configure_gradient_clipping", "lr_scheduler_step"),
     *("optimizer_zero_grad",),
 )
-_LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+"""Hooks of modules that are timed by name beside those that begin with "on_"."""
+LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+METRIC_METHODS = ("update", "compute")
 
 
 def is_compiled_module(model: Any) -> bool:
@@ -213,21 +215,21 @@ def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, 
                 yield module, hook, f"{type(module).__name__}.{hook}"
     if model in modules:
         for name, child in model.named_modules():
-            for method in ("update", "compute") if is_metric(child) else ():
+            for method in METRIC_METHODS if is_metric(child) else ():
                 yield child, method, f"{name}.{method}"
     for callback in trainer.callbacks:
         for hook in () if isinstance(callback, own) else _hooks(callback):
             if hook not in (*_PER_BATCH, *IN_STEP) and defines(callback, hook):
                 yield callback, hook, f"{type(callback).__name__}.{hook}"
     for logger in trainer.loggers:
-        for method in _LOGGER_METHODS:
+        for method in LOGGER_METHODS:
             if callable(getattr(logger, method, None)):
                 yield logger, method, f"{type(logger).__name__}.{method}"
 
 
 def _hooks(owner: object) -> list[str]:
     found = [name for name in dir(type(owner)) if name.startswith("on_")]
-    return [name for name in (*found, *_NAMED_HOOKS) if callable(getattr(owner, name, None))]
+    return [name for name in (*found, *NAMED_HOOKS) if callable(getattr(owner, name, None))]
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:

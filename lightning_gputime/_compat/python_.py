@@ -1,11 +1,14 @@
 """Private names of Python's standard library, and frames of the stack."""
 
+import dis
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _NOT_USER_CODE = {
@@ -16,8 +19,34 @@ _NOT_USER_CODE = {
 """Top-level modules whose frames are not the user's."""
 
 
-def user_frames(most: int) -> list[FrameType]:
-    """Return the innermost frames on the stack that run code of the user, at most `most`.
+class Frame(NamedTuple):
+    """A running function of the user. It refers to no frame of Python.
+
+    Attributes:
+        file: Path of the file.
+        function: Qualified name of the function.
+        first_line: Line of its definition.
+        last_line: Its last line.
+        line: Line that it runs.
+        loop_line: Last line of the body of a `for` loop that asks for its next item; else 0.
+        lines_after: Lines after that loop, up to the next round of a loop around it; None if there
+            are none.
+    """
+
+    file: str
+    function: str
+    first_line: int
+    last_line: int
+    line: int
+    loop_line: int
+    lines_after: tuple[int, int] | None
+
+    def is_in_function_of(self, other: "Frame") -> bool:
+        return self[:3] == other[:3]
+
+
+def user_frames(most: int) -> Iterator[Frame]:
+    """Yield the innermost functions of the user on the stack, at most `most`.
 
     Code of installed packages counts only if there is no other, as in a command that is installed.
     """
@@ -30,7 +59,64 @@ def user_frames(most: int) -> list[FrameType]:
             is_installed = "-packages" in frame.f_code.co_filename
             (installed if is_installed else found).append(frame)
         frame = frame.f_back
-    return found or installed[:most]
+    return map(_frame_of, found or installed[:most])
+
+
+def _frame_of(frame: FrameType) -> Frame:
+    code = frame.f_code
+    last_line, loops = _lines_of(code)
+    loop = loops.get(frame.f_lasti, _NO_LOOP)
+    line = frame.f_lineno or code.co_firstlineno
+    return Frame(code.co_filename, code.co_qualname, code.co_firstlineno, last_line, line, *loop)
+
+
+def definition_of(function: Any) -> tuple[str, int, str] | None:
+    """Return the file, the line and the qualified name of a function; None if unknown."""
+    try:
+        code = inspect.unwrap(getattr(function, "func", function)).__code__
+        return code.co_filename, code.co_firstlineno, code.co_qualname
+    except Exception:  # Written in C, or an object that answers to any name.
+        return None
+
+
+class _Loop(NamedTuple):
+    body_line: int  # Last line of the body.
+    lines_after: tuple[int, int] | None  # From the end of the loop to the next round of another.
+
+
+_NO_LOOP = _Loop(0, None)
+
+
+@lru_cache(maxsize=256)
+def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
+    """Return the last line of a function, and its `for` loops by the offset of their head."""
+    found = [*dis.get_instructions(code)]
+    last_line = max([*_lines(found), code.co_firstlineno])
+    loops = {}
+    for instruction in found:
+        if instruction.opname == "FOR_ITER":
+            head, end = instruction.offset, int(instruction.argval)
+            body = [other for other in found if head < other.offset < end]
+            after = [*_until_next_round([other for other in found if other.offset >= end], head)]
+            for_line = instruction.positions.lineno if instruction.positions else None
+            lines = [line for line in _lines(after) if line != for_line]
+            loops[head] = _Loop(
+                max([*_lines(body), 0]), (min(lines), max(lines)) if lines else None
+            )
+    return last_line, loops
+
+
+def _lines(instructions: list[dis.Instruction]) -> Iterator[int]:
+    for instruction in instructions:
+        if instruction.positions is not None and instruction.positions.lineno is not None:
+            yield instruction.positions.lineno
+
+
+def _until_next_round(instructions: list[dis.Instruction], head: int) -> Iterator[dis.Instruction]:
+    for instruction in instructions:
+        if instruction.opname.startswith("JUMP_BACKWARD") and int(instruction.argval) < head:
+            return
+        yield instruction
 
 
 def interpreter_flags() -> list[str]:

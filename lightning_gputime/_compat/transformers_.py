@@ -151,25 +151,25 @@ def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[
     return ((name, call) for name, call in names.items() if read(trainer, name) is not MISSING)
 
 
-_NAMED_EVENTS = (
+NAMED_EVENTS = (
     *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"),
     *("on_evaluate", "on_predict", "on_save", "on_log"),
 )
-_NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
+NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
 
 
 def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:
     """Yield what user code and callbacks run beside the model: owner, function and name."""
     for callback in callbacks_of(trainer):
-        for event in _NAMED_EVENTS:
+        for event in NAMED_EVENTS:
             if _defines(callback, event):
                 yield callback, event, f"{type(callback).__name__}.{event}"
-    for method in _NAMED_METHODS:
+    for method in NAMED_METHODS:
         if _defines(trainer, method):
             yield trainer, method, f"{type(trainer).__name__}.{method}"
     metrics = getattr(trainer, "compute_metrics", None)
     if callable(metrics):
-        yield trainer, "compute_metrics", getattr(metrics, "__qualname__", "compute_metrics")
+        yield trainer, "compute_metrics", getattr(metrics, "__name__", "compute_metrics")
 
 
 def _defines(owner: object, method: str) -> bool:

@@ -88,7 +88,7 @@ class Case:
 
     def takes(self, culprit: EntryCulprit) -> str:
         """Return the time of a culprit in words."""
-        return takes(culprit, self.seconds, self.m)
+        return takes(culprit, self.entry, self.seconds, self.m)
 
 
 def advise(

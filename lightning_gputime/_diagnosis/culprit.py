@@ -154,19 +154,20 @@ def _entry_culprit(culprit: Culprit, share: float) -> EntryCulprit:
     )
 
 
-def takes(culprit: EntryCulprit, seconds: float, m: Measurement) -> str:
+def takes(culprit: EntryCulprit, entry: str, seconds: float, m: Measurement) -> str:
     """Return how long a culprit takes, "2.5 ms of 7.1 ms per step" or "0.9 s in 3 calls".
 
     Args:
         culprit: The culprit.
-        seconds: Time of its entry (in seconds).
+        entry: Name of its entry, which is inside steps.
+        seconds: Time of that entry (in seconds).
         m: The measurement.
     """
-    steps = m.steps + m.untimed_steps + m.warmup_steps
-    if culprit.kind != CALL or culprit.calls >= _MIN_STEPS * steps:
-        step_ms = 1e3 * culprit.share * seconds / max(steps, 1)
-        return f"{duration(step_ms)} of {duration(m.step.mean_ms)} per step"
-    return total(culprit)
+    steps, step_ms = m.steps + m.untimed_steps + m.warmup_steps, m.step.mean_ms
+    if culprit.kind == CALL and culprit.calls < _MIN_STEPS * (m.steps + m.untimed_steps):
+        return total(culprit)
+    entry_ms = m.share(entry) * step_ms if entry in m.rows else 1e3 * seconds / max(steps, 1)
+    return f"{duration(culprit.share * entry_ms)} of {duration(step_ms)} per step"
 
 
 def total(culprit: EntryCulprit) -> str:

@@ -99,6 +99,11 @@ class LoaderStages:
                 yield Culprit(FETCH, name, seconds, batches, observed_s, source, "", stage.kind)
 
 
+def short_name(qualified: str) -> str:
+    """Return a qualified name without the function that it is defined in."""
+    return qualified.rpartition("<locals>.")[2]
+
+
 class CulpritSums:
     """Sum the time of named calls and of places, by entry. The training's thread adds."""
 

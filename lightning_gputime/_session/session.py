@@ -14,9 +14,11 @@ from lightning_gputime._boundaries import named
 from lightning_gputime._boundaries.boundaries import Boundaries
 from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.sources import Frame, PlaceReader, place_here
+from lightning_gputime._boundaries.patching import Attachment, Attachments
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._compat.python_ import Frame
 from lightning_gputime._compat.torch_ import has_compiled
+from lightning_gputime._culprits.places import PlaceReader, place_here
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
@@ -152,6 +154,7 @@ class Session:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
         self._calls = methods(observers, "steps_read")
+        self._until_end = Attachments()
         self._observers = options.observers
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
         results.observers = options.observers
@@ -177,6 +180,10 @@ class Session:
         except BaseException:
             self.remove()
             raise
+
+    def attach_until_end(self, attachment: Attachment) -> None:
+        """Attach something that stays on in untimed steps, too, until the timer is removed."""
+        self._until_end.add(attachment)
 
     # What a loop tells
 
@@ -606,6 +613,7 @@ class Session:
         """
         _attached.discard(self)
         _take_off_lost()
+        self._until_end.remove()
         self._boundaries.remove()
         self.recorder.rest()
         try:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gputime._boundaries.patching import Subscription
-from lightning_gputime._boundaries.sources import source_of
+from lightning_gputime._culprits.places import source_of
 from lightning_gputime._measurement.culprits import CulpritSums, Source
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import LIKELY, OTHER

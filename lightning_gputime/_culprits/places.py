@@ -1,14 +1,10 @@
 """From marks to the lines of the user's code between them."""
 
-import dis
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import lru_cache
-from types import CodeType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from lightning_gputime._compat.python_ import user_frames
-from lightning_gputime._measurement.culprits import PLACE, CulpritSums, Source
+from lightning_gputime._compat.python_ import Frame, definition_of, user_frames
+from lightning_gputime._measurement.culprits import PLACE, CulpritSums, Source, short_name
 from lightning_gputime._measurement.wall_clock import PAUSED, WallClock
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -23,30 +19,6 @@ from lightning_gputime._phases import (
 _PARTS = {OTHER: "before forward", AFTER_UPDATE: "after the update"}  # Parts of `other`.
 _MAX_FRAMES = 4  # Number of the user's functions on the stack that are noted at a mark.
 
-
-class Frame(NamedTuple):
-    """A running function of the user. It refers to no frame of Python.
-
-    Attributes:
-        file: Path of the file.
-        function: Qualified name of the function.
-        first_line: Line of its definition.
-        last_line: Its last line.
-        line: Line that it runs.
-        loop_line: Last line of the body of a `for` loop that asks for its next item; else 0.
-    """
-
-    file: str
-    function: str
-    first_line: int
-    last_line: int
-    line: int
-    loop_line: int
-
-    def is_in_function_of(self, other: "Frame") -> bool:
-        return self[:3] == other[:3]
-
-
 Place = tuple[Frame, ...]
 """Functions of the user on the stack, innermost first; empty if there is none."""
 
@@ -57,19 +29,8 @@ def place_here(outside: Collection[Frame] = ()) -> Place:
     Args:
         outside: Functions around the training, such as the one that calls `fit`. They are left out.
     """
-    found = []
-    for frame in user_frames(_MAX_FRAMES):
-        code = frame.f_code
-        last_line, loops = _lines_of(code)
-        line = frame.f_lineno or code.co_firstlineno
-        loop = loops.get(frame.f_lasti)
-        loop_line = loop.body_line if loop is not None else 0
-        here = Frame(
-            code.co_filename, code.co_qualname, code.co_firstlineno, last_line, line, loop_line
-        )
-        if not any(here.is_in_function_of(other) for other in outside):
-            found.append(here)
-    return tuple(found)
+    frames = user_frames(_MAX_FRAMES)
+    return tuple(frame for frame in frames if not any(map(frame.is_in_function_of, outside)))
 
 
 class PlaceReader:
@@ -157,7 +118,7 @@ def _line_reached(first: Frame, last: Frame) -> int:
 
 
 def _source(frame: Frame, last_line: int) -> Source:
-    return Source(frame.file, frame.line, max(frame.line, last_line), frame.function)
+    return Source(frame.file, frame.line, max(frame.line, last_line), short_name(frame.function))
 
 
 def source_after_loop() -> Source | None:
@@ -166,59 +127,15 @@ def source_after_loop() -> Source | None:
     They reach to the next round of a loop around it, or to the end of the function.
     """
     for frame in user_frames(1):
-        loop = _lines_of(frame.f_code)[1].get(frame.f_lasti)
-        if loop is not None and loop.lines_after is not None:
-            code, (first, last) = frame.f_code, loop.lines_after
-            return Source(code.co_filename, first, last, code.co_qualname)
+        if frame.lines_after is not None:
+            return Source(frame.file, *frame.lines_after, short_name(frame.function))
     return None
 
 
 def source_of(function: Any) -> Source | None:
-    """Return where a function, a method or a class is defined; None if that is unknown."""
-    try:
-        if isinstance(function, type):
-            lines, first_line = inspect.getsourcelines(function)
-            file = inspect.getsourcefile(function) or ""
-            last_line = first_line + len(lines) - 1
-            return Source(file, first_line, last_line, function.__qualname__)
-        code = inspect.unwrap(getattr(function, "func", function)).__code__
-        return Source(code.co_filename, code.co_firstlineno, code.co_firstlineno, code.co_qualname)
-    except Exception:  # Written in C, made by `exec`, or an object with any `__getattr__`.
+    """Return where a function or method is defined; None if that is unknown."""
+    found = definition_of(function)
+    if found is None:
         return None
-
-
-class _Loop(NamedTuple):
-    body_line: int  # Last line of the body.
-    lines_after: tuple[int, int] | None  # From the end of the loop to the next round of another.
-
-
-@lru_cache(maxsize=256)
-def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
-    """Return the last line of a function, and its `for` loops by the offset of their head."""
-    found = [*dis.get_instructions(code)]
-    last_line = max([*_lines(found), code.co_firstlineno])
-    loops = {}
-    for instruction in found:
-        if instruction.opname == "FOR_ITER":
-            head, end = instruction.offset, int(instruction.argval)
-            body = [other for other in found if head < other.offset < end]
-            after = [*_until_next_round([other for other in found if other.offset >= end], head)]
-            for_line = instruction.positions.lineno if instruction.positions else None
-            lines = [line for line in _lines(after) if line != for_line]
-            loops[head] = _Loop(
-                max([*_lines(body), 0]), (min(lines), max(lines)) if lines else None
-            )
-    return last_line, loops
-
-
-def _lines(instructions: list[dis.Instruction]) -> Iterator[int]:
-    for instruction in instructions:
-        if instruction.positions is not None and instruction.positions.lineno is not None:
-            yield instruction.positions.lineno
-
-
-def _until_next_round(instructions: list[dis.Instruction], head: int) -> Iterator[dis.Instruction]:
-    for instruction in instructions:
-        if instruction.opname.startswith("JUMP_BACKWARD") and int(instruction.argval) < head:
-            return
-        yield instruction
+    file, line, name = found
+    return Source(file, line, line, short_name(name))

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lightning_gputime._boundaries.patching import Subscription
-from lightning_gputime._boundaries.sources import source_of
-from lightning_gputime._measurement.culprits import LoaderStages, Stage
+from lightning_gputime._boundaries.patching import Subscription, do_nothing
+from lightning_gputime._culprits.places import source_of
+from lightning_gputime._measurement.culprits import LoaderStages, Stage, short_name
 
 _MAX_LOADERS = 10  # More side by side are the batches themselves.
 
@@ -39,6 +39,7 @@ class StagedLoaders:
 
     def remove(self) -> None:
         self._iter.remove()
+        self._find = do_nothing  # What finds the loader may hold the timer.
 
     # As a listener of `DataLoader.__iter__`, see `Calls`
 
@@ -142,6 +143,6 @@ def _stages_of(loader: Any) -> Iterator[Stage]:
     yield Stage("dataset", f"{kind.__name__}.{method}", source_of(getattr(kind, method, None)))
     # The Trainer of transformers puts one around its own that removes columns.
     collate = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
-    name = getattr(collate, "__qualname__", type(collate).__name__)
+    name = short_name(getattr(collate, "__qualname__", type(collate).__name__))
     call = collate if hasattr(collate, "__qualname__") else type(collate).__call__
     yield Stage("collate", name, source_of(call))
