@@ -137,7 +137,8 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     ),
     "the mark before the last one can be renamed": (
         "mark forward; 4; rename_before data, other; mark <after forward>; 1;"
-        "rename_before loss, data; rename_before forward, loss; end; rename_before data, loss; 1; end",
+        "rename_before loss, data; rename_before forward, loss; end; rename_before data, loss; 1;"
+        "end",
         [{"loss": 4, "other": 1}, {"data": 1}],
     ),
     "data follows a pause by hand that outlasts its step": (
