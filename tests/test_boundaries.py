@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import AUTOGRAD, hooks_of, installed
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps
 from fake_loop import Loop, hooks
 from torch import Tensor, nn
 
@@ -279,20 +279,6 @@ def test_a_scheduler_can_be_made_of_an_optimizer_that_is_timed(
     assert "step" in vars(optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
-
-
-def test_nothing_is_left_on_the_model_and_the_optimizer(gpu: FakeGPU, x: Tensor) -> None:
-    model = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 2.0))
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    things = (model, *model.modules(), optimizer)
-    bare = installed(*things)
-    timed = Timed(gpu, model, optimizer)
-    assert installed(*things) != bare
-    model(x).sum().backward()
-    optimizer.step()
-    timed.end_step()
-    timed.timer.remove()
-    assert installed(*things) == bare
 
 
 def test_a_copy_of_accelerates_optimizer_leaves_the_gradients_of_the_original(loop: Loop) -> None:

@@ -9,6 +9,7 @@ import torch
 from conformance import (
     CASES,
     LIGHTNING,
+    MANUAL,
     PLAIN,
     README,
     SAMPLED,
@@ -151,6 +152,15 @@ def test_phases_of_each_step(
         case, front_end
     )
     assert not [row for row in found if case.absent & row.keys()]
+    numbers = timer.history()["step"].tolist()
+    if front_end == SAMPLED:
+        assert len(numbers) == len(found)
+    else:
+        # In manual optimization, steps have the numbers of their last batches.
+        batches = case.micro_batches if front_end == MANUAL else 1
+        first = int(front_end == TRANSFORMERS) + batches - 1
+        assert numbers == [*range(first, first + batches * len(found), batches)]
+    assert len(gpu.waits) <= len(found)
     step_ms = [sum(ms for name, ms in row.items() if "/" not in name) for row in found]
     assert timer.history()["step_ms"].tolist() == step_ms
     assert timer.summary().skipped_updates == case.skipped_updates

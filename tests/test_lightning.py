@@ -806,8 +806,11 @@ def test_two_timers_with_keys_of_their_own_are_not_told(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = timer_of(gpu, prefix="one"), timer_of(gpu, prefix="two")
-    trainer(*timers).fit(Model(gpu), Loader(gpu, 2))
+    runner, model = trainer(*timers), Model(gpu)
+    runner.fit(model, Loader(gpu, 2))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 2] * 2
+    assert "zero_grad" not in vars(runner.optimizers[0])
+    assert not any(module._forward_hooks for module in model.modules())
     assert not [one for one in caplog.records if one.name == "lightning_gputime"]
 
 

@@ -235,24 +235,6 @@ def test_a_validation_in_the_body_without_an_optimizer(gpu: FakeGPU) -> None:
     assert ms(timer, "forward") == [4.0] * 40
 
 
-def test_inference_without_an_optimizer_stays_forward(loop: Loop) -> None:
-    loop.model.eval()
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer, torch.no_grad():
-        for x in timer.steps(loop.batches(5)):
-            loop.model(x)
-    assert ms(timer, "forward") == [4.0] * 5
-
-
-def test_a_break_after_an_update_by_hand(gpu: FakeGPU) -> None:
-    loop = ByHand(gpu)
-    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
-            loop.train(x)
-            if number == 5:
-                break
-    assert ms(timer, "backward") == [STEP_MS["backward"]] * 5
-
-
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("calls_step", [False, True])
 def test_zeroth_order_training_in_eval_mode(
