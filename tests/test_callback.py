@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import timed_indices
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def test_what_is_logged_is_what_is_asked_for(
     gpu: FakeGPU, options: dict[str, Any], logged: set[str]
 ) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **options)
+    timer = timer_of(gpu, **options)
     runner = trainer(timer, logger=logger, log_every_n_steps=20)
     runner.fit(Model(gpu), Loader(gpu, 20), Loader(gpu, 1))
     found = [{key for key in row if "phase_time" in key} for _, row in logger.calls]
@@ -125,7 +125,7 @@ def test_a_profiler_of_ones_own_keeps_its_start(gpu: FakeGPU) -> None:
     profiler = pl.profilers.PassThroughProfiler()
     started: list[str] = []
     own = profiler.start = started.append  # type: ignore[assignment]
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, profiler=profiler, val_check_interval=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
     assert vars(profiler)["start"] is own
@@ -252,14 +252,14 @@ def test_an_exception_before_training_is_survived(gpu: FakeGPU) -> None:
         def on_fit_start(self) -> None:
             raise KeyError
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     with pytest.raises(KeyError):
         fit(gpu, Fails(gpu), timer=timer)
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on_counting(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer)
     model = Model(gpu)
     runner.fit(model, Loader(gpu, 2))
@@ -289,7 +289,7 @@ def test_a_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
             copied = copy.deepcopy(model.net)
             copied(torch.ones(1, 2))
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     model = Model(gpu)
     fit(gpu, model, timer=timer, callbacks=[Copies()])
     # The call of the copy is other work, after the end of the step.
@@ -315,7 +315,7 @@ def test_a_batch_that_is_skipped_and_one_that_is_none_are_survived(gpu: FakeGPU)
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
             return -1 if batch_idx == 3 else None
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, max_epochs=2)
     with pytest.warns(UserWarning, match="yielded None"):
         runner.fit(Stops(gpu), Holes(gpu, 5))
@@ -468,7 +468,7 @@ def test_what_a_validation_does_after_its_batches_is_told(
         def on_validation_epoch_end(self) -> None:
             self.gpu.host_work(after_ms)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     others = {"max_epochs": 2, "num_sanity_val_steps": 1}
     trainer(timer, **others).fit(Measures(gpu), Loader(gpu, 4), Loader(gpu, 4))
     summary = timer.summary()
@@ -503,7 +503,7 @@ def test_the_summary_of_an_evaluation_alone_is_its_table(
 def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
     gpu: FakeGPU,
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     model = Evaluated(gpu)
     trainer(timer).test(model, Loader(gpu, 3))
     runner = trainer(timer, val_check_interval=2)
@@ -529,7 +529,7 @@ def test_a_stage_that_there_is_not_is_refused(gpu: FakeGPU) -> None:
 
 def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 1}
     trainer(timer, logger=logger, **options).fit(Evaluated(gpu), Loader(gpu, 4), Loader(gpu, 3))
     assert steps(timer) == [STEP_MS] * 4
@@ -560,7 +560,7 @@ def test_a_part_that_the_model_does_not_have_is_refused_before_training(gpu: Fak
 
 
 def test_parts_are_timed_under_lightning(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, modules=["net"])
+    timer = timer_of(gpu, modules=["net"])
     fit(gpu, Model(gpu), timer=timer)
     parts = {"forward/net": 4.0, "backward/net": 7.75}
     assert steps(timer) == [{**STEP_MS, **parts}] * 3
@@ -600,7 +600,7 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
 
 
 def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=4)
+    timer = timer_of(gpu, every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=3)
     runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))
     assert timer.history()["step"].tolist() == timed_indices(4, 12)
@@ -648,7 +648,7 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
                 self.done = True
                 trainer(timer).fit(Model(gpu), Loader(gpu, 2))
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     assert (
         caplog.text.count("A training inside another one has ended the timing of the outer one")
@@ -657,7 +657,7 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
 
 
 def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     stopping = pl.callbacks.EarlyStopping("phase_time/step_ms", check_on_train_epoch_end=True)
     runner = trainer(timer, stopping, log_every_n_steps=0)
     runner.fit(Model(gpu), Loader(gpu, 3))

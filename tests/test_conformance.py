@@ -22,7 +22,7 @@ from conformance import (
 )
 from conftest import hooks_of, installed
 from fake_gpu import FakeGPU, steps
-from fake_lightning import Loader, trainer
+from fake_lightning import Loader, timer_of, trainer
 from fake_loop import Loop
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ class Module(pl.LightningModule):
 
 
 def run_lightning(case: Case, loop: Loop, front_end: str) -> GPUPhaseTimer:
-    timer = GPUPhaseTimer(_clock=loop.gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(loop.gpu)
     micro_batches = case.micro_batches if front_end == LIGHTNING else 1
     runner = trainer(timer, accumulate_grad_batches=micro_batches)
     runner.fit(Module(case, loop, front_end), Loader(loop.gpu, case.batches))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks
 
 
 def train(gpu: FakeGPU, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> GPUPhaseHooks:
@@ -96,7 +96,7 @@ def test_a_scripted_or_traced_child_is_timed_and_left_as_it_was(how: str) -> Non
 def test_lightning_takes_no_update_for_skipped_where_another_optimizer_took_over(
     gpu: FakeGPU,
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer)
 
     class Replaces(Model):

@@ -10,15 +10,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
-
-
-def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
-    return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, **options})
-
 
 # Where an epoch begins
 
@@ -228,8 +223,7 @@ def test_a_module_that_augments_batches_is_no_forward(gpu: FakeGPU, hook: str) -
             return batch
 
     setattr(Augments, hook, Augments.augment)
-    timer = timer_of(gpu)
-    trainer(timer).fit(Augments(gpu), Loader(gpu, 3))
+    timer = fit(gpu, Augments(gpu))
     assert steps(timer) == [{**STEP_MS, "data": 1.0 + 4.0}] * 3
 
 
@@ -357,8 +351,7 @@ def test_a_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
         def on_before_zero_grad(self, *_: Any) -> None:
             trainer().fit(OfAnother(gpu), Loader(gpu, 2))
 
-    timer = timer_of(gpu)
-    trainer(timer, Nested()).fit(Model(gpu), Loader(gpu, 3))
+    timer = fit(gpu, Model(gpu), callbacks=[Nested()])
     name = "callbacks/Nested.on_before_zero_grad"
     assert [step[name] for step in between_batches(timer)] == [23.0] * 3
     assert [step["forward"] for step in steps(timer)] == [4.0] * 3
@@ -453,8 +446,7 @@ def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: Fake
             else:
                 optimizer_closure()
 
-    timer = timer_of(gpu)
-    trainer(timer).fit(Seldom(gpu), Loader(gpu, 7))
+    timer = fit(gpu, Seldom(gpu), n=7)
     last = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [*micro_batches(3, 3), last]
     assert timer.history()["step"].tolist() == [2, 5, 6]
@@ -469,8 +461,7 @@ def test_where_no_update_ever_shows_the_trainers_count_is_taken(gpu: FakeGPU) ->
         ) -> None:
             optimizer_closure()
 
-    timer = timer_of(gpu)
-    trainer(timer).fit(Hides(gpu), Loader(gpu, 104))
+    timer = fit(gpu, Hides(gpu), n=104)
     assert timer.history()["step"].tolist() == [100, 101, 102, 103]
 
 
@@ -761,8 +752,7 @@ class UpdatesLate(ByHand):
 
 
 def test_an_update_in_the_hook_at_the_end_of_its_batch_ends_the_step(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, max_epochs=2).fit(UpdatesLate(gpu), Loader(gpu, 3))
+    timer = fit(gpu, UpdatesLate(gpu), max_epochs=2)
     assert steps(timer) == [{**STEP_MS}] * 6
     assert timer.history()["step"].tolist() == [*range(6)]
 
@@ -783,8 +773,7 @@ class WithoutOptimizer(ByHand):
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_every_batch_is_a_step_where_there_is_no_optimizer(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, max_epochs=2).fit(WithoutOptimizer(gpu), Loader(gpu, 3))
+    timer = fit(gpu, WithoutOptimizer(gpu), max_epochs=2)
     assert [one["forward"] for one in steps(timer)] == [4.0] * 6
     assert timer.summary().skipped_updates == 0
 

@@ -10,7 +10,7 @@ import pytorch_lightning
 import torch
 from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -21,8 +21,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
-
-from lightning_gputime import GPUPhaseTimer
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
             loss = super().loss(x)
             return loss * float("inf") if self.global_step == 1 else loss
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, _lag=0)
+    timer = timer_of(gpu, _lag=0)
     skipped: list[bool] = []
 
     class Look(pl.Callback):
@@ -136,7 +134,7 @@ def test_a_gradient_accumulation_scheduler(gpu: FakeGPU) -> None:
 
 
 def test_validation_in_the_middle_of_an_accumulation(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer, accumulate_grad_batches=2, val_check_interval=3).fit(
         Model(gpu), Loader(gpu, 6), Loader(gpu, 2)
     )
@@ -232,7 +230,7 @@ def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) ->
         def on_train_batch_end(self, *_: Any) -> None:
             gpu.work(256.0)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     callbacks = [Works(), timer] if first else [timer, Works()]
     trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
     # What is before ours in the list ends before the step does, the rest is the next step's.
@@ -276,7 +274,7 @@ def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
 
     assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     data: Any = torch.ones(8, 2)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
     trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
@@ -288,7 +286,7 @@ def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
         def test_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner, model = trainer(timer), Evaluates(gpu)
     runner.test(model, Loader(gpu, 2), verbose=False)
     runner.validate(model, Loader(gpu, 2), verbose=False)
@@ -302,7 +300,7 @@ def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Pat
     runner = trainer()
     runner.fit(Model(gpu), Loader(gpu, 3))
     runner.save_checkpoint(tmp_path / "last.ckpt")
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     logger = MemoryLogger()
     runner = trainer(timer, max_epochs=2, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 3), ckpt_path=tmp_path / "last.ckpt")
@@ -347,7 +345,7 @@ class Sized(Model):
 def test_the_finders_trials_are_not_steps(
     gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, make(), default_root_dir=tmp_path, enable_checkpointing=True)
     model = Sized(gpu)
     runner.fit(model)
@@ -372,7 +370,7 @@ def test_callbacks_of_pytorch_lightning_end_where_its_batch_begins(gpu: FakeGPU)
         def on_train_batch_start(self, *_: Any) -> None:
             gpu.work(0.5)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     pytorch_lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -408,7 +406,7 @@ def test_the_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) 
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer.step()
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     callbacks = [Probe(), timer] if is_first else [timer, Probe()]
     trainer(*callbacks, accumulate_grad_batches=3).fit(model, Loader(gpu, 6))
     assert timer.history()["step"].tolist() == [0, 1]

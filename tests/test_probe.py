@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from fake_loop import Logger, timed_indices
 from torch import Tensor, nn
 
@@ -267,7 +267,7 @@ class LaunchBound(Model):
 
 
 def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, probe_every_n_steps=4)
+    timer = timer_of(gpu, probe_every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
@@ -372,7 +372,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
                 optimizer.step()
                 optimizer.zero_grad()
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=2)
+    timer = timer_of(gpu, every_n_steps=2)
     trainer(timer).fit(Manual(), Loader(gpu, 48))
     assert timer.history()["step"].tolist() == [4 * i + 3 for i in timed_indices(2, 12)]
 

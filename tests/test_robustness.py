@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import Adder, FakeGPU, Layer, steps
-from fake_lightning import Loader, Model, fit, trainer
+from fake_lightning import Loader, Model, fit, timer_of, trainer
 from fake_loop import Loop, hooks
 from test_nothing_stays import left_on
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
+from lightning_gputime import GPUPhaseHooks, phase
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 
 # Attributes of a model that the package must not trust
@@ -37,7 +37,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 def test_attributes_of_a_model_are_the_users(gpu: FakeGPU, name: str, value: str) -> None:
     model = Model(gpu)
     setattr(model, name, VALUES[value]())
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, modules=["net"])
+    timer = timer_of(gpu, modules=["net"])
     fit(gpu, model, 2, timer=timer)
     assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
 
@@ -172,7 +172,7 @@ def test_an_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
             monkeypatch.setattr(OptimizerBoundary, "patch_zero_grad", fails)
 
     model = Model(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     owner = trainer(Fails(), timer)
     if error is KeyboardInterrupt:
         with pytest.raises(SystemExit):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import Adder, FakeGPU, Layer, steps, work
-from fake_lightning import Loader
+from fake_lightning import Loader, timer_of
 from fake_loop import Loop, hooks
 from processes import run
 from torch import Tensor, nn
@@ -350,7 +350,7 @@ def test_self_check_finds_an_action_under_another_name(
                 yield x
 
     def train() -> GPUPhaseTimer:
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+        timer = timer_of(gpu)
         fake_lightning.trainer(timer).fit(fake_lightning.Model(gpu), Slow(gpu, 8))
         return timer
 
@@ -458,7 +458,7 @@ def test_self_check_finds_nothing_in_loops_that_are_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = {} if kind is Gan else {"accumulate_grad_batches": accumulate}
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     others = [HasHooks(), timer]
     fake_lightning.trainer(*others, **options).fit(kind(gpu), Loader(gpu, 90))
     assert timer.summary().steps > 5
@@ -477,7 +477,7 @@ def test_self_check_finds_actions_that_are_all_renamed(
     for action in ("fetch_action", "copy_action", "callback_action", "module_action"):
         expected = getattr(lightning_, action)
         monkeypatch.setattr(lightning_, action, lambda *args, a=expected: f"old {a(*args)}")
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     fake_lightning.trainer(HasHooks(), timer).fit(fake_lightning.Model(gpu), Loader(gpu, 8))
     summary = timer.summary()
     assert [text.partition(", because")[0] for text in summary.not_measured] == [
