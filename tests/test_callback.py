@@ -68,7 +68,7 @@ FIT = {"fit/wall_s", "fit/steps_share"}
         ({"log": ["step", "host"]}, {"step_ms", "host_wait_ms"}),
     ],
 )
-def test_what_is_logged_is_what_is_asked_for(
+def test_log_option_selects_the_logged_keys(
     gpu: FakeGPU, options: dict[str, Any], logged: set[str]
 ) -> None:
     logger = MemoryLogger()
@@ -90,7 +90,7 @@ def test_what_is_logged_is_what_is_asked_for(
     assert of_phases < {*timer._run().evaluations[0]}
 
 
-def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
+def test_lag_zero_resolves_a_step_when_it_ends(gpu: FakeGPU) -> None:
     seen: list[int] = []
 
     class Reader(pl.Callback):
@@ -103,7 +103,7 @@ def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
     assert seen == [0, 1, 2]
 
 
-def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
+def test_validation_and_callbacks_at_its_end_belong_to_no_step(
     gpu: FakeGPU,
 ) -> None:
     class Saves(pl.Callback):
@@ -121,7 +121,7 @@ def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
     assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
 
 
-def test_a_profiler_of_ones_own_keeps_its_start(gpu: FakeGPU) -> None:
+def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     profiler = pl.profilers.PassThroughProfiler()
     started: list[str] = []
     own = profiler.start = started.append  # type: ignore[assignment]
@@ -168,13 +168,13 @@ class Swaps(pl.Callback):
         trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
 
 
-def test_an_optimizer_inside_a_wrapper_that_is_none_of_torch_is_timed(gpu: FakeGPU) -> None:
+def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
     assert steps(timer) == [STEP_MS] * 3
     assert timer.summary().skipped_updates == 0
 
 
-def test_where_no_update_is_seen_every_batch_of_a_manual_optimization_is_a_step(
+def test_manual_optimization_without_visible_updates_has_one_step_per_batch(
     gpu: FakeGPU,
 ) -> None:
     class Manual(Model):
@@ -218,7 +218,7 @@ def test_without_summary_nothing_is_printed(
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_epoch_end"])
-def test_nothing_is_left_after_an_exception_and_what_was_measured_is_kept(
+def test_exception_keeps_the_measurement_and_leaves_nothing(
     gpu: FakeGPU, error: type[BaseException], hook: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Fails(Model):
@@ -247,7 +247,7 @@ def test_nothing_is_left_after_an_exception_and_what_was_measured_is_kept(
     assert "zero_grad" not in vars(optimizer)
 
 
-def test_an_exception_before_training_is_survived(gpu: FakeGPU) -> None:
+def test_timer_works_after_an_exception_before_training(gpu: FakeGPU) -> None:
     class Fails(Model):
         def on_fit_start(self) -> None:
             raise KeyError
@@ -258,7 +258,7 @@ def test_an_exception_before_training_is_survived(gpu: FakeGPU) -> None:
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
 
 
-def test_a_second_fit_of_the_same_trainer_goes_on_counting(gpu: FakeGPU) -> None:
+def test_second_fit_of_a_trainer_continues_the_step_count(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     runner = trainer(timer)
     model = Model(gpu)
@@ -305,7 +305,7 @@ def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
     assert checkpoint["callbacks"] == {}
 
 
-def test_a_batch_that_is_skipped_and_one_that_is_none_are_survived(gpu: FakeGPU) -> None:
+def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> None:
     class Holes(Loader):
         def __iter__(self) -> Any:
             for i, batch in enumerate(super().__iter__()):
@@ -335,7 +335,7 @@ def test_a_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None
     assert steps(timer) == [STEP_MS, skipped, STEP_MS]
 
 
-def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_loader_has_no_steps(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     with pytest.warns(UserWarning, match="across ranks is zero"):
         fit(gpu, Model(gpu), n=0, timer=timer)
@@ -343,7 +343,7 @@ def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture
     assert len(timer.history()) == 0
 
 
-def test_a_timer_that_fails_lets_training_go_on(
+def test_training_continues_after_an_error_of_the_timer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_gputime._session.session.Boundaries", lambda *_, **__: 1 / 0)
@@ -367,7 +367,7 @@ def test_a_timer_that_fails_lets_training_go_on(
         ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
-def test_values_are_taken_as_configuration_files_give_them(
+def test_options_are_converted_from_configuration_files(
     gpu: FakeGPU, given: dict[str, Any], taken: Any
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **given)
@@ -400,7 +400,9 @@ def test_values_are_taken_as_configuration_files_give_them(
         ({"prefix": 3}, "prefix must be a string .* got 3"),
     ],
 )
-def test_a_bad_argument_fails_in_the_constructor(options: dict[str, Any], message: str) -> None:
+def test_callback_constructor_refuses_wrong_arguments(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseTimer(**options)
 
@@ -437,9 +439,7 @@ def evaluations(logger: MemoryLogger, stage: str) -> list[tuple[int | None, dict
 
 
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
-def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
-    gpu: FakeGPU, stage: str
-) -> None:
+def test_evaluation_loop_has_its_own_times_logged_at_its_end(gpu: FakeGPU, stage: str) -> None:
     logger = MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu)
     runner = trainer(timer, logger=logger)
@@ -461,7 +461,7 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
 
 
 @pytest.mark.parametrize(("after_ms", "is_told"), [(2.0, False), (20.0, True)])
-def test_what_a_validation_does_after_its_batches_is_told(
+def test_summary_reports_validation_time_after_its_batches(
     gpu: FakeGPU, after_ms: float, is_told: bool
 ) -> None:
     class Measures(Evaluated):
@@ -480,7 +480,7 @@ def test_what_a_validation_does_after_its_batches_is_told(
 @pytest.mark.parametrize(
     ("stage", "named"), [("val", "validation"), ("test", "test"), ("predict", "prediction")]
 )
-def test_the_summary_of_an_evaluation_alone_is_its_table(
+def test_summary_without_a_fit_is_that_of_the_evaluation(
     gpu: FakeGPU, stage: str, named: str
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
@@ -500,7 +500,7 @@ def test_the_summary_of_an_evaluation_alone_is_its_table(
     assert str(timer.summary("fit")).startswith("No step was timed")
 
 
-def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
+def test_summary_after_a_fit_is_that_of_the_fit(
     gpu: FakeGPU,
 ) -> None:
     timer = timer_of(gpu)
@@ -520,7 +520,7 @@ def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
     assert str(timer.summary("predict")).startswith("No step was timed")
 
 
-def test_a_stage_that_there_is_not_is_refused(gpu: FakeGPU) -> None:
+def test_summary_refuses_an_unknown_stage(gpu: FakeGPU) -> None:
     with pytest.raises(
         ValueError, match="stage must be one of fit, val, test, predict, got 'val_'"
     ):
@@ -552,14 +552,14 @@ def test_an_exception_in_a_validation_leaves_nothing(gpu: FakeGPU) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_part_that_the_model_does_not_have_is_refused_before_training(gpu: FakeGPU) -> None:
+def test_unknown_module_is_refused_before_training(gpu: FakeGPU) -> None:
     with pytest.raises(ValueError, match="the model has no module 'head'; it has net"):
         fit(gpu, Model(gpu), timer=GPUPhaseTimer(_clock=gpu, modules=["head"]))
     with pytest.raises(TypeError, match=r"modules must be a depth .* got 1\.5"):
         GPUPhaseTimer(modules=1.5)  # type: ignore[arg-type]
 
 
-def test_parts_are_timed_under_lightning(gpu: FakeGPU) -> None:
+def test_sub_phases_are_timed_under_lightning(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, modules=["net"])
     fit(gpu, Model(gpu), timer=timer)
     parts = {"forward/net": 4.0, "backward/net": 7.75}
@@ -607,7 +607,7 @@ def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> N
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_first_steps_of_a_resumed_run_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
     first = trainer(max_epochs=7)
     first.fit(Model(gpu), Loader(gpu, 14))
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -618,7 +618,7 @@ def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_pat
     assert timer.summary().warmup_steps == 1
 
 
-def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
+def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU) -> None:
     class Captures(Model):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             with gpu.capture():
@@ -631,13 +631,13 @@ def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
         assert timer.summary().steps
 
 
-def test_a_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
+def test_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu))
     assert not {"log", "log_dict"} & vars(copy.deepcopy(timer)).keys()
     assert not {"log", "log_dict"} & timer.__getstate__().keys()
 
 
-def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
+def test_warns_when_a_nested_fit_uses_the_same_timer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Nested(pl.Callback):
@@ -656,7 +656,7 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
     )
 
 
-def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:
+def test_callback_metrics_have_the_means_without_logging(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     stopping = pl.callbacks.EarlyStopping("phase_time/step_ms", check_on_train_epoch_end=True)
     runner = trainer(timer, stopping, log_every_n_steps=0)

@@ -65,7 +65,7 @@ def test_every_precision_and_clipping(gpu: FakeGPU, options: dict[str, Any]) -> 
     assert timer.summary().skipped_updates == 0
 
 
-def test_clipping_of_ones_own_is_optimizer(gpu: FakeGPU) -> None:
+def test_configure_gradient_clipping_is_optimizer(gpu: FakeGPU) -> None:
     class Clips(Model):
         def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
             gpu.work(3.0)
@@ -173,7 +173,7 @@ def test_a_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> 
 # The course of a run
 
 
-def test_training_step_with_an_iterator_fetches_in_other(gpu: FakeGPU) -> None:
+def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
     class Fetches(Model):
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             batch, _, _ = next(dataloader_iter)
@@ -190,7 +190,7 @@ def test_training_step_with_an_iterator_fetches_in_other(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_an_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
+def test_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
     class Schedules(Model):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -296,7 +296,7 @@ def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_continues_the_step_count(gpu: FakeGPU, tmp_path: Path) -> None:
     runner = trainer()
     runner.fit(Model(gpu), Loader(gpu, 3))
     runner.save_checkpoint(tmp_path / "last.ckpt")
@@ -311,7 +311,9 @@ def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
-def test_the_trainers_own_profilers_run_beside(gpu: FakeGPU, profiler: str, tmp_path: Path) -> None:
+def test_trainer_profilers_run_at_the_same_time(
+    gpu: FakeGPU, profiler: str, tmp_path: Path
+) -> None:
     timer = fit(gpu, Model(gpu), profiler=profiler, default_root_dir=tmp_path)
     assert steps(timer) == [STEP_MS] * 3
 
@@ -353,7 +355,7 @@ def test_the_finders_trials_are_not_steps(
     assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
 
 
-def test_callbacks_of_pytorch_lightning_end_where_its_batch_begins(gpu: FakeGPU) -> None:
+def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     class Net(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -413,7 +415,7 @@ def test_the_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) 
     assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(12.0, 2.0)] * 2
 
 
-def test_what_the_module_does_where_an_epoch_begins_is_no_fetch(gpu: FakeGPU) -> None:
+def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
     class Clusters(Model):
         def on_train_epoch_start(self) -> None:
             gpu.work(200.0)
@@ -460,7 +462,7 @@ def test_a_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_the_loss_of_a_micro_batch_without_a_backward_is_no_forward(
+def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Lightning warns once in a process, and another test wants to see it.

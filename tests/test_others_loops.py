@@ -46,7 +46,7 @@ def test_several_live_iterators(loop: Loop, tasks: int, is_random: bool, every: 
     assert steps(timer) == [STEP_MS] * (60 // every)
 
 
-def test_an_iterator_that_is_given_up_ends_no_step_of_another(loop: Loop) -> None:
+def test_abandoned_iterator_ends_no_step_of_another(loop: Loop) -> None:
     with hooks(loop) as timer:
         first, second = (iter(timer.steps(loop.batches(10))) for _ in "ab")
         for one in (first, second, first):
@@ -57,7 +57,7 @@ def test_an_iterator_that_is_given_up_ends_no_step_of_another(loop: Loop) -> Non
     assert steps(timer) == [STEP_MS] * 5
 
 
-def test_two_loaders_that_are_zipped_are_one_step_a_pair(loop: Loop) -> None:
+def test_zipped_loaders_have_one_step_per_pair(loop: Loop) -> None:
     with hooks(loop) as timer:
         pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
         for x, _ in zip(*pairs, strict=False):
@@ -77,7 +77,7 @@ def ahead(items: Any) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("end", ["remove", "epoch"])
-def test_a_look_ahead(loop: Loop, end: str) -> None:
+def test_look_ahead_iterators_keep_each_step(loop: Loop, end: str) -> None:
     with hooks(loop) as timer:
         for _ in range(2):
             for x in ahead(timer.steps(loop.batches(4))):
@@ -88,7 +88,7 @@ def test_a_look_ahead(loop: Loop, end: str) -> None:
     assert steps(timer) == epoch * 2
 
 
-def test_a_cycle_around_steps_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_about_cycle_around_steps(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop) as timer:
         cycle = itertools.cycle(timer.steps(loop.batches(10)))
         for _ in range(25):
@@ -97,7 +97,7 @@ def test_a_cycle_around_steps_is_told(loop: Loop, caplog: pytest.LogCaptureFixtu
     assert "timer.steps(itertools.cycle(loader))" in caplog.text
 
 
-def test_a_validation_by_the_same_timer_is_no_step(loop: Loop) -> None:
+def test_validation_over_steps_has_no_steps(loop: Loop) -> None:
     with hooks(loop) as timer:
         for _ in range(3):
             for x in timer.steps(loop.batches(5)):
@@ -111,7 +111,7 @@ def test_a_validation_by_the_same_timer_is_no_step(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("how", ["step", "steps"])
-def test_a_validation_by_the_same_timer_inside_a_loop(loop: Loop, how: str) -> None:
+def test_validation_over_steps_inside_a_loop_has_no_steps(loop: Loop, how: str) -> None:
     with hooks(loop) as timer:
         loader = loop.batches(12)
         for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
@@ -128,7 +128,7 @@ def test_a_validation_by_the_same_timer_inside_a_loop(loop: Loop, how: str) -> N
     assert steps(timer) == [expected] * 12
 
 
-def test_a_model_that_is_called_in_the_loader_is_data(loop: Loop) -> None:
+def test_model_called_in_the_loader_is_data(loop: Loop) -> None:
     def mining() -> Iterator[Tensor]:
         for x in loop.batches(6):
             with torch.no_grad():
@@ -141,7 +141,7 @@ def test_a_model_that_is_called_in_the_loader_is_data(loop: Loop) -> None:
     assert steps(timer) == [{**STEP_MS, "data": 5.0}] * 6
 
 
-def test_a_training_inside_of_what_is_iterated(loop: Loop) -> None:
+def test_training_inside_the_iterated_generator_is_timed(loop: Loop) -> None:
     def training() -> Iterator[None]:
         for x in loop.batches(6):
             loop.train(x)
@@ -157,7 +157,7 @@ def test_a_training_inside_of_what_is_iterated(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("per_epoch", [3, 10])
-def test_a_counter_of_batches_that_runs_across_epochs(loop: Loop, per_epoch: int) -> None:
+def test_accumulation_that_counts_batches_across_epochs(loop: Loop, per_epoch: int) -> None:
     epochs, k = 48 // per_epoch + 1, 0
     with hooks(loop, accumulate_grad_batches="auto") as timer:
         for _ in range(epochs):
@@ -177,7 +177,7 @@ def test_a_counter_of_batches_that_runs_across_epochs(loop: Loop, per_epoch: int
 
 
 @pytest.mark.parametrize("n", ["auto", 4])
-def test_an_update_after_the_loop_of_what_is_left(loop: Loop, n: Any) -> None:
+def test_update_after_the_loop_ends_the_last_step(loop: Loop, n: Any) -> None:
     with hooks(loop, accumulate_grad_batches=n) as timer:
         for _ in range(2):
             for number, x in enumerate(timer.steps(loop.batches(6)), 1):
@@ -213,7 +213,7 @@ def validate(loop: Loop, n: int) -> None:
     loop.model.train()
 
 
-def test_a_validation_between_steps_without_an_optimizer(gpu: FakeGPU) -> None:
+def test_validation_between_steps_without_an_optimizer_is_in_no_step(gpu: FakeGPU) -> None:
     loop = ByHand(gpu)
     with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
         for _ in range(4):
@@ -225,7 +225,7 @@ def test_a_validation_between_steps_without_an_optimizer(gpu: FakeGPU) -> None:
     assert max(total(timer)) <= sum(STEP_MS.values()) + 0.125
 
 
-def test_a_validation_in_the_body_without_an_optimizer(gpu: FakeGPU) -> None:
+def test_validation_in_the_body_without_an_optimizer_is_not_forward(gpu: FakeGPU) -> None:
     loop = ByHand(gpu)
     with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
@@ -280,7 +280,7 @@ def test_step_from_a_hook_of_the_optimizer_with_accumulation(loop: Loop, every: 
 # What is seen, and told
 
 
-def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
+def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
     ema = copy.deepcopy(loop.model).eval()
     with hooks(loop) as timer:
         for _ in range(4):
@@ -296,7 +296,9 @@ def test_the_validation_of_a_copy_between_epochs_is_told(loop: Loop) -> None:
     assert summary.advice[0] == f"`data` is long in few steps: {advice}"
 
 
-def test_a_method_of_a_child(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
+def test_advises_to_name_forward_when_a_method_of_a_child_is_called(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
     class Backbone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -315,7 +317,7 @@ def test_a_method_of_a_child(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> 
     assert 'phase("forward")' in str(timer.summary()) + caplog.text
 
 
-def test_a_phase_on_a_generator_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> None:
     @phase("augment")
     def generate() -> Iterator[int]:
         yield 1
@@ -329,7 +331,7 @@ def test_a_phase_on_a_generator_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert "load" in caplog.text
 
 
-def test_the_number_of_a_thread_is_used_again(loop: Loop) -> None:
+def test_threads_with_reused_ids_are_timed(loop: Loop) -> None:
     def train() -> int:
         for x in loop.batches(3):
             loop.train(x)
@@ -351,7 +353,7 @@ def test_the_number_of_a_thread_is_used_again(loop: Loop) -> None:
     assert len(steps(timer)) >= 2 * 8
 
 
-def test_a_wrapper_that_is_no_optimizer_gets_a_hint(loop: Loop) -> None:
+def test_refused_optimizer_wrapper_names_the_inner_optimizer(loop: Loop) -> None:
     class ScheduleFreeWrapper:
         def __init__(self, base: Any) -> None:
             self.base = base
@@ -364,7 +366,7 @@ def test_a_wrapper_that_is_no_optimizer_gets_a_hint(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("how", ["continue", "filter"])
-def test_a_batch_that_is_passed_over_is_no_step(loop: Loop, how: str) -> None:
+def test_batch_without_work_is_part_of_the_next_step(loop: Loop, how: str) -> None:
     with hooks(loop) as timer:
         batches = enumerate(timer.steps(loop.batches(24)))
         for number, x in filter(lambda one: how != "filter" or one[0] % 4 < 3, batches):
@@ -376,7 +378,7 @@ def test_a_batch_that_is_passed_over_is_no_step(loop: Loop, how: str) -> None:
     ]
 
 
-def test_batches_that_are_grouped_around_steps_are_one_step(loop: Loop) -> None:
+def test_batches_grouped_around_steps_are_one_step(loop: Loop) -> None:
     with hooks(loop) as timer:
         iterator = iter(timer.steps(loop.batches(24)))
         while group := [*itertools.islice(iterator, 4)]:
@@ -387,7 +389,7 @@ def test_batches_that_are_grouped_around_steps_are_one_step(loop: Loop) -> None:
     assert steps(timer)[-5:] == [{**step, "optimizer": 2.0}] * 5
 
 
-def test_work_that_does_not_show_is_never_passed_over(loop: Loop) -> None:
+def test_replays_without_a_model_call_are_steps(loop: Loop) -> None:
     with loop.gpu.capture() as replay:
         loop.gpu.work(14.0)
     with hooks(loop) as timer:
@@ -396,7 +398,7 @@ def test_work_that_does_not_show_is_never_passed_over(loop: Loop) -> None:
     assert total(timer)[1:] == [15.0] * 22  # The first could be that of a look-ahead.
 
 
-def test_a_loop_that_decides_in_its_body_to_evaluate_has_no_steps(loop: Loop) -> None:
+def test_loop_whose_body_decides_to_evaluate_has_no_steps(loop: Loop) -> None:
     with hooks(loop) as timer:
         for _ in range(3):
             for trains, n in ((True, 5), (False, 3)):
@@ -412,7 +414,7 @@ def test_a_loop_that_decides_in_its_body_to_evaluate_has_no_steps(loop: Loop) ->
 
 
 @pytest.mark.parametrize("how", ["step", "steps"])
-def test_a_validation_of_all_models_of_a_container(gpu: FakeGPU, how: str) -> None:
+def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how: str) -> None:
     encoders = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
     optimizer = Adder(encoders.parameters(), gpu, 2.0)
     with GPUPhaseHooks(encoders, optimizer, _clock=gpu, warmup_steps=0) as timer:
@@ -435,7 +437,7 @@ def test_a_validation_of_all_models_of_a_container(gpu: FakeGPU, how: str) -> No
     assert ms(timer, "other") == [0.0] * 45
 
 
-def test_a_validation_that_is_not_certain_is_told(loop: Loop) -> None:
+def test_advises_to_pause_an_uncertain_validation(loop: Loop) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
             loop.train(x)
@@ -444,7 +446,9 @@ def test_a_validation_that_is_not_certain_is_told(loop: Loop) -> None:
     assert "`other` is long in few steps: put what belongs to no step" in str(timer.summary())
 
 
-def test_threads_that_train_in_turn_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_about_threads_that_train_in_turn(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
     turns = [threading.Semaphore(1), threading.Semaphore(0)]
 
     def train(me: int) -> None:
@@ -477,7 +481,7 @@ def no_grad_calls(loop: Loop, n: int, *, grad: bool = False) -> None:
 
 
 @pytest.mark.parametrize("how", ["passed over", "evaluation", "step first"])
-def test_steps_before_the_first_training_are_told(
+def test_warns_about_steps_before_the_first_backward(
     loop: Loop, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -498,7 +502,7 @@ def test_steps_before_the_first_training_are_told(
     assert message.startswith(f"The first {n} timed steps have no backward. Call step() at the end")
 
 
-def test_batches_that_are_left_out_inside_of_steps_are_no_steps(
+def test_batches_dropped_inside_steps_do_not_warn(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -508,7 +512,7 @@ def test_batches_that_are_left_out_inside_of_steps_are_no_steps(
     assert not said(caplog)
 
 
-def test_an_evaluation_before_the_training_can_be_paused(
+def test_paused_evaluation_before_training_does_not_warn(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -521,7 +525,7 @@ def test_an_evaluation_before_the_training_can_be_paused(
     assert not said(caplog)
 
 
-def test_batches_that_are_passed_over_beside_compiled_code_are_told(
+def test_warns_about_batches_without_work_next_to_compiled_code(
     loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
@@ -534,7 +538,7 @@ def test_batches_that_are_passed_over_beside_compiled_code_are_told(
     assert "as in timer.steps(filter(is_good, loader))" in message
 
 
-def test_the_training_of_another_model_is_told(
+def test_warns_about_training_of_another_model(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -548,7 +552,7 @@ def test_the_training_of_another_model_is_told(
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("how", ["step", "steps"])
-def test_an_evaluation_in_training_mode_is_told(loop: Loop, how: str, grad: bool) -> None:
+def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, grad: bool) -> None:
     with hooks(loop) as timer:
         loader = loop.batches(100)
         for number, x in enumerate(loader if how == "step" else timer.steps(loader), 1):
@@ -562,7 +566,7 @@ def test_an_evaluation_in_training_mode_is_told(loop: Loop, how: str, grad: bool
     assert advice in str(timer.summary())
 
 
-def test_batches_that_are_longer_in_all_phases_are_told_nothing(gpu: FakeGPU) -> None:
+def test_batches_longer_in_all_phases_get_no_advice(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(100)), 1):
@@ -572,7 +576,7 @@ def test_batches_that_are_longer_in_all_phases_are_told_nothing(gpu: FakeGPU) ->
     assert "few steps" not in str(timer.summary())
 
 
-def test_work_between_two_steps_is_told(loop: Loop) -> None:
+def test_advises_to_pause_work_between_steps(loop: Loop) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(loop.batches(60), 1):
             loop.train(x)
@@ -583,7 +587,7 @@ def test_work_between_two_steps_is_told(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_batches_left_over_of_a_number_of_micro_batches_are_told(
+def test_warns_about_micro_batches_left_over_at_the_end_of_a_loop(
     loop: Loop, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop, accumulate_grad_batches=4, every_n_steps=every) as timer:
@@ -598,7 +602,7 @@ def test_batches_left_over_of_a_number_of_micro_batches_are_told(
 
 
 @pytest.mark.parametrize("eager", [3, 10])
-def test_replays_of_a_graph_of_before_among_other_steps_are_told(
+def test_warns_about_graph_replays_among_other_steps(
     loop: Loop, eager: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with loop.gpu.capture() as replay:
@@ -615,7 +619,7 @@ def test_replays_of_a_graph_of_before_among_other_steps_are_told(
     assert "call step() at the end of the loop body" in message
 
 
-def test_replays_of_a_graph_of_before_after_other_steps_are_told(
+def test_warns_about_graph_replays_after_other_steps(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with loop.gpu.capture() as replay:
@@ -631,7 +635,7 @@ def test_replays_of_a_graph_of_before_after_other_steps_are_told(
     assert message.startswith("50 batches in a row have neither a call of the model nor an update")
 
 
-def test_replays_whose_bodies_call_step_are_steps(
+def test_graph_replays_that_call_step_are_steps(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with loop.gpu.capture() as replay:

@@ -247,7 +247,7 @@ def test_lag_zero_reads_a_step_when_it_ends(gpu: FakeGPU) -> None:
     assert len(gpu.waits) == 3
 
 
-def test_a_larger_lag_waits_later(gpu: FakeGPU) -> None:
+def test_larger_lag_waits_later(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
     run.recorder.begin()
     for number in range(4):
@@ -610,7 +610,7 @@ def test_after_a_mark_that_failed_nothing_is_recorded_until_the_step_ends(
     ]
 
 
-def test_an_annotator_is_told_every_label_and_none_where_no_step_is_timed(gpu: FakeGPU) -> None:
+def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
     told: list[str | None] = []
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
@@ -628,7 +628,7 @@ def test_an_annotator_is_told_every_label_and_none_where_no_step_is_timed(gpu: F
     assert told == ["data", "backward", *paused, *filled, None, "data", None]
 
 
-def test_an_annotator_that_fails_is_told_of_and_left_alone_and_costs_no_time(
+def test_failing_annotator_is_reported_once_and_dropped(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str | None] = []
@@ -651,7 +651,7 @@ def test_an_annotator_that_fails_is_told_of_and_left_alone_and_costs_no_time(
     ]
 
 
-def test_a_turn_is_seen_in_the_thread_that_is_timed_alone(gpu: FakeGPU, run: Recorded) -> None:
+def test_mark_instead_ignores_other_threads(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("<after forward>")
     thread = threading.Thread(target=run.recorder.mark_instead, args=("<after forward>", "loss"))
     thread.start()
@@ -659,7 +659,7 @@ def test_a_turn_is_seen_in_the_thread_that_is_timed_alone(gpu: FakeGPU, run: Rec
     assert run.recorder.label == "<after forward>"
 
 
-def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
+def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     steps: list[StepRecord] = []
     recorder = Recorder(gpu, lag=0, emit=steps.extend)
     recorder.begin()
@@ -691,7 +691,7 @@ def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
     ]
 
 
-def test_a_skipped_update_is_told_unless_a_replay_may_have_run_it(
+def test_skipped_update_is_reported_unless_a_replay_may_have_run_it(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.recorder.end_step(0, skipped_update=True)
@@ -758,7 +758,7 @@ def test_before_it_begins_nothing_is_recorded(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_a_wait_that_did_not_block_tells_nothing_of_where_the_clocks_meet(
+def test_wait_that_did_not_block_does_not_align_the_clocks(
     gpu: FakeGPU, wait_ms: float, finished_ns: int
 ) -> None:
     run = Recorded(gpu, lag=0)
@@ -773,7 +773,7 @@ def test_a_wait_that_did_not_block_tells_nothing_of_where_the_clocks_meet(
 
 
 @pytest.mark.parametrize("after_fetch", [True, False])
-def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
+def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu: FakeGPU, after_fetch: bool
 ) -> None:
     told: list[str | None] = []
@@ -803,14 +803,14 @@ def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
     assert run.emitted[0].phase_ms == {**before, "other": 0.5}
 
 
-def test_calls_of_the_model_in_another_thread_are_noted(run: Recorded) -> None:
+def test_model_calls_in_another_thread_are_recorded(run: Recorded) -> None:
     assert not run.recorder.was_elsewhere
     assert not run.recorder.is_resting_here()
     assert run.recorder.was_elsewhere is True
 
 
 @pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
+def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
 ) -> None:
     run = Recorded(gpu, lag=lag)
@@ -853,7 +853,7 @@ def test_a_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
     assert run.emitted == []
 
 
-def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
+def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run = Recorded(gpu, batch=9)
     run.recorder.begin()
     for number in range(4):
@@ -872,7 +872,7 @@ def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU)
     assert [times.step for times in run.emitted] == [0, 1, 2, 3, 6]
 
 
-def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) -> None:
+def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
     told: list[str | None] = []
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
@@ -888,7 +888,7 @@ def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) 
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
 
 
-def test_a_new_thread_with_the_number_of_the_timed_one_is_another(gpu: FakeGPU) -> None:
+def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -> None:
     run = Recorded(gpu)
     numbers: list[int] = []
 

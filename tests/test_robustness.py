@@ -42,7 +42,7 @@ def test_attributes_of_a_model_are_the_users(gpu: FakeGPU, name: str, value: str
     assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
 
 
-def test_a_module_that_is_called_module_is_no_wrapper(gpu: FakeGPU) -> None:
+def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +139,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("place", FAILING)
-def test_an_error_of_the_timer_ends_the_timing_alone(
+def test_error_of_the_timer_ends_only_the_timing(
     loop: Loop, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     things = (*loop.model.modules(), loop.optimizer)
@@ -288,7 +288,7 @@ def test_an_interrupted_last_wait_leaves_nothing(
     assert not torch_optimizer._global_optimizer_post_hooks
 
 
-def test_an_error_of_a_boundary_does_not_reach_the_training(
+def test_error_of_a_boundary_does_not_reach_the_training(
     loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hooks(loop) as timer:

@@ -33,7 +33,7 @@ def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
     ],
     ids=["break", "islice", "zip(range, steps)", "zip(steps, range)", "next"],
 )
-def test_a_loop_that_is_left_has_its_last_step(
+def test_loop_that_is_left_keeps_its_last_step(
     loop: Loop, taken: Callable[..., Iterator[Tensor]], options: dict[str, Any]
 ) -> None:
     bare = installed(*loop.model.modules(), loop.optimizer)
@@ -61,7 +61,7 @@ def test_the_last_step_of_a_loop_that_is_left_ends_with_its_update(loop: Loop) -
 
 
 @pytest.mark.parametrize("part", ["nothing", "forward", "backward", "next forward"])
-def test_a_step_in_which_the_loop_is_left_too_early_is_not_timed(loop: Loop, part: str) -> None:
+def test_step_left_before_its_update_is_not_timed(loop: Loop, part: str) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(9))):
             if number == 2:
@@ -77,7 +77,7 @@ def test_a_step_in_which_the_loop_is_left_too_early_is_not_timed(loop: Loop, par
     assert steps(timer) == [STEP_MS] * 2
 
 
-def test_some_steps_of_a_loop_that_is_left_keep_their_numbers(loop: Loop) -> None:
+def test_sampled_steps_of_a_loop_that_is_left_keep_their_numbers(loop: Loop) -> None:
     with hooks(loop, every_n_steps=3) as timer:
         for _ in range(4):
             for x in islice(timer.steps(loop.batches(9)), 3):

@@ -47,7 +47,7 @@ def run(gpu: FakeGPU) -> Iterator[Recorded]:
     assert not gpu.capture_broken
 
 
-def test_a_wait_interrupts_the_phase_which_goes_on_after_it(run: Recorded, gpu: FakeGPU) -> None:
+def test_wait_interrupts_its_phase(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     run.wait()
     gpu.work(2.0)
@@ -72,7 +72,7 @@ def test_a_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
     assert run.end() == {label: 7.0, **({f"{label}/comm": 3.0} if is_timed else {})}
 
 
-def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: FakeGPU) -> None:
+def test_probed_step_keeps_the_waits_after_the_spin(run: Recorded, gpu: FakeGPU) -> None:
     run.run("data", 1.0)
     run.wait()
     run.start_probe(lambda: gpu.spin(2_000_000))
@@ -81,7 +81,7 @@ def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: Fake
     assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}
 
 
-def test_no_step_no_wait(run: Recorded, gpu: FakeGPU) -> None:
+def test_wait_outside_a_step_records_nothing(run: Recorded, gpu: FakeGPU) -> None:
     run.end()
     run.rest()
     created = gpu.created
@@ -91,7 +91,7 @@ def test_no_step_no_wait(run: Recorded, gpu: FakeGPU) -> None:
     assert gpu.created == created
 
 
-def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: FakeGPU) -> None:
+def test_end_of_an_interrupted_wait_adds_no_mark(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     assert run.wait_begins()
     gpu.work(3.0)
@@ -101,7 +101,7 @@ def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: Fak
     assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
 
 
-def test_the_tail_of_a_backward_is_a_wait_as_it_is(run: Recorded) -> None:
+def test_wait_in_the_tail_of_a_backward_adds_no_mark(run: Recorded) -> None:
     run.run("backward/comm", 1.0)
     run.wait()
     assert run.end() == {"backward": 4.0, "backward/comm": 4.0}
@@ -140,7 +140,5 @@ def test_a_wait_whose_mark_fails_costs_its_step_alone(
         (("augment/part", "<receives>", "<goes on>", "forward"), "augment"),
     ],
 )
-def test_what_a_pipeline_receives_is_for_the_pass_that_follows(
-    labels: tuple[str, ...], phase: str
-) -> None:
+def test_pipeline_receive_belongs_to_the_next_pass(labels: tuple[str, ...], phase: str) -> None:
     assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")
