@@ -11,6 +11,7 @@ import torch
 from conftest import AUTOGRAD, installed
 from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_loop import train as train_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -107,9 +108,7 @@ def test_inference_is_timed_without_optimizers(loop: Loop, is_training: bool) ->
 
 def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
     one, two = Logger(), Logger()
-    with hooks(loop, logger=[one, two], log_every_n_steps=2, prefix="gpu") as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    train_loop(loop, 5, logger=[one, two], log_every_n_steps=2, prefix="gpu")
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
@@ -243,9 +242,7 @@ def test_loop_continues_after_remove(loop: Loop) -> None:
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_loaders_with_no_or_one_batch_are_timed(loop: Loop, n: int) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
+    timer = train_loop(loop, n)
     assert steps(timer) == [STEP_MS] * n
     assert timer.summary().steps == n
 
@@ -426,9 +423,7 @@ def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU
 def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     loop, logger = Loop(gpu), Logger()
     options = {"_lag": lag, "logger": logger, "log_every_n_steps": 10}
-    with hooks(loop, every_n_steps=5, **options) as timer:
-        for x in timer.steps(loop.batches(32)):
-            loop.train(x)
+    timer = train_loop(loop, 32, every_n_steps=5, **options)
     assert timer.history()["step"].tolist() == timed_indices(5, 32)
     assert steps(timer) == [STEP_MS] * 7
     assert [step for step, _ in logger.calls] == [9, 19, 29, 31]
@@ -439,9 +434,7 @@ def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
 
 def test_sampled_steps_are_logged_when_a_log_is_due(gpu: FakeGPU) -> None:
     loop, logger = Loop(gpu), Logger()
-    with hooks(loop, every_n_steps=10, logger=logger, log_every_n_steps=8) as timer:
-        for x in timer.steps(loop.batches(40)):
-            loop.train(x)
+    train_loop(loop, 40, every_n_steps=10, logger=logger, log_every_n_steps=8)
     assert [step for step, _ in logger.calls] == [7, 15, 23, 31, 39]
 
 
@@ -463,9 +456,7 @@ def test_untimed_steps_record_no_event(gpu: FakeGPU) -> None:
 
 def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with hooks(loop, every_n_steps=5, warmup_steps=12) as timer:
-        for x in timer.steps(loop.batches(30)):
-            loop.train(x)
+    timer = train_loop(loop, 30, every_n_steps=5, warmup_steps=12)
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
         hooks(loop, every_n_steps=0)
@@ -497,9 +488,7 @@ def test_steps_are_resolved_in_batches_until_a_log_is_due(
         steps_read(self, steps)
 
     monkeypatch.setattr(Session, "_steps_read", count)
-    with hooks(loop, log_every_n_steps=every) as timer:
-        for x in timer.steps(loop.batches(120)):
-            loop.train(x)
+    train_loop(loop, 120, log_every_n_steps=every)
     assert sum(read) == 120
     assert max(read) == min(every, 25)
     assert len(read) <= 120 // 25 + 120 // every + 2
@@ -518,9 +507,7 @@ def test_device_error_loses_only_the_open_and_the_pending_step(
         record(event)
 
     monkeypatch.setattr(FakeEvent, "record", fail_once)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(40)):
-            loop.train(x)
+    timer = train_loop(loop, 40)
     left_out = set(range(40)) - set(timer.history()["step"].tolist())
     # The one that it happened in, and the one that was pending.
     assert len(left_out) == 2
@@ -599,9 +586,7 @@ def test_observer_with_its_own_update_method_is_called(loop: Loop) -> None:
             self.steps.append(times.step)
 
     bar = Bar()
-    with hooks(loop, observers=[bar]) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    train_loop(loop, 3, observers=[bar])
     assert bar.steps == [0, 1, 2]
 
 
@@ -748,9 +733,7 @@ def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
     parallel = nn.DataParallel(loop.model)
     # On one device it calls the module in the loop's thread.
     loop.model = parallel
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train_loop(loop, 2)
     assert steps(timer) == [STEP_MS] * 2
     parallel.device_ids = [0, 1]
     model = nn.Sequential(parallel)
