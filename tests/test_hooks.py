@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
-from lightning_gputime._boundaries import boundaries
-from lightning_gputime._phases import StepRecord
-from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._session.session import Session
 
 
@@ -196,7 +193,9 @@ def test_failed_attach_leaves_nothing_and_the_loop_continues(
 ) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
-    monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(
+        "lightning_gputime._boundaries.boundaries.BackwardBoundary", lambda *_, **__: 1 / 0
+    )
     timer = hooks(loop).attach()
     assert "Steps are no longer timed" in caplog.text
     assert installed(*things) == bare
@@ -483,7 +482,7 @@ def test_steps_are_resolved_in_batches_until_a_log_is_due(
     read: list[int] = []
     steps_read = Session._steps_read
 
-    def count(self: Session, steps: list[StepRecord]) -> None:
+    def count(self: Session, steps: list[Any]) -> None:
         read.append(len(steps))
         steps_read(self, steps)
 
@@ -620,7 +619,8 @@ def test_timer_removed_by_its_observer_stays_removed(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
-    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
+    path = "lightning_gputime._record.recorder.Annotator.__call__"
+    monkeypatch.setattr(path, lambda self, name: ranges.append(name))
     timer: GPUPhaseHooks
     options: dict[str, Any] = {"observers": [lambda _: timer.remove()], "annotate": True}
     with hooks(loop, every_n_steps=every, **options) as timer:

@@ -17,8 +17,6 @@ from lightning_gputime import (
 )
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._record.clock import HostClock
-from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._session import schedule
 from lightning_gputime._session.schedule import Plan, Probe, Schedule
 
@@ -208,7 +206,7 @@ def test_a_step_too_long_to_launch_is_not_probed(
 
 def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGPU()
-    summary = run(Loop(gpu), 10, _clock=HostClock()).summary()
+    summary = run(Loop(gpu), 10, _clock=None).summary()
     assert summary.probed_steps == 0
     assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
 
@@ -434,7 +432,8 @@ def test_a_profiler_sees_no_range_for_the_spin(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
-    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
+    path = "lightning_gputime._record.recorder.Annotator.__call__"
+    monkeypatch.setattr(path, lambda self, name: ranges.append(name))
     timer = run(Loop(gpu), 20, annotate=True)
     assert timer.summary().probed_steps == 4
     assert "forward" in ranges

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_gputime import GPUPhaseHooks, phase
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary
 
 # Attributes of a model that the package must not trust
 
@@ -169,7 +168,8 @@ def test_an_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
 
     class Fails(pl.Callback):
         def on_validation_start(self, *_: Any) -> None:
-            monkeypatch.setattr(OptimizerBoundary, "patch_zero_grad", fails)
+            path = "lightning_gputime._boundaries.optimizer.OptimizerBoundary.patch_zero_grad"
+            monkeypatch.setattr(path, fails)
 
     model = Model(gpu)
     timer = timer_of(gpu)
